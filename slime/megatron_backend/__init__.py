@@ -1,5 +1,5 @@
-"""Training with megatron-core. Without a GPU its functions stay as they are written: torch.compile, with which it
-decorates some, takes a second to import and minutes of a C++ compiler for what a CPU runs as fast without."""
+"""Training with megatron-core. Without a GPU, torch.compile is disabled for functions that megatron-core decorates with
+it. Its import takes a second, and the C++ compiler takes minutes for code that a CPU runs as fast uncompiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def _as_written(model: Callable[..., Any] | None = None, **settings: Any) -> Any:
-    """torch.compile, as a decorator with arguments or without, that compiles nothing."""
+    """Replaces torch.compile, as a decorator with or without arguments. It compiles nothing."""
     return (lambda function: function) if model is None else model
 
 
@@ -20,7 +20,7 @@ def _import_megatron() -> None:
     if not torch.cuda.is_available():
         library.compile = _as_written
     try:
-        import megatron.core  # noqa: F401  what it decorates with is decided here
+        import megatron.core  # noqa: F401  the import applies the decorators
     finally:
         library.compile = compile_function
 

@@ -2,7 +2,7 @@
 
 megatron-core calls `torch.cuda.current_device()`, `device="cuda"` and `.cuda()`, and compares `Tensor.type()` with
 "torch.cuda.FloatTensor". The code paths used here need no GPU, so this file redirects these requests, without a copy of
-the library. The table of replaced functions is in slime.bridges.torch. On a machine with a GPU, it does nothing.
+the library. The table of replaced functions is in slime.bridges.torch. On a machine with a GPU, this file does nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _thread = threading.local()
 
 
 def _on_cpu(value: Any) -> Any:
-    """`value`, or the CPU device if `value` names a CUDA device."""
+    """Returns `value`, or the CPU device if `value` names a CUDA device."""
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value
     if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
@@ -56,7 +56,7 @@ class _CudaRequestsToCpu(TorchFunctionMode):
 
 
 class _InOrder:
-    """Replaces a CUDA stream or event. Work on the CPU runs in program order, so nothing waits."""
+    """Replaces a CUDA stream or event. Work on the CPU runs in program order, so no method waits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -77,7 +77,7 @@ class _InOrder:
 
 
 class _CpuGenerators:
-    """`torch.cuda.default_generators`: every index returns the CPU generator."""
+    """Replaces `torch.cuda.default_generators`: every index returns the CPU generator."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
@@ -88,8 +88,8 @@ def _answer(value: Any) -> Callable[..., Any]:
 
 
 def with_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_to_all_single` that accepts its split sizes as tensors. Megatron converts them to numbers only when it
-    copies them from a GPU. The mode above cannot do this, because it is off during the backward."""
+    """Returns `all_to_all_single` that accepts its split sizes as tensors. Megatron converts them to numbers only when
+    it copies them from a GPU. The mode above cannot do this, because it is off during the backward."""
 
     def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
         sizes = ("output_split_sizes", "input_split_sizes")
@@ -100,7 +100,8 @@ def with_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gathers_any_size(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_gather` of tensors whose first axes differ, which NCCL has and gloo has not: one broadcast per rank."""
+    """Returns `all_gather` for tensors whose first axes differ: one broadcast per rank. NCCL supports this and gloo
+    does not."""
 
     def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
         if len({part.shape for part in parts}) == 1:
@@ -116,7 +117,8 @@ def gathers_any_size(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scatters_any_size(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """`reduce_scatter` of tensors whose first axes differ, which NCCL has and gloo has not: one sum per rank."""
+    """Returns `reduce_scatter` for tensors whose first axes differ: one sum per rank. NCCL supports this and gloo does
+    not."""
 
     def reduce_scatter(out: torch.Tensor, parts: list[torch.Tensor], group: Any = None, **kwargs: Any) -> Any:
         if len({part.shape for part in parts}) == 1:
@@ -133,57 +135,57 @@ def scatters_any_size(scatter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cpu(_: object) -> Callable[..., object]:
-    """A function that returns the CPU device."""
+    """Returns a function that returns the CPU device."""
     return _answer(_CPU)
 
 
 def nothing(_: object) -> Callable[..., object]:
-    """A function that does nothing."""
+    """Returns a function that does nothing."""
     return _answer(None)
 
 
 def zero(_: object) -> Callable[..., object]:
-    """A function that returns 0."""
+    """Returns a function that returns 0."""
     return _answer(0)
 
 
 def true(_: object) -> Callable[..., object]:
-    """A function that returns True."""
+    """Returns a function that returns True."""
     return _answer(True)
 
 
 def in_order(_: object) -> type:
-    """A class of streams and events that wait for nothing."""
+    """Returns a class of streams and events that do not wait."""
     return _InOrder
 
 
 def only_stream(_: object) -> Callable[..., object]:
-    """A function that returns the only stream."""
+    """Returns a function that returns the only stream."""
     return _answer(_InOrder())
 
 
 def cpu_generators(_: object) -> object:
-    """The generators of all devices: the CPU's."""
+    """Returns the generators per device, which are all the CPU's generator."""
     return _CpuGenerators()
 
 
 def cpu_rng_state(_: object) -> Callable[..., torch.Tensor]:
-    """`get_rng_state` of the CPU's generator."""
+    """Returns `get_rng_state` of the CPU's generator."""
     return lambda device=None: torch.get_rng_state()
 
 
 def set_cpu_rng_state(_: object) -> Callable[..., None]:
-    """`set_rng_state` of the CPU's generator."""
+    """Returns `set_rng_state` of the CPU's generator."""
     return lambda state, device=None: torch.set_rng_state(state)
 
 
 def cpu_seed(_: object) -> Callable[[int], object]:
-    """`manual_seed` of the CPU's generator."""
+    """Returns `manual_seed` of the CPU's generator."""
     return lambda seed: torch.manual_seed(seed)
 
 
 def install_cpu_redirect() -> None:
-    """Redirect CUDA requests of this process to the CPU. Does nothing if CUDA is available, or in a repeated call.
+    """Redirects CUDA requests of this process to the CPU. Does nothing if CUDA is available, or in a repeated call.
 
     Functions of `torch.cuda` are replaced once per process (slime.bridges.torch). A torch function mode rewrites device
     arguments. torch keeps this mode per thread, so call this function first in every thread that runs Megatron.

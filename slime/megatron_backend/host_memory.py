@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from and to at full speed: allocated once, pinned, and unpinned at the end."""
+"""Host memory that a GPU copies to and from at full speed. It is allocated once, pinned, and unpinned at the end."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def pinned(size: int, device: torch.device, what: str) -> Tensor:
-    """`size` bytes of zeros, pinned for copies to and from `device` if it is a GPU.
+    """Returns `size` bytes of zeros, pinned for copies to and from `device` if it is a GPU.
 
-    RuntimeError with `what` if CUDA cannot pin them. `pin_memory()` is not used, because torch rounds its pinned blocks
-    up to a power of two.
+    Raises RuntimeError with `what` if CUDA cannot pin the bytes. `pin_memory()` is not used, because torch rounds its
+    pinned blocks up to a power of two.
     """
     host = torch.empty(size, dtype=torch.uint8)
     if device.type == "cuda" and size:
-        host.fill_(0)  # many threads allocate pages here; only one thread would in the call below
+        host.fill_(0)  # many threads allocate pages here; the call below would use one thread
         code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size, 0))
         if code != 0:
             raise RuntimeError(
@@ -25,6 +25,6 @@ def pinned(size: int, device: torch.device, what: str) -> Tensor:
 
 
 def unpin(host: Tensor, device: torch.device) -> None:
-    """Undo `pinned`. The bytes stay until the last reference is gone."""
+    """Reverses `pinned`. The bytes stay until the last reference is gone."""
     if device.type == "cuda" and host.numel():
         torch.cuda.cudart().cudaHostUnregister(host.data_ptr())

@@ -1,4 +1,5 @@
-"""What a trainer rank knows of the samples that a run keeps for people (--save-samples): advantages and log-probs."""
+"""Records of a trainer rank about the samples that a run keeps for people (--save-samples): advantages and
+log-probs."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ from slime.types import TrainData
 
 
 class KeptSamples:
-    """One per trainer rank. `add` hears of the micro-batches for which `wants` is true; `write` follows the training.
+    """Collects the records; one object per trainer rank. Call `add` for the micro-batches for which `wants` is True,
+    and `write` after the training.
 
-    The log-probs are those of the policy before the rollout's updates: of an extra pass if there is one, else of the
-    first optimizer step, unless it draws dropout. Samples of later steps have none then.
+    The log-probs belong to the policy before the rollout's updates. They come from an extra pass if there is one,
+    otherwise from the first optimizer step, unless it draws dropout. In the second case, samples of later steps have no
+    log-probs.
     """
 
     def __init__(self, config: Config, info: ParallelInfo) -> None:
@@ -31,13 +34,13 @@ class KeptSamples:
         return self._reads_steps and step_id == 0 and "log_probs" not in data and any(data.get("kept", ()))
 
     def add(self, data: TrainData, batch: MicroBatch, log_probs: Tensor) -> None:
-        """Add the detached log-probs [R] of a micro-batch."""
+        """Adds the detached log-probs [R] of a micro-batch."""
         parts = batch.split(log_probs, data["response_lengths"])
         found = zip(batch.samples, parts, strict=True)
         self._found |= {i: part.clone() for i, part in found if data["kept"][i]}
 
     def write(self, rollout_id: int, data: TrainData) -> None:
-        """By one rank of those with the same samples."""
+        """Writes the records on one of the ranks that have the same samples."""
         found, self._found = self._found, {}
         info = self._info
         if info.tp_rank or info.cp_rank or not info.last_stage:

@@ -28,9 +28,9 @@ from slime.rules.experts import check_expert_ranks
 class ParallelInfo:
     """This process's ranks: rank = ((pp_rank * dp_size + dp_rank) * cp_size + cp_rank) * tp_size + tp_rank.
 
-    Ranks that differ only in cp_rank or pp_rank get the same samples. Ranks of different cp_rank compute parts of each
-    row, and ranks of different pp_rank compute different layers. `dp_cp_group` has all ranks whose gradients of a
-    parameter are summed. The groups are live objects of this process, so do not send this record to other processes.
+    Ranks that differ only in cp_rank or pp_rank get the same samples. Ranks with different cp_rank compute parts of
+    a row, and ranks with different pp_rank compute different layers. `dp_cp_group` has all ranks whose gradients of
+    a parameter are summed. The groups are live objects of this process, so do not send this record to other processes.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class ParallelInfo:
 
     @property
     def last_stage(self) -> bool:
-        """Whether this rank has the model's last layers, the head and the loss."""
+        """Returns whether this rank has the model's last layers, the head and the loss."""
         return self.pp_rank == self.pp_size - 1
 
 
@@ -74,12 +74,12 @@ def _check(rank: int, world_size: int, config: Config) -> None:
 def init_parallel(
     rank: int, world_size: int, config: Config, *, init_method: str, local_rank: int = 0
 ) -> ParallelInfo:
-    """Join the trainer's process group and build Megatron's groups. Every rank must call it.
+    """Joins the trainer's process group and builds Megatron's groups. Every rank must call this function.
 
     `init_method` is torch's rendezvous address ("tcp://HOST:PORT" or "file://PATH"). `local_rank` is the index of this
     process's GPU. The backend is NCCL if CUDA is available, else gloo with redirected CUDA requests.
-    Reads the parallel sizes, --distributed-timeout-minutes and --seed. All generators (Python, numpy,
-    torch, Megatron's tracker) are seeded from --seed, so a run repeats exactly on the same number of ranks.
+    The function reads the parallel sizes, --distributed-timeout-minutes and --seed. It seeds all generators (Python,
+    numpy, torch, Megatron's tracker) from --seed, so a run repeats exactly on the same number of ranks.
     """
     _check(rank, world_size, config)
     install_cpu_redirect()
@@ -133,17 +133,17 @@ _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def built(model: nn.Module) -> nn.Module:
-    """Return `model`, whose parts `destroy_parallel` will free."""
+    """Registers `model`, whose parts `destroy_parallel` will free, and returns it."""
     _models.add(model)
     return model
 
 
 def destroy_parallel() -> None:
-    """Leave the groups of `init_parallel` and empty the models on them. A second call does nothing.
+    """Leaves the groups of `init_parallel` and empties the models on them. A second call does nothing.
 
-    A gloo group has three threads and four open files, and they end with the last reference to the group. Megatron's
+    A gloo group has three threads and four open files, which end with the last reference to the group. Megatron's
     modules hold groups, and a data-parallel wrapper is in a reference cycle with its gradient hooks. So a model that is
-    only dropped keeps its groups until the garbage collector finds it, which is never if the model was frozen. The
+    only dropped keeps its groups until the garbage collector finds it, which never happens if the model was frozen. The
     traceback of an error may keep a ParallelInfo in the same way.
     """
     for holder in [*_infos, *(module for model in list(_models) for module in list(model.modules()))]:

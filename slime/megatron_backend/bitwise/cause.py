@@ -1,4 +1,4 @@
-"""Which operator, on which side, made bits differ: what this rank can tell of it."""
+"""Finds the operator on this rank that makes trainer and engine bits differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.megatron_backend.model.model_config import params_dtype
 
 
 def why_bits_differ(config: Config, device: torch.device) -> str:
-    """The trainer's operators that break their promise here, or what is left if none does."""
+    """Returns the trainer's operators that break their guarantee here, or the remaining causes if none does."""
     if names := invariant.broken(device, params_dtype(config)):
         return f"in the trainer, results of {', '.join(names)} depend on the other rows of a call"
     return (

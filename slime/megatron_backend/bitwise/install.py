@@ -1,7 +1,8 @@
-"""--rlk-bitwise: gives the modules of a Megatron model the operators of `rl_kernel.invariant`, as the engine has them.
+"""Implements --rlk-bitwise: sets the operators of `rl_kernel.invariant`, which the engine uses, in a Megatron model's
+modules.
 
-Each kind of module has one line here: how it gets its operator, or that it computes nothing by itself. A module of
-another kind is an error that names it. The head is `slime.megatron_backend.step.heads.bitwise`.
+Each kind of module has one line here: the function that sets its operator, or the fact that it needs none. A module of
+another kind raises an error that names it. The head is in `slime.megatron_backend.step.heads.bitwise`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from slime.models.rope import Rope
 
 
 def adaptation(config: Config) -> Callable[[Sequence[nn.Module]], None] | None:
-    """`build_model`'s `adapt` for a run with --rlk-bitwise; None without it."""
+    """Returns `build_model`'s `adapt` for a run with --rlk-bitwise; None without the flag."""
     if not config.kernels.rlk_bitwise:
         return None
     return partial(use_invariant, dtype=params_dtype(config), chosen=operators.bitwise(config))
@@ -44,11 +45,11 @@ def adaptation(config: Config) -> Callable[[Sequence[nn.Module]], None] | None:
 def use_invariant(
     parts: Sequence[nn.Module], *, dtype: torch.dtype, chosen: Collection[str] = BITWISE_OPERATORS
 ) -> None:
-    """Give each module of the model's parts its operator, if it is a chosen one. `parts`: without data-parallel
-    wrappers.
+    """Sets the operators of the modules in the model's parts, if the operators are in `chosen`. `parts` have no
+    data-parallel wrappers.
 
-    ValueError with every module that has none, or with what this machine does not compute as promised. Nothing is
-    changed then.
+    Raises ValueError with every module that has no operator, or with the operators that break their guarantee on this
+    machine. In these cases the model is unchanged.
     """
     named = [(name, module) for part in parts for name, module in part.named_modules()]
     others = [
@@ -77,14 +78,14 @@ def _outputs(
     sequence_parallel: bool,
     **unused: object,
 ) -> Tensor:
-    """In place of the product of Megatron's column-parallel layers, as they call it."""
+    """Replaces the product of Megatron's column-parallel layers, with the arguments that they pass."""
     if tp_group.size() == 1:
         return invariant.linear(input, weight, bias)
     return invariant.column_parallel_linear(input, weight, bias, tp_group, gather=sequence_parallel)
 
 
 def _of_all_inputs(module: RowParallelLinear, input: Tensor) -> tuple[Tensor, Tensor | None]:
-    """In place of the forward of Megatron's row-parallel layers, whose sum over ranks it calls by name."""
+    """Replaces the forward of Megatron's row-parallel layers, which call their sum over ranks by name."""
     if module.tp_group.size() == 1:
         output = invariant.linear(input, module.weight)
     else:
@@ -108,7 +109,7 @@ def _attend(
 
 
 def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The frequencies are computed on the host, as in the engine."""
+    """Returns cos and sin. The frequencies are computed on the host, as in the engine."""
     return invariant.angles(positions, rope.frequencies().to(positions.device))
 
 
@@ -147,8 +148,8 @@ _GIVES: dict[type, tuple[str | None, Callable[..., None]]] = {
     GatedMLP: ("activation", _give_activation),
     PackedAttention: ("attention", _give_attention),
     HiddenGPTModel: ("rotary", _give_angles),
-    # These pass tensors on, look rows up, or add the residual, which is rounded correctly. A row of the embedding is
-    # on one rank, and the others add zeros, in whatever order.
+    # These modules pass tensors on, look rows up, or add the residual, which is rounded correctly. A row of the
+    # embedding is on one rank, and the other ranks add zeros, so the order of the sum does not matter.
     **dict.fromkeys(
         (
             *(LanguageModelEmbedding, VocabParallelEmbedding, TransformerBlock, DecoderLayer, SelfAttention),
@@ -157,11 +158,11 @@ _GIVES: dict[type, tuple[str | None, Callable[..., None]]] = {
         (None, _nothing),
     ),
 }
-"""The exact class of a module -> the name of its operator, and what gives it that."""
+"""Exact class of a module -> (name of its operator, function that sets the operator)."""
 
 
 def _reason(module: nn.Module) -> str | None:
-    """Why a module has no operator; "" for one of an unknown class, None for one that has."""
+    """Returns why a module has no operator: "" for an unknown class, None for a module that has an operator."""
     if type(module) not in _GIVES:
         return ""
     if isinstance(module, RMSNorm) and module.zero_centred:

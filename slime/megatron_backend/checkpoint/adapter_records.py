@@ -1,6 +1,7 @@
-"""What a checkpoint of a run with adapters holds: what is trained, and a record of the adapters.
+"""The content of a checkpoint of a run with adapters: the trained parameters, and a record of the adapters.
 
-The base is loaded from where the run began."""
+The base is loaded from the checkpoint with which the run began.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ from slime.models.lora import Lora
 
 
 def kept(inner: HiddenGPTModel, state: dict[str, Any], adapters: bool) -> dict[str, Any]:
-    """The part of a model's state that a checkpoint holds. `adapters`: of a model that has some, what is trained;
-    otherwise its base alone."""
+    """Returns the part of a model's state that a checkpoint holds. For a model with adapters, that is the trained part
+    if `adapters`, and otherwise only the base."""
     if lora_of(inner) is None:
         return state
     return {k: v for k, v in state.items() if (k.startswith(ADAPTERS) or k == VALUE_HEAD) == adapters}
 
 
 def record_of(inner: HiddenGPTModel) -> dict[str, Any] | None:
-    """The record of a checkpoint of adapters. `base`: its digest, None where it is not loaded or in
-    float16."""
+    """Returns the record of a checkpoint of adapters. Its `base` is the base's digest, or None if the base is not
+    loaded or is in float16."""
     return None if (lora := lora_of(inner)) is None else {**asdict(lora), "base": inner.adapters.base}
 
 
 def check_record(saved: dict[str, Any] | None, wanted: dict[str, Any] | None, path: Path) -> None:
-    """ValueError unless the checkpoint in `path` has the adapters that are wanted. None: whole weights."""
+    """Raises ValueError unless the checkpoint in `path` has the wanted adapters. None means whole weights."""
     if saved is not None and wanted is None:
         raise ValueError(
             f"a checkpoint must hold whole weights here, got adapters of rank {saved['rank']} in {path}; train on with "
@@ -64,13 +65,13 @@ def check_record(saved: dict[str, Any] | None, wanted: dict[str, Any] | None, pa
 def stored_lora(
     directory: str | Path, iteration: int | None, *, choose: str = "--ckpt-step {}"
 ) -> Lora | None:
-    """The adapters of a checkpoint; None for one of whole weights, and for what slime converted. ValueError for a
-    damaged file, with `choose` as in `load_checkpoint`."""
+    """Returns the adapters of a checkpoint; None for a checkpoint with whole weights, and for a converted checkpoint.
+    Raises ValueError for a damaged file, with `choose` as in `load_checkpoint`."""
     if iteration is None:
         return None
     path = existing(Path(directory), iteration)
     if not (path / COMPLETE).is_file() or is_foreign(path):
-        return None  # reading it reports what is missing
+        return None  # reading the checkpoint reports the missing file
     with explained_reading(Path(directory), iteration, choose):
         saved = read_common(path).get("lora")
         return saved and Lora(saved["rank"], saved["alpha"], saved["dropout"], tuple(saved["targets"]))

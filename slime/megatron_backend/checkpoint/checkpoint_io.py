@@ -1,4 +1,5 @@
-"""Writes the tensor files of a checkpoint with their checksums, and names the file when a checkpoint does not load."""
+"""Writes the tensor files of a checkpoint with their checksums, and names the damaged file when a checkpoint does not
+load."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ _FILES = (COMPLETE, COMMON_FILE, ".metadata")
 
 
 class _SummingFiles(FileSystem):
-    """Opens files for writing as SummedFile. `written` has the checksum of each tensor file that was closed."""
+    """Opens files for writing as SummedFile. `written` has the checksum per closed tensor file."""
 
     def __init__(self, flag: str) -> None:
         self._flag = flag
@@ -61,8 +62,8 @@ class DirectSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatro
     """Writes Megatron's torch_dist format in the calling process, and computes the checksums while it writes.
 
     With a `group`, `save` only copies the tensors to the host, and `finish` writes the files later, in any thread; the
-    group is for its collectives. Tensors on the host whose names begin with `fresh` are nobody else's and not copied.
-    ValueError if the disk has no room for the tensors of all ranks.
+    group is for its collectives. Tensors on the host whose names begin with `fresh` have no other owner and are not
+    copied. Raises ValueError if the disk has no room for all ranks' tensors.
 
     Megatron's own writer starts a manager and forks a process per file, even for a synchronous save. That is not safe
     in a Ray actor with many threads. The files are the same.
@@ -108,7 +109,8 @@ class DirectSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatro
         return self._fresh is not None and item.key.startswith(self._fresh) and item.data.device.type == "cpu"
 
     def finish(self, path: Path) -> None:
-        """Write checksums.json for the files of all ranks under `path`, with a group those files first. Collective."""
+        """Writes checksums.json for all ranks' files under `path`. With a group, it first writes these files.
+        Collective."""
         if self._group is not None:
             self._write()
         of_ranks: list[Mapping[str, FileSum]] = [{}] * dist.get_world_size()
@@ -118,9 +120,9 @@ class DirectSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatro
 
 
 def verify(directory: Path, iteration: int, choose: str) -> None:
-    """Compare the iteration's files with their checksums. Collective: the ranks share out the files.
+    """Compares the iteration's files with their checksums. Collective: the ranks divide the files among themselves.
 
-    ValueError on all ranks for the first damaged file, with the newest older iteration that is whole. `choose`: see
+    Raises ValueError on all ranks for the first damaged file, with the newest older undamaged iteration. `choose`: see
     `advice`. A checkpoint of an earlier version has no checksums, which is logged.
     """
     path, found = existing(directory, iteration), None
@@ -143,9 +145,10 @@ def verify(directory: Path, iteration: int, choose: str) -> None:
 
 @contextmanager
 def explained_reading(directory: Path, iteration: int, choose: str) -> Iterator[None]:
-    """ValueError with the damaged file in place of what Megatron and torch raise in the block. They run no code of it.
+    """Replaces errors of Megatron and torch in the block by a ValueError with the damaged file. In the block, they run
+    no code from the checkpoint.
 
-    For checkpoints without checksums, whose damage shows up only when they are read.
+    This is for checkpoints without checksums, whose damage shows up only when they are read.
     """
     path = existing(directory, iteration)
     try:
@@ -165,15 +168,15 @@ def explained_reading(directory: Path, iteration: int, choose: str) -> Iterator[
 
 
 def _cause(error: BaseException) -> str:
-    """One line. torch's error has a traceback of each rank."""
+    """Returns one line about an error. torch's error has a traceback per rank."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def unreadable(path: Path, files: tuple[str, ...]) -> str | None:
-    """The first file of a checkpoint that is missing, too short or no longer readable. None if all can be read. `files`
-    are those to look at before the tensor files, the last of them `.metadata`."""
+    """Returns the first file of a checkpoint that is missing, too short or no longer readable. Returns None if all can
+    be read. `files` are checked before the tensor files; the last name in it is `.metadata`."""
     file = path
     try:
         for file in (path / name for name in files):

@@ -44,7 +44,7 @@ from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
 logger = logging.getLogger(__name__)
 
 _OPTIMIZER = "optimizer."
-"""Begins the names of the optimizer's tensors. A distributed optimizer gathers its state in new tensors on the host."""
+"""Prefix of the optimizer's tensors. A distributed optimizer gathers its state in new tensors on the host."""
 
 _SHAPE = (
     "model_type",
@@ -75,14 +75,14 @@ def save_checkpoint(
     published: Callable[[], None] | None = None,
     beside: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write one checkpoint, make it the latest and return its path. Collective over all ranks.
+    """Writes a checkpoint, makes it the latest and returns its path. Collective over all ranks.
 
-    With `background`, the values are copied, and files are written and the checkpoint becomes the latest while the
-    caller goes on; `BackgroundSaves.wait` then has the errors. Rank 0 calls `published` when it is the latest.
-    Without `optimizer` (--no-save-optim), the next run starts with new moments and main weights. `extra` is a record
-    of plain values that `load_checkpoint` returns. Rank 0's record is saved. Of a model with adapters, only what is
-    trained is saved. `beside` writes more files into the folder of the checkpoint. ValueError that names `flag` if
-    the disk has no room. The checkpoints before are untouched then, and what was written is removed.
+    With `background`, the values are copied, and a thread writes the files and makes the checkpoint the latest;
+    `BackgroundSaves.wait` then raises the errors. Rank 0 calls `published` when the checkpoint is the latest. Without
+    `optimizer` (--no-save-optim), the next run starts with new moments and main weights. `extra` is a record of plain
+    values that `load_checkpoint` returns; rank 0's record is saved. For a model with adapters, only the trained part
+    is saved. `beside` writes more files into the checkpoint's folder. Raises ValueError, which names `flag`, if the
+    disk has no room. Earlier checkpoints are then untouched, and the written files are removed.
     """
     path = iteration_path(Path(directory), iteration)
     partial = hidden(path, "partial")
@@ -123,7 +123,7 @@ def save_checkpoint(
 def _records(
     inner: HiddenGPTModel, scheduler: OptimizerParamScheduler | None, has_optimizer: bool
 ) -> dict[str, Any]:
-    """What a checkpoint holds beside its tensors."""
+    """Returns the records of a checkpoint in addition to its tensors."""
     return {
         "shape": _shape(inner),
         "lora": record_of(inner),
@@ -135,7 +135,7 @@ def _records(
 
 
 def _remove(partial: Path) -> None:
-    """Remove what a save that failed has left."""
+    """Removes the files of a failed save."""
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -145,7 +145,7 @@ def _is_distributed(optimizer: MegatronOptimizer) -> bool:
 
 
 def _make(partial: Path) -> None:
-    """The folder of a new checkpoint. What saves that were killed have left is removed. Collective."""
+    """Creates the folder of a new checkpoint, and removes the files of killed saves. Collective."""
     if dist.get_rank() == 0:
         for left in partial.parent.glob(hidden(Path("iter_*"), "partial").name):
             shutil.rmtree(left)
@@ -169,8 +169,8 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def trained_predictions(directory: str | Path, iteration: int | None, choose: str = "--ckpt-step {}") -> bool:
-    """Whether checkpoint `iteration` under `directory` has layers of multi-token prediction, which
-    --enable-mtp-training trained. False for what slime converted, whose layers nobody trained."""
+    """Returns whether checkpoint `iteration` has layers of multi-token prediction, which --enable-mtp-training trained.
+    False for a converted checkpoint, whose layers were not trained."""
     if iteration is None:
         return False
     with explained_reading(Path(directory), iteration, choose):
@@ -182,7 +182,8 @@ def trained_predictions(directory: str | Path, iteration: int | None, choose: st
 def stored_parts(
     directory: str | Path, model: nn.Module, *, iteration: int | None = None, choose: str = "--ckpt-step {}"
 ) -> StoredParts:
-    """The weights of a checkpoint, to be read parameter by parameter. Checks and errors as in `load_checkpoint`."""
+    """Returns the weights of a checkpoint for reading by parameter. Checks and errors are those of
+    `load_checkpoint`."""
     iteration, path = _complete(Path(directory), iteration)
     if not is_foreign(path):
         verify(Path(directory), iteration, choose)
@@ -204,16 +205,16 @@ def load_checkpoint(
     rng: bool = True,
     adapters: bool = False,
 ) -> dict[str, Any]:
-    """Load the latest checkpoint under `directory`, or checkpoint `iteration`, in place. Returns its `extra`.
+    """Loads the latest checkpoint under `directory`, or checkpoint `iteration`, in place. Returns its `extra`.
 
     Collective over all ranks. Settings such as learning rate and decay stay as the optimizer and scheduler were built.
     The checkpoint supplies moments, step counts and the position in the schedule. On the same layout of ranks, training
-    continues bitwise, with the random generators. On another layout, the generators keep their seeds. ValueError if the
-    checkpoint does not exist, is damaged, or belongs to a model of another shape. `choose` says how the user names an
-    iteration: the error for a damaged one names an older one that is whole. Of a checkpoint that slime or Megatron
-    saved, only weights and iteration are taken. With `adapters`, the checkpoint is of a model with adapters, whose base
-    is loaded already; otherwise it has whole weights, and adapters of the model stay as they are. Without `optim`,
-    optimizer and schedule start anew; without `rng`, the random generators stay as they are.
+    continues bitwise, with the random generators. On another layout, the generators keep their seeds. Raises ValueError
+    if the checkpoint is missing, damaged, or belongs to a model of another shape. `choose` is the way to name an
+    iteration; the error for a damaged iteration names an older undamaged one. From a checkpoint that slime or Megatron
+    saved, only weights and iteration are loaded. With `adapters`, the checkpoint has adapters, and the base is already
+    loaded; otherwise it has whole weights, and adapters of the model stay as they are. Without `optim`, optimizer and
+    schedule start anew; without `rng`, the random generators stay as they are.
     """
     directory = Path(directory)
     iteration, path = _complete(directory, iteration)
@@ -255,7 +256,7 @@ def load_checkpoint(
 
 
 def _complete(directory: Path, iteration: int | None) -> tuple[int, Path]:
-    """The iteration to load (None: the latest) and its folder. ValueError if it is not complete."""
+    """Returns the iteration to load (None: the latest) and its folder. Raises ValueError if it is not complete."""
     iteration = latest(directory) if iteration is None else iteration
     if iteration is None:
         raise ValueError(
@@ -270,7 +271,7 @@ def _complete(directory: Path, iteration: int | None) -> tuple[int, Path]:
 def _load_foreign(
     path: Path, iteration: int, model: nn.Module, optimizer: MegatronOptimizer | None
 ) -> dict[str, Any]:
-    """Weights of an iteration that slime or Megatron saved. Its optimizer depends on the layout of its ranks."""
+    """Loads weights of an iteration that slime or Megatron saved. Its optimizer depends on its layout of ranks."""
     load_torch_dist(model, path)
     if optimizer is not None:
         reload_weights(optimizer)
@@ -290,7 +291,7 @@ def _sharded_state(
     is_loading: bool,
     adapters: bool = True,
 ) -> dict[str, Any]:
-    """`adapters`: of a model that has some, they and what else is trained, not the base. Otherwise the base alone."""
+    """Returns the state. For a model with adapters: the trained part if `adapters`, otherwise only the base."""
     metadata = sharding() | {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
@@ -306,8 +307,8 @@ def _sharded_state(
 
 
 def _new_heads(wanted: dict[str, Any], path: Path) -> dict[str, dict[str, Tensor]]:
-    """Takes the value head out of `wanted` if the checkpoint is a policy's, which has none. Returns its live values by
-    part of the model: they stay."""
+    """Removes the value head from `wanted` if the checkpoint is a policy's and has no head. Returns its live values by
+    part of the model; they stay."""
     having = [key for key, part in wanted.items() if key.startswith("model") and VALUE_HEAD in part]
     if not having or VALUE_HEAD in MetadataReader(path).read_metadata().state_dict_metadata:
         return {}
@@ -315,12 +316,12 @@ def _new_heads(wanted: dict[str, Any], path: Path) -> dict[str, dict[str, Tensor
 
 
 def _part(number: int) -> str:
-    """The key of a part of the model in a rank's state. Tensors have the names of their layers, whatever their key."""
+    """Returns the key of a part of the model in a rank's state. Tensors are named after their layers, with any key."""
     return f"model{number or ''}"
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
-    """Load moments, main weights and step counts from `state`. Other settings of the groups stay as they were built.
+    """Loads moments, main weights and step counts from `state`. Other settings of the groups stay as they were built.
 
     Experts that are split over ranks have a separate optimizer. Then `state` has a numbered record per optimizer. The
     step count is not sharded, so it is loaded as it was saved.
@@ -347,14 +348,14 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None
 
 
 def _saved_step(state: dict[Any, Any]) -> float:
-    """Number of optimizer steps. All groups of a distributed optimizer's state have the same count."""
+    """Returns the number of optimizer steps. All groups of a distributed optimizer's state have the same count."""
     part = state if "optimizer" in state else state[0]
     step: float = part["optimizer"]["param_groups"][0]["step"]
     return step
 
 
 def _load_distributed(optimizer: DistributedOptimizer, tensors: dict[str, Any], step: float) -> None:
-    """`DistributedOptimizer.load_state_dict` in two parts, because of torch's step count per parameter.
+    """Loads a distributed optimizer in two parts, because of torch's step count per parameter.
 
     megatron-core looks for this count among the tensors of the reshardable format. That format has no count,
     because Megatron's own fused optimizers count per group. megatron-core also gives all parameters one shared tensor

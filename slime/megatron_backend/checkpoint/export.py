@@ -1,4 +1,5 @@
-"""A checkpoint of any kind and parallel layout -> a Hugging Face directory or a torch_dist folder, on one rank."""
+"""Exports a checkpoint of any kind and parallel layout to a Hugging Face directory or a torch_dist folder, on one
+rank."""
 
 from __future__ import annotations
 
@@ -42,13 +43,13 @@ def export_checkpoint(
     *,
     merge: bool = False,
 ) -> str:
-    """Write the weights of a checkpoint to `out_dir`. Returns what was read: "checkpoint 4 of FOLDER".
+    """Writes the weights of a checkpoint to `out_dir`. Returns the name of the source: "checkpoint 4 of FOLDER".
 
-    The checkpoint is `iteration` (None: the newest, or the release) of `config.load`, or `config.hf_checkpoint` if
-    there is no `load`. Names, shapes and tokenizer come from `config.hf_checkpoint`, the checkpoint that training
-    started from. `config` describes one rank. "hf" reads and writes parameter by parameter, so host memory is one file
-    of `max_shard_bytes` and one tensor; "torch_dist" holds the whole model. Of a checkpoint of adapters, a PEFT
-    directory is written, or with `merge` whole weights, over those of `config.hf_checkpoint`. ValueError if the
+    The checkpoint is `iteration` (None: the newest, or the release) in `config.load`, or `config.hf_checkpoint` if
+    there is no `load`. Names, shapes and tokenizer come from `config.hf_checkpoint`, the checkpoint from which training
+    started. `config` describes one rank. "hf" reads and writes parameter by parameter, so host memory is one file of
+    `max_shard_bytes` and one tensor; "torch_dist" holds the whole model. For a checkpoint of adapters, the result is a
+    PEFT directory, or, with `merge`, whole weights over those of `config.hf_checkpoint`. Raises ValueError if the
     checkpoint does not exist or its shapes differ from config.json.
     """
     load, source = config.checkpoint.load, config.rollout.hf_checkpoint
@@ -85,7 +86,7 @@ def _export_weights(
     to: Kind,
     max_shard_bytes: int,
 ) -> str:
-    """Whole weights. Returns what was read."""
+    """Exports whole weights. Returns the name of the source."""
     load, source = config.checkpoint.load, config.rollout.hf_checkpoint
     predicts = load is not None and trained_predictions(load, iteration, CHOOSE)
     model = build_model(hf_config, config, ddp=False, predicts=predicts)
@@ -119,7 +120,7 @@ def _export_adapters(
     to: Kind,
     merge: bool,
 ) -> None:
-    """Adapters alone, or the whole model with them, which is in memory then."""
+    """Exports only the adapters, or the whole model with them. The whole model must fit in memory."""
     if to != "hf":
         raise ValueError(
             f"--to must be hf for a checkpoint of adapters, got {to}; write whole weights with --merge first"
@@ -138,8 +139,8 @@ def _export_adapters(
 
 
 def one_by_one(parts: StoredParts) -> Read:
-    """Reads a parameter when it is written, and lets its memory go at the next one. On a CPU, memory that was never
-    written takes no place, so the model is never whole."""
+    """Returns a function that reads a parameter when it is written, and frees its memory at the next call. On a CPU,
+    memory that was never written takes no space, so the whole model is never in memory."""
     before: list[Tensor] = []
     freed = 0
 
@@ -158,5 +159,5 @@ def one_by_one(parts: StoredParts) -> Read:
 
 
 def give_back_memory() -> None:
-    """glibc keeps freed blocks below 32 MiB, such as a layer's experts, unless it is told to return them."""
+    """Makes glibc return freed blocks below 32 MiB, such as a layer's experts, which it otherwise keeps."""
     ctypes.CDLL(None).malloc_trim(0)

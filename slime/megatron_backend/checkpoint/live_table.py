@@ -20,7 +20,7 @@ _PREDICTION = re.compile(r"^(mtp\.layers\.)(\d+)")
 
 
 def named(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters in model order. A router's weight is followed by its frozen bias, which is a buffer."""
+    """Yields parameters in model order. A router's weight is followed by its frozen bias, which is a buffer."""
     for name, parameter in inner.named_parameters():
         yield name, parameter
         path, router, _ = name.rpartition(".router.weight")
@@ -31,8 +31,9 @@ def named(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
 def parameters(
     inner: HiddenGPTModel, expert_rank: int | None = None
 ) -> Iterator[tuple[Tensor, Row, tuple[str, ...]]]:
-    """Every tensor of this stage with its row of the family's table and its HF names, in model order. With
-    `expert_rank`, experts have their names on that expert-parallel rank. A value head and adapters have no row."""
+    """Yields every tensor of this stage with its row of the family's table and its HF names, in model order. With
+    `expert_rank`, experts have their names on that expert-parallel rank. A value head and adapters have no row and are
+    skipped."""
     family = family_for(inner.hf_config)
     for name, parameter in named(inner):
         if name == VALUE_HEAD or name.startswith(ADAPTERS):
@@ -48,8 +49,8 @@ def parameters(
 def with_all_experts(
     inner: HiddenGPTModel,
 ) -> Iterator[tuple[Tensor, Row, list[tuple[str, ...]]]]:
-    """Every parameter of this stage with its HF names. An expert's parameter has the names on all expert-parallel
-    ranks."""
+    """Yields every parameter of this stage with its HF names. An expert's parameter has the names on all
+    expert-parallel ranks."""
     _, ranks = rank_and_size(parallel_state.get_expert_model_parallel_group())
     for of_ranks in zip(*(parameters(inner, rank) for rank in range(ranks)), strict=True):
         parameter, row, _ = of_ranks[0]
@@ -57,20 +58,20 @@ def with_all_experts(
 
 
 def exported(inner: HiddenGPTModel) -> Iterator[tuple[Tensor, Row, list[tuple[str, ...]]]]:
-    """The parameters of this stage, without the copy of the embedding for a tied head."""
+    """Yields the parameters of this stage, without the copy of the embedding for a tied head."""
     for parameter, row, names in with_all_experts(inner):
-        if not getattr(parameter, "shared", False):  # Megatron's mark of that copy
+        if not getattr(parameter, "shared", False):  # Megatron marks the embedding's copy
             yield parameter, row, names
 
 
 def hf_parts(parameter: Tensor, row: Row, inner: HiddenGPTModel) -> list[Tensor]:
-    """The HF tensors of a parameter, for their shapes. They come from splitting an empty tensor of the full size."""
+    """Returns the HF tensors of a parameter on the meta device, for their shapes."""
     _, size = rank_and_size(shard_group(row))
     return row.layout.split(row.layout.merge([parameter.data.to("meta")] * size), inner.sizes)
 
 
 def shard_group(row: Row) -> dist.ProcessGroup:
-    """The group of ranks that have the shards of a row's parameter."""
+    """Returns the group of ranks that have the shards of a row's parameter."""
     group: dist.ProcessGroup = (
         parallel_state.get_expert_tensor_parallel_group()
         if row.of_expert

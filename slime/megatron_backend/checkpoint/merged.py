@@ -1,4 +1,4 @@
-"""Weights with their adapters merged in: what an engine without adapters serves, and a Hugging Face directory holds."""
+"""Weights with their adapters merged in, for an engine without adapters and for a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from slime.megatron_backend.model.gpt import unwrapped
 
 
 def merged(model: nn.Module, read: Read) -> Read:
-    """`read` of a parameter with `scale * B @ A` of its adapters, summed in float32 and rounded to its dtype once."""
+    """Returns `read` that adds `scale * B @ A` of a parameter's adapters, sums in float32 and rounds to its dtype
+    once."""
     owners = {
         id(weight): (adapter, e)
         for inner in unwrapped(model)

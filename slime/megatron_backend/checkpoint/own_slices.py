@@ -1,7 +1,7 @@
-"""What a rank publishes of the live model: its own slices of the HF tensors. Ranks do not communicate for it.
+"""The part of the live model that a rank publishes: its own slices of the HF tensors. Ranks do not communicate for it.
 
 The slices of a shard are those that loading reads (slime.models.slices). Ranks with the same shard share the work: the
-rank that has given the fewest bytes so far gives the next parameter. All ranks compute this from the shapes alone.
+rank that has published the fewest bytes so far publishes the next parameter. All ranks compute this from the shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from slime.weight_sync.slices import Place, Slice
 
 
 class _Last:
-    """Reads parameters, and keeps the values of the last one: its slices are written one after the other."""
+    """Reads parameters, and keeps the last values, because the slices of a parameter are written one after the
+    other."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -32,14 +33,14 @@ class _Last:
 
     def __call__(self, parameter: Tensor) -> Tensor:
         if self._found is None or self._found[0] is not parameter:
-            self._found = None  # its memory is free before the next one is read
+            self._found = None  # free its memory before the next read
             with torch.no_grad():
                 self._found = parameter, self._read(parameter)
         return self._found[1]
 
 
 class _Turns:
-    """Which of the ranks with the same values gives a parameter."""
+    """Selects, among the ranks with the same values, the rank that publishes a parameter."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[bool, int], list[int]] = defaultdict(list)
@@ -50,7 +51,7 @@ class _Turns:
             if row.of_expert
             else parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
-        if row.layout.axis is None:  # the shards are alike
+        if row.layout.axis is None:  # the shards are equal
             shard, shards = rank_and_size(shard_group(row))
             rank, ranks = rank * shards + shard, ranks * shards
         given = self._given[row.of_expert, ranks] = self._given[row.of_expert, ranks] or [0] * ranks
@@ -60,22 +61,22 @@ class _Turns:
 
 
 _Own = tuple[Place, Tensor, Callable[[Tensor], Tensor]]
-"""A slice: its place, its parameter, and the view or copy of the parameter's values that it is."""
+"""A slice: its position, its parameter, and the function that returns its view or copy of the parameter's values."""
 
 
 class OwnSlices:
-    """The slices of this rank, by HF name. All ranks together have each value that `export_hf` gives, once.
+    """The slices of this rank, by HF name. All ranks together have each value that `export_hf` yields, once.
 
-    Places and views follow from the model's shapes, so they are computed in the first call and kept for all updates.
+    Positions and views follow from the model's shapes, so they are computed in the first call and kept for all updates.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def __call__(self, read: Read = live) -> Iterator[Slice]:
-        """`read` as in `export_hf`; it is called when a slice's values are asked for. Their memory is that of one
-        parameter of this rank, or of the live parameter itself."""
-        last = _Last(read)  # values of the update before would be old
+        """Yields the slices. `read` is as in `export_hf` and runs when a slice's values are read. The values need the
+        memory of a parameter on this rank, or are the live parameter itself."""
+        last = _Last(read)  # values of the previous update would be old
         for place, parameter, of in self._own:
             yield Slice(place, partial(_values, last, parameter, of))
 
@@ -86,7 +87,7 @@ class OwnSlices:
             own
             for inner in unwrapped(self._model)
             for parameter, row, names in parameters(inner)
-            # Megatron's mark of the embedding's copy for a tied head
+            # Megatron marks the embedding's copy for a tied head
             if not getattr(parameter, "shared", False) and turns.is_mine(parameter, row)
             for own in _of_parameter(parameter, row, names, inner)
         ]
@@ -112,13 +113,14 @@ def _of_parameter(
         return
     shapes = tuple(tuple(whole.shape) for whole in wholes)
     for piece in pieces(row.layout, shapes, inner.sizes, rank, ranks):
-        if piece.part is not None:  # otherwise it is padding
+        if piece.part is not None:  # other pieces are padding
             place = Place(names[piece.part], dtype, shapes[piece.part], _where(piece, shapes[piece.part]))
             yield place, parameter, partial(_of_piece, row, piece)
 
 
 def _of_piece(row: Row, piece: Piece, values: Tensor) -> Tensor:
-    """The rows of a piece, with their columns as in the files: the layouts that move columns move them back, too."""
+    """Returns the rows of a piece, with their columns as in the files. Layouts that move columns also move them
+    back."""
     return row.layout.columns(piece.of(values))
 
 
@@ -129,6 +131,6 @@ def _where(piece: Piece, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def _cut(mine: tuple[int, ...], whole: tuple[int, ...], rank: int) -> Iterator[tuple[int, int]]:
-    """Where the shard of tensor-parallel rank `rank` is."""
+    """Yields the bounds per axis of tensor-parallel rank `rank`'s shard."""
     for size, of in zip(mine, whole, strict=True):
         yield (0, of) if size == of else (rank * size, (rank + 1) * size)

@@ -1,4 +1,5 @@
-"""PEFT directories <-> the adapters of the live model, without loss. Owns reading, gathering and writing them."""
+"""Converts between PEFT directories and the adapters of the live model, without loss. Owns reading, gathering and
+writing."""
 
 from __future__ import annotations
 
@@ -23,17 +24,17 @@ from slime.megatron_backend.model.gpt import unwrapped
 from slime.models.lora import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE
 
 FOLDER = "adapter"
-"""The PEFT directory in the folder of a checkpoint."""
+"""Name of the PEFT directory in the folder of a checkpoint."""
 
 
 def tensor_names(module: str) -> tuple[str, str]:
-    """The names of A and B of a module in a PEFT file."""
+    """Returns the names of a module's A and B in a PEFT file."""
     return f"{PEFT_PREFIX}{module}.lora_A.weight", f"{PEFT_PREFIX}{module}.lora_B.weight"
 
 
 def export_adapters(model: nn.Module, read: Read = live) -> Iterator[Named]:
-    """All adapters by PEFT's names: full tensors on every rank, in the model's dtype. Collective over tensor-, expert-
-    and pipeline-parallel ranks: every rank must exhaust the iterator. `read`: as in `export_hf`."""
+    """Yields all adapters by PEFT's names: full tensors on every rank, in the model's dtype. Collective over tensor-,
+    expert- and pipeline-parallel ranks: every rank must exhaust the iterator. `read`: as in `export_hf`."""
     group = parallel_state.get_pipeline_model_parallel_group()
     for inner in unwrapped(model):
         yield from over_stages(partial(_of_stage, inner, read), partial(_shapes, inner), group)
@@ -49,7 +50,7 @@ def _of_stage(inner: object, read: Read) -> Iterator[Named]:
 
 
 def _full(adapter: AnyAdapter, parameter: Any, read: Read) -> Tensor:
-    """The matrix of all ranks; of experts, the stack of all of them."""
+    """Returns the matrix over all ranks. For experts, it is the stack over all experts."""
     values = read(parameter)
     if isinstance(adapter, ExpertAdapter):
         group = parallel_state.get_expert_model_parallel_group()
@@ -61,7 +62,7 @@ def _full(adapter: AnyAdapter, parameter: Any, read: Read) -> Tensor:
 
 
 def _shapes(inner: object) -> list[tuple[str, torch.Size, torch.dtype]]:
-    """Names, shapes and dtypes of `_of_stage`."""
+    """Returns names, shapes and dtypes of `_of_stage`."""
     found = []
     for _, adapter in adapters_of(inner):
         for slot, a, b in adapter.matrices():
@@ -74,7 +75,7 @@ def _shapes(inner: object) -> list[tuple[str, torch.Size, torch.dtype]]:
 
 
 def _modules(adapter: AnyAdapter, slot: Slot) -> list[str]:
-    """The Hugging Face modules of a slot: one, or one for each expert of all ranks."""
+    """Returns the Hugging Face modules of a slot: one, or one per expert on all ranks."""
     if not isinstance(adapter, ExpertAdapter):
         return [slot.module]
     ranks = parallel_state.get_expert_model_parallel_world_size()
@@ -82,7 +83,7 @@ def _modules(adapter: AnyAdapter, slot: Slot) -> list[str]:
 
 
 def peft_config(model: nn.Module, base: str) -> dict[str, Any]:
-    """adapter_config.json for the model's adapters. Collective over the pipeline."""
+    """Returns adapter_config.json for the model's adapters. Collective over the pipeline."""
     lora = lora_of(unwrapped(model)[0])
     assert lora is not None
     mine = {
@@ -101,8 +102,8 @@ def _of_all_stages(mine: set[str]) -> list[set[str]]:
 def save_peft(
     model: nn.Module, out_dir: str | Path, base: str, *, flag: str = "--save", read: Read = live
 ) -> None:
-    """Write a directory that `peft` loads over the checkpoint `base` with the same logits. Collective. Rank 0 writes,
-    and holds the adapters on the host. ValueError that names `flag` if the disk has no room."""
+    """Writes a directory that `peft` loads over the checkpoint `base` with the same logits. Collective. Rank 0 writes,
+    and holds the adapters on the host. Raises ValueError, which names `flag`, if the disk has no room."""
     out_dir, settings = Path(out_dir), peft_config(model, base)
     tensors = {}
     for name, tensor in export_adapters(model, read):
@@ -118,8 +119,9 @@ def save_peft(
 
 @torch.no_grad()
 def load_peft(model: nn.Module, directory: str | Path) -> None:
-    """Fill the adapters from a PEFT directory. Collective over the stages of a pipeline. Each rank reads its own rows
-    or columns. ValueError with tensors that are missing, unexpected or of another shape: an adapter of another base."""
+    """Fills the adapters from a PEFT directory. Collective over the stages of a pipeline. Each rank reads its own rows
+    or columns. Raises ValueError with missing or unexpected tensors, and tensors of another shape: these belong to an
+    adapter of another base."""
     path = Path(directory) / WEIGHTS_FILE
     try:
         with safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""The random generators of a rank, as a checkpoint has them."""
+"""The random generators of a rank, in the form of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron.core.dist_checkpointing import ShardedObject
 
 
 def rng_object(data: dict[str, Any] | None) -> ShardedObject:
-    """The record of this rank in a checkpoint."""
+    """Returns the record of this rank in a checkpoint."""
     return ShardedObject("rng", data, (dist.get_world_size(),), (dist.get_rank(),))
 
 
 def rng_state() -> dict[str, Any]:
-    """The generators of Python, numpy, torch and Megatron."""
+    """Returns the states of the generators of Python, numpy, torch and Megatron."""
     name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
     return {
         "python": random.getstate(),

@@ -1,9 +1,9 @@
-"""Reads the files of checkpoints without running code in them. Nothing else in this project unpickles a checkpoint.
+"""Reads the files of checkpoints without running code in them. No other code in this project unpickles a checkpoint.
 
-torch and Megatron unpickle a checkpoint's index (`.metadata`) and its objects in full, so who can write the folder
-could run code as the user. `MetadataReader` reads the index with the classes of an index alone, `SafePlanner` objects
-with plain values and tensors alone, and `read_common` the records of `common.pt`. `safely` makes Megatron's own
-functions use them.
+torch and Megatron unpickle a checkpoint's index (`.metadata`) and its objects in full. A person who can write the
+folder could therefore run code as the user. `MetadataReader` reads the index with only the classes of an index.
+`SafePlanner` reads objects with only plain values and tensors. `read_common` reads the records of `common.pt`. `safely`
+makes Megatron's own functions use them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slime import bridges
 from slime.bridges.megatron import SAFE_READING
 
 COMMON_FILE = "common.pt"
-"""The records without tensors of our checkpoints."""
+"""File with the records without tensors in this project's checkpoints."""
 
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -46,11 +46,11 @@ _METADATA_CLASSES = {
     "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
-"""What the index of tensors is made of. Any other name in its pickle could run code."""
+"""Classes in the index of tensors. Any other name in its pickle could run code."""
 
 
 class _NotRead:
-    """Takes the place of any other object in the index, such as the plans that Megatron saves beside it."""
+    """Replaces any other object in the index, such as the plans that Megatron saves with it."""
 
     def __new__(cls, *unused: Any, **also_unused: Any) -> _NotRead:
         return super().__new__(cls)
@@ -69,10 +69,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 class MetadataReader(dcp.FileSystemReader):
-    """torch's reader, but its index can run no code, and the tensors are read in the order of the files."""
+    """torch's reader, but its index cannot run code, and the tensors are read in the order of the files."""
 
     def read_metadata(self, *unused: Any, **also_unused: Any) -> Metadata:
-        """Read once: a model is also read parameter by parameter."""
+        """Returns the index, which is read once: a model is also read parameter by parameter."""
         return self._metadata
 
     @cached_property
@@ -95,7 +95,7 @@ class MetadataReader(dcp.FileSystemReader):
 
 
 def is_index(metadata: Metadata) -> bool:
-    """Whether an index has the fields that readers use, each of its type."""
+    """Returns whether an index has the fields that readers use, with their types."""
     tensors, places = metadata.state_dict_metadata, metadata.storage_data
     return (
         isinstance(tensors, dict)
@@ -109,7 +109,7 @@ def is_index(metadata: Metadata) -> bool:
 
 
 def _is_place(place: object) -> bool:
-    """Whether it names bytes of a file in the folder of the checkpoint."""
+    """Returns whether `place` names bytes of a file in the folder of the checkpoint."""
     numbers = (getattr(place, "offset", None), getattr(place, "length", None))
     name = getattr(place, "relative_path", None)
     return (
@@ -120,7 +120,7 @@ def _is_place(place: object) -> bool:
 
 
 class SafePlanner(strategies.MCoreLoadPlanner):  # type: ignore[misc]  # megatron-core has no types
-    """Megatron's planner, but an object of plain values and tensors is all that it loads."""
+    """Megatron's planner, but it loads only objects of plain values and tensors."""
 
     def load_bytes(self, read_item: object, value: io.BytesIO) -> None:
         torch.load(value, map_location="cpu", weights_only=True)  # ok: raises before code could run
@@ -129,7 +129,8 @@ class SafePlanner(strategies.MCoreLoadPlanner):  # type: ignore[misc]  # megatro
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """The records of `common.pt` in the folder `path`. Any error for a file that is damaged or could run code."""
+    """Returns the records of `common.pt` in the folder `path`. Raises any error for a file that is damaged or could run
+    code."""
     found = torch.load(path / COMMON_FILE, map_location="cpu", weights_only=True)  # ok: runs no code
     if not isinstance(found, dict):
         raise pickle.UnpicklingError("it is no record of a checkpoint")
@@ -141,17 +142,17 @@ _of_megatron = threading.Lock()
 
 @contextmanager
 def safely() -> Iterator[None]:
-    """Megatron's functions read checkpoints with the classes of this file in the block. Both names that it replaces are
-    in the versions 0.16 to 0.19."""
+    """Makes Megatron's functions read checkpoints with the classes of this file in the block. Both names that it
+    replaces exist in the versions 0.16 to 0.19."""
     with _of_megatron, bridges.applied(*SAFE_READING):
         yield
 
 
 def metadata_reader(_: object) -> Callable[..., MetadataReader]:
-    """In place of Megatron's function that creates a reader of a folder."""
+    """Replaces Megatron's function that creates a reader of a folder."""
     return lambda path, *unused, **also_unused: MetadataReader(path)
 
 
 def safe_planner(_: object) -> type[SafePlanner]:
-    """In place of Megatron's planner."""
+    """Replaces Megatron's planner."""
     return SafePlanner

@@ -1,15 +1,15 @@
-"""Checkpoints of slime's converter and of Megatron's own training loop (torch_dist): reading their weights.
+"""Reads the weights of checkpoints of slime's converter and of Megatron's own training loop (torch_dist).
 
-Such a checkpoint has the parameter names of Transformer Engine's layers. Megatron's sharded state of our model has the
-same names but for the rules in this file, which hold for every model family:
+Such a checkpoint has the parameter names of Transformer Engine's layers. Megatron's sharded state of this project's
+model has the same names except for the rules in this file, which are valid for every model family:
 
     our name                                             name in the checkpoint
     decoder.layers.{i}.REST                              decoder.layers.REST, stacked on a new first axis, or the same
     ...self_attention.linear_qkv.layer_norm_weight       the same, or ...input_layernorm.weight
     ...mlp.linear_fc1.layer_norm_weight                  the same, or ...pre_mlp_layernorm.weight (layers with experts)
 
-Rows of the padded vocabulary may differ in number. Optimizer, random generators, `_extra_state` and multi-token
-prediction are not read. slime.megatron_backend.checkpoint.torch_dist_save writes them.
+The number of rows of the padded vocabulary may differ. Optimizer, random generators, `_extra_state` and multi-token
+prediction are not read. slime.megatron_backend.checkpoint.torch_dist_save writes such checkpoints.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PLAIN_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""A norm that is fused into the next product -> its name where it is a module of its own."""
+"""Name of a norm that is fused into the next product -> its name as a separate module."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _PREDICTION = re.compile(r"mtp\.layers\.\d+\.transformer_layer\.")
@@ -56,18 +56,19 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class _Names:
-    """How a checkpoint names its tensors. `stacked`: one tensor has a parameter of all layers, [L, ...]."""
+    """The tensor names of a checkpoint. `stacked`: one tensor has a parameter for all layers, [L, ...]."""
 
     stored: dict[str, TensorStorageMetadata]
     layers: int
 
     @property
     def stacked(self) -> bool:
-        """Megatron numbers all layers or none."""
+        """Returns whether the layers are stacked. Megatron numbers all layers or none."""
         return any(name.startswith("decoder.layers.") and not _LAYER.match(name) for name in self.stored)
 
     def place(self, shard: ShardedTensor) -> ShardedTensor:
-        """The shard of our state under the checkpoint's name and at its place there. Shares the shard's memory."""
+        """Returns the shard of this project's state under the checkpoint's name and at its position there. Shares the
+        shard's memory."""
         layer, rest = numbered(shard.key)
         start = match[0] if (match := _PREDICTION.match(rest)) else ""
         plain = PLAIN_NORMS.get(rest.removeprefix(start))
@@ -90,7 +91,7 @@ def name_of(layer: int | None, rest: str, *, stacked: bool) -> str:
 
 
 def placed(shard: ShardedTensor, name: str, layer: int | None, layers: int) -> ShardedTensor:
-    """`shard` as a part of the tensor `name`, with a first axis of `layers` if `layer` is given."""
+    """Returns `shard` as a part of the tensor `name`, with a first axis of `layers` if `layer` is given."""
     front = () if layer is None else (layers,)
     assert shard.data is not None and shard.axis_fragmentations is not None
     ones = (1,) * (shard.prepend_axis_num + len(front))
@@ -104,12 +105,13 @@ def placed(shard: ShardedTensor, name: str, layer: int | None, layers: int) -> S
         global_offset=(*(() if layer is None else (layer,)), *shard.global_offset),
         axis_fragmentations=(*front, *shard.axis_fragmentations),
         replica_id=shard.replica_id,
-        allow_shape_mismatch=shard.allow_shape_mismatch,  # Megatron's mark of vocabulary rows
+        allow_shape_mismatch=shard.allow_shape_mismatch,  # Megatron marks the rows of the vocabulary
     )
 
 
 def sharding() -> dict[str, Any]:
-    """What Megatron's `sharded_state_dict` needs to know: layers are numbered, and which ranks have replicas."""
+    """Returns the metadata for Megatron's `sharded_state_dict`: layers are numbered, and `dp_cp_group` has the
+    replicas."""
     return {
         "non_homogeneous_layers": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -117,8 +119,8 @@ def sharding() -> dict[str, Any]:
 
 
 def shards(inner: HiddenGPTModel) -> list[ShardedTensor]:
-    """Every tensor of this rank but adapters, as parts that share the live parameters' memory. Gate and up are two
-    parts."""
+    """Returns every tensor of this rank except adapters, as parts that share the live parameters' memory. Gate and up
+    are two parts."""
     state = inner.sharded_state_dict(metadata=sharding())
     apply_factories(state)
     tensors = (item for item in nested_values(state) if isinstance(item, ShardedTensor))
@@ -126,10 +128,10 @@ def shards(inner: HiddenGPTModel) -> list[ShardedTensor]:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether slime or Megatron saved the iteration `path`. False too if that cannot be seen."""
+    """Returns whether slime or Megatron saved the iteration `path`. Returns False also if this cannot be determined."""
     file = path / COMMON_FILE
     try:
-        if not file.exists():  # ours always have it
+        if not file.exists():  # this project's checkpoints always have it
             return any(
                 name.startswith(COMMON) for name in MetadataReader(path).read_metadata().state_dict_metadata
             )
@@ -138,16 +140,17 @@ def is_foreign(path: Path) -> bool:
         saved = torch.load(file, map_location="cpu", weights_only=True)  # ok: no code is loaded
         return "shape" not in saved
     except Exception:  # border: damaged files raise any error
-        return False  # the reader of our own checkpoints names the file
+        return False  # this project's reader names the damaged file
 
 
 @torch.no_grad()
 def load_torch_dist(model: nn.Module, path: Path) -> None:
-    """Fill the model's parameters in place from the checkpoint in the folder `path`. Collective over the pipeline.
+    """Fills the model's parameters in place from the checkpoint in the folder `path`. Collective over the pipeline.
 
-    Each rank reads its own parts, whatever layout of ranks wrote them. Beyond the parameters, it needs memory for the
-    largest stored part alone. Values are cast to the model's dtype. Vocabulary padding is zero. ValueError with all
-    tensors that are missing, unexpected, or of another shape or kind than config.json says, or with the damaged file.
+    Each rank reads its own parts, for any layout of ranks that wrote them. Beyond the parameters, it needs memory only
+    for the largest stored part. Values are cast to the model's dtype. Vocabulary padding is zero. Raises ValueError
+    with all tensors that are missing, unexpected, or differ from config.json in shape or kind, or with the damaged
+    file.
     """
     StoredParts(model, path).read()
 
@@ -181,7 +184,7 @@ class StoredParts:
             for inner in models
             for shard in shards(inner)
             if shard.key != VALUE_HEAD
-            or VALUE_HEAD in stored  # a policy's checkpoint leaves a new one as it is
+            or VALUE_HEAD in stored  # a policy's checkpoint leaves a new value head as it is
         ]
         by_name: dict[str, list[ShardedTensor]] = {}
         for part in self._parts:
@@ -189,11 +192,11 @@ class StoredParts:
         _check(by_name, stored, self._inner, path)
 
     def read(self) -> None:
-        """Fill all parameters."""
+        """Fills all parameters."""
         self._read(self._parts)
 
     def take(self, parameter: Tensor) -> Tensor:
-        """Fill one parameter and return its values. Each can be taken once: nothing here keeps its memory then."""
+        """Fills one parameter and returns its values. Call it once per parameter: this object then drops the memory."""
         if not self._of:
             for part in self._parts:
                 self._of.setdefault(_place(part.data), []).append(part)
@@ -214,7 +217,7 @@ class StoredParts:
                 planner=SafePlanner(
                     shapes_validation_sharded_tensors=whole, allow_shape_mismatch_sharded_tensors=padded
                 ),
-                no_dist=True,  # the plan of a rank needs nothing from other ranks
+                no_dist=True,  # a rank's plan needs no data from other ranks
             )
         for part in padded.values():
             part.data[max(0, self._inner.sizes.vocab - part.global_offset[0]) :].zero_()
@@ -230,7 +233,7 @@ def _check(
     inner: HiddenGPTModel,
     path: Path,
 ) -> None:
-    """ValueError unless names, shapes and dtypes agree. Collective over the pipeline."""
+    """Raises ValueError unless names, shapes and dtypes agree. Collective over the pipeline."""
     problems = [
         found for name, of_name in parts.items() for found in _problems(of_name[0], stored.get(name), inner)
     ]
@@ -270,7 +273,7 @@ def _problems(
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """ValueError with the damaged file in place of what torch raises in the block."""
+    """Replaces torch's errors in the block by a ValueError with the damaged file."""
     try:
         yield
     except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException

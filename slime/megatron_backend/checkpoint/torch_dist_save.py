@@ -1,4 +1,4 @@
-"""Writes the weights of a model as slime's converter does (torch_dist.py has the names)."""
+"""Writes the weights of a model as slime's converter does. torch_dist.py has the names."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ _STATEFUL = (
     *("mlp.linear_fc1", "mlp.linear_fc2"),
 )
 _STATEFUL_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm")
-"""Modules of Transformer Engine's layers that also save an `_extra_state`, besides those of our layers."""
+"""Modules of Transformer Engine's layers that also save an `_extra_state`, in addition to those of this project's
+layers."""
 
 
 def save_torch_dist(model: nn.Module, out_dir: Path, hf_checkpoint: str) -> Path:
-    """Write OUT_DIR/release as slime's converter does, with Transformer Engine's names. Returns its path. Collective.
+    """Writes OUT_DIR/release as slime's converter does, with Transformer Engine's names. Returns its path. Collective.
 
-    Layers of dense models are stacked, layers of models with experts are numbered. ValueError if the disk has no room.
+    Layers of dense models are stacked, layers of models with experts are numbered. Raises ValueError if the disk has no
+    room.
     """
     inner, flag = unwrap(model), "--output-dir"
     path = out_dir / RELEASE
@@ -74,7 +76,8 @@ def _release_state(inner: HiddenGPTModel) -> dict[str, Any]:
 
 
 def _extra_states(inner: HiddenGPTModel, *, stacked: bool) -> Iterator[ShardedObject]:
-    """Empty `_extra_state` records of Transformer Engine's modules. Megatron refuses a checkpoint that lacks one."""
+    """Yields empty `_extra_state` records of Transformer Engine's modules. Megatron refuses a checkpoint that lacks a
+    record."""
     core, seen = inner.config, set()
     for item in nested_values(inner.sharded_state_dict(metadata=sharding())):
         if isinstance(item, ShardedObject):
@@ -93,7 +96,7 @@ def _extra_states(inner: HiddenGPTModel, *, stacked: bool) -> Iterator[ShardedOb
 
 
 def _release_args(inner: HiddenGPTModel, hf_checkpoint: str) -> argparse.Namespace:
-    """The settings that Megatron and slime's tools look up in a checkpoint."""
+    """Returns the settings that Megatron and slime's tools look up in a checkpoint."""
     core, hf = inner.config, inner.hf_config
     return argparse.Namespace(
         **{name: getattr(core, name) for name in _CORE_ARGS},

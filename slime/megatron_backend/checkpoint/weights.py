@@ -1,8 +1,9 @@
-"""HF safetensors <-> the live Megatron model, through the family's table. Owns reading, writing and gathering.
+"""Converts between HF safetensors and the live Megatron model, through the family's table. Owns reading, writing and
+gathering.
 
 A tensor of a checkpoint that is missing, unexpected or of the wrong shape is an error that names the tensor. Loading
 and export are bitwise inverses if the dtypes agree. Layers of multi-token prediction are loaded and exported if the
-model has them. Otherwise, a written directory has a copy of them from the source directory.
+model has them. Otherwise, a written directory has a copy from the source directory.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from slime.models.slices import Piece, pieces
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 MAX_SHARD_BYTES = 2 * 2**30
-"""Bytes of one written file, which rank 0 holds in host memory."""
+"""Bytes of a written file, which rank 0 holds in host memory."""
 
 Read = Callable[[Tensor], Tensor]
 Named = tuple[str, Tensor]
 
 
 def live(parameter: Tensor) -> Tensor:
-    """The `Read` of a model whose parameters are where they are used."""
+    """Returns the values of a parameter that is on its own device. This is the default `Read`."""
     return parameter.data
 
 
@@ -77,7 +78,7 @@ def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, che
 
 
 def _names_of_all_stages(parts: list[HiddenGPTModel]) -> set[str]:
-    """Collective over the pipeline."""
+    """Returns all stages' HF names. Collective over the pipeline."""
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[list[str]] = [[]] * group.size()
     mine = [
@@ -93,13 +94,13 @@ def _names_of_all_stages(parts: list[HiddenGPTModel]) -> set[str]:
 
 @torch.no_grad()
 def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> int:
-    """Fill the model's parameters in place from a single-file or sharded safetensors checkpoint. Returns the number of
+    """Fills the model's parameters in place from a single-file or sharded safetensors checkpoint. Returns the number of
     bytes that were read. Collective over the stages of a pipeline.
 
-    Each rank reads only its tensor-parallel slices, its experts and its layers. Host memory beyond the parameters is
-    at most one tensor's slices and 64 MiB. Quantised tensors are read whole, one at a time. Values are cast to the
-    model's dtype. Vocabulary padding is zero. Call it before `build_optimizer`, which copies its fp32 main weights from
-    the parameters (or call `reload_weights` later). ValueError with the tensors that are missing, unexpected or of
+    Each rank reads only its tensor-parallel slices, its experts and its layers. Host memory beyond the parameters is at
+    most one tensor's slices and 64 MiB. Quantised tensors are read whole, one at a time. Values are cast to the model's
+    dtype. Vocabulary padding is zero. Call it before `build_optimizer`, which copies its fp32 main weights from the
+    parameters (or call `reload_weights` later). Raises ValueError with the tensors that are missing, unexpected or have
     another shape than in config.json, or with the damaged file.
     """
     parts, files = unwrapped(model), Files(Path(checkpoint_dir))
@@ -115,7 +116,7 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> int:
 def _fill(
     parameter: Tensor, row: Row, names: tuple[str, ...], inner: HiddenGPTModel, tensors: Tensors
 ) -> None:
-    """Copy this rank's slices of the HF tensors `names` to `parameter`."""
+    """Copies this rank's slices of the HF tensors `names` to `parameter`."""
     shapes = tuple(tuple(part.shape) for part in hf_parts(parameter, row, inner))
     wanted = pieces(row.layout, shapes, inner.sizes, *rank_and_size(shard_group(row)))
     for part in range(len(names)):
@@ -144,8 +145,8 @@ def _fill_from(
 
 
 def load_weights(model: Any, directory: str, iteration: int | None = None) -> None:
-    """Load weights from an HF directory, a Megatron checkpoint or what slime converted. The files in the directory
-    decide which. `iteration` is one of a Megatron checkpoint. None: the newest."""
+    """Loads weights from an HF directory, a Megatron checkpoint or a converted checkpoint. The files in the directory
+    select the kind. `iteration` selects an iteration of a Megatron checkpoint. None means the newest."""
     if iteration is not None or latest(directory) is not None:
         load_checkpoint(directory, model, iteration=iteration, choose=WRITE_LATEST)
     elif (path := released(directory)) is not None:
@@ -156,7 +157,8 @@ def load_weights(model: Any, directory: str, iteration: int | None = None) -> No
 
 @torch.no_grad()
 def export_hf(model: nn.Module, read: Read = live) -> Iterator[tuple[str, Tensor]]:
-    """All weights under their HF names: full tensors on every rank, in the model's dtype (a router's bias in fp32).
+    """Yields all weights under their HF names: full tensors on every rank, in the model's dtype (a router's bias in
+    fp32).
 
     `read` returns the values of a parameter on any device (slime.megatron_backend.step.residence). With one rank, the
     tensors stay on that device. Several ranks exchange them on their own devices.
@@ -169,9 +171,9 @@ def export_hf(model: nn.Module, read: Read = live) -> Iterator[tuple[str, Tensor
 
 
 def _export_parts(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the weight table, of all stages."""
+    """Yields the tensors of the weight table, from all stages."""
     group = parallel_state.get_pipeline_model_parallel_group()
-    for inner in unwrapped(model):  # virtual stage by virtual stage: the order of the layers
+    for inner in unwrapped(model):  # virtual stage by virtual stage, in the order of the layers
         yield from over_stages(partial(_export_stage, inner, read), partial(_shapes_of_stage, inner), group)
 
 
@@ -180,8 +182,8 @@ def over_stages(
     shapes: Callable[[], list[tuple[str, torch.Size, torch.dtype]]],
     group: dist.ProcessGroup,
 ) -> Iterator[Named]:
-    """The tensors that `export` gives on each rank of the pipeline `group`, in rank order, on all of them. `shapes`:
-    what those of this rank will be."""
+    """Yields, on all ranks of the pipeline `group`, the tensors that `export` yields on each rank, in rank order.
+    `shapes` returns the names, shapes and dtypes of this rank's tensors."""
     if group.size() == 1:
         yield from export()
         return
@@ -199,7 +201,7 @@ def over_stages(
 
 
 def _export_stage(inner: HiddenGPTModel, read: Read) -> Iterator[tuple[str, Tensor]]:
-    """HF names and full tensors of this stage. Collective over tensor- and expert-parallel ranks."""
+    """Yields HF names and full tensors of this stage. Collective over tensor- and expert-parallel ranks."""
     for parameter, row, names_of_ranks in exported(inner):
         full, shards = read(parameter), shard_group(row)
         if shards.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
@@ -212,7 +214,7 @@ def _export_stage(inner: HiddenGPTModel, read: Read) -> Iterator[tuple[str, Tens
 
 
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The tensors of all ranks of `group`, in rank order."""
+    """Returns all tensors in `group`, in rank order."""
     mine = tensor.contiguous().to(torch.cuda.current_device())
     tensors = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(tensors, mine, group=group)
@@ -220,7 +222,7 @@ def gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _shapes_of_stage(inner: HiddenGPTModel) -> list[tuple[str, torch.Size, torch.dtype]]:
-    """Names, shapes and dtypes of the tensors of `_export_stage`."""
+    """Returns names, shapes and dtypes of the tensors of `_export_stage`."""
     return [
         (name, part.shape, part.dtype)
         for parameter, row, names_of_ranks in exported(inner)
@@ -238,14 +240,14 @@ def save_hf(
     flag: str = "--save-hf",
     read: Read = live,
 ) -> None:
-    """Write an HF directory that transformers loads with the same logits. Collective. Rank 0 writes. A model with a
-    value head becomes one for sequence classification with one label.
+    """Writes an HF directory that transformers loads with the same logits. Collective. Rank 0 writes. A model with a
+    value head becomes a model for sequence classification with one label.
 
     The tokenizer, other small files and config.json (with the saved dtype) come from `source_dir`. Weights go to
-    safetensors files of at most `max_shard_bytes` each (a single tensor may exceed it). Rank 0 holds one file in host
-    memory; the other ranks hold one tensor beyond their shard. `read` is that of `export_hf`. The layers of multi-token
+    safetensors files of at most `max_shard_bytes` (a single tensor may exceed this). Rank 0 holds one file in host
+    memory; the other ranks hold one tensor beyond their shard. `read` is as in `export_hf`. The layers of multi-token
     prediction in `source_dir` are copied unchanged if the model has none. config.json is written last, so a directory
-    with a config.json is complete. ValueError that names `flag` if the disk has no room.
+    with a config.json is complete. Raises ValueError, which names `flag`, if the disk has no room.
     """
     source_dir, out_dir = Path(source_dir), Path(out_dir)
     tensors = chain(_with_copies(last_part(model), export_hf(model, read), source_dir), _score(model, read))
@@ -255,7 +257,7 @@ def save_hf(
     else:
         with Room(flag, out_dir, "a Hugging Face checkpoint"):
             out_dir.mkdir(parents=True, exist_ok=True)
-            written = read_config_json(source_dir)  # it may be the file that goes away now
+            written = read_config_json(source_dir)  # the next line may remove this file
             (out_dir / "config.json").unlink(missing_ok=True)
             carried = _prediction_tensors(last_part(model), source_dir)
             write_shards(chain(tensors, carried), out_dir, max_shard_bytes)
@@ -264,7 +266,8 @@ def save_hf(
 
 
 def _score(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:
-    """The value head of the last stage, if the model has one, under transformers' name. Collective over the stages."""
+    """Yields the value head of the last stage, if the model has one, under transformers' name. Collective over the
+    stages."""
     inner = last_part(model)
     if not inner.value:
         return
@@ -280,8 +283,8 @@ def _score(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:
 
 
 def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the layers of multi-token prediction in `source_dir`, if the model does not train them. This call
-    opens the files, so they may be replaced before the tensors are read."""
+    """Returns tensors of the layers of multi-token prediction in `source_dir`, if the model does not train them. This
+    call opens the files, so they may be replaced before the tensors are read."""
     family = family_for(inner.hf_config)
     if inner.config.mtp_num_layers or not family.predicted(inner.hf_config):
         return iter(())
@@ -295,8 +298,8 @@ def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tup
 def _with_copies(
     inner: HiddenGPTModel, tensors: Iterator[tuple[str, Tensor]], source_dir: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """`tensors`, and where a checkpoint with trained layers of multi-token prediction has embedding or head again in
-    them, these copies."""
+    """Yields `tensors`, and their copies: a checkpoint with trained layers of multi-token prediction may repeat
+    embedding or head in these layers."""
     copies: dict[str, str] = {}
     if inner.config.mtp_num_layers:
         copies = family_for(inner.hf_config).prediction_copies(Files(source_dir).names(), inner.hf_config)

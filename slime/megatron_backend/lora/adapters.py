@@ -1,13 +1,13 @@
 """Adapters of Megatron's products: `y += scale * x @ A.T @ B.T`, with PEFT's A and B for each Hugging Face module.
 
-Megatron fuses modules: queries, keys and values are one product with interleaved rows. Each module keeps an A and a B
-of its own, so that PEFT directories load and save without loss. Tensor-parallel ranks share them as the product does:
+Megatron fuses modules: queries, keys and values are one product with interleaved rows. Each module keeps a separate A
+and B, so that PEFT directories load and save without loss. Tensor-parallel ranks split them as they split the product:
 
     columns split (row of the weight table with axis 0)   A whole, B split by rows
     rows split (axis 1)                                   A split by columns, B whole
     whole                                                 both whole
 
-With sequence parallelism, matrices that see a rank's own tokens alone are marked, and Megatron sums their gradients.
+With sequence parallelism, matrices that see only a rank's own tokens are marked, and Megatron sums their gradients.
 
 Shapes: T tokens, K inputs, N outputs, r rank, E experts of this rank, C (token, expert) pairs sorted by expert.
 """
@@ -35,18 +35,18 @@ from slime.megatron_backend.model.moe.grouped_product import GroupedProduct
 from slime.models.lora import Lora
 
 Read = Callable[[Tensor], Tensor]
-"""Gives the values of a parameter, wherever they are (slime.megatron_backend.step.residence)."""
+"""Returns the values of a parameter from any device (slime.megatron_backend.step.residence)."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One Hugging Face module in a product: which rows of it this rank has, and where they are in the product.
+    """A Hugging Face module in a product: the rows of the module on this rank.
 
-    `first`, `rows`: of the module's outputs. `outputs`, `inputs`: its whole sizes.
+    `first` and `rows` bound the module's outputs on this rank. `outputs` and `inputs` are the module's full sizes.
     """
 
     module: str
-    """Its name, with "{e}" for the number of an expert."""
+    """Name of the module, with "{e}" for the number of an expert."""
     outputs: int
     inputs: int
     first: int
@@ -56,12 +56,13 @@ class Slot:
 def matrix(
     value: Tensor, axis: int | None, *, own_tokens: bool = False, expert: Tensor | None = None
 ) -> nn.Parameter:
-    """A or B of a module, with the marks that Megatron reads. `axis`: the one that tensor-parallel ranks split; this
-    file and export read it. `own_tokens`: its gradient is of this rank's part of the tokens. `expert`: the base's
-    weight if it is an expert's, whose replicas are on other ranks than those of the rest of the model."""
+    """Returns A or B of a module, with the marks that Megatron reads. `axis` is the axis that tensor-parallel ranks
+    split; this file and export read it. `own_tokens`: its gradient covers only this rank's part of the tokens. `expert`
+    is the base's weight if it belongs to an expert, whose replicas are on other ranks than those of the rest of the
+    model."""
     made: Any = nn.Parameter(value)
     made.axis, made.sequence_parallel = axis, own_tokens
-    # of experts each rank has its own, and the norm of the gradient counts them all
+    # each rank has its own experts, and the norm of the gradient counts all experts
     made.tensor_model_parallel = axis is not None or expert is not None
     made.partition_dim, made.partition_stride = -1 if axis is None else axis, 1
     if expert is not None:
@@ -76,11 +77,11 @@ _EXCHANGES: dict[tuple[int | None, bool], Callable[[Tensor], Tensor]] = {
     (1, False): reduce_from_tensor_model_parallel_region,
     (1, True): reduce_scatter_to_sequence_parallel_region,
 }
-"""Axis that ranks split, and whether sequences are split -> what becomes of the products with A."""
+"""(axis that ranks split, whether sequences are split) -> exchange that the ranks apply to the products with A."""
 
 
 class _Adapters(nn.Module):
-    """What the adapters of every product have: A and B of the slots `targets`, and a switch."""
+    """Base class of the adapters of a product: A and B of the slots `targets`, and a switch."""
 
     def __init__(
         self, lora: Lora, slots: list[Slot], targets: list[int], weights: list[nn.Parameter]
@@ -91,24 +92,24 @@ class _Adapters(nn.Module):
         self.enabled = True
 
     def added(self, output: Tensor, *inputs: Tensor) -> Tensor:
-        """The product's output for these inputs of `forward`, with that of the adapters."""
+        """Returns the product's output plus the adapters' output for the `inputs` of `forward`."""
         if not self.enabled:
             return output
         more: Tensor = self(*inputs)
         return output + more
 
     def matrices(self) -> Iterator[tuple[Slot, Tensor, Tensor]]:
-        """Slot, A and B of each adapted module."""
+        """Yields slot, A and B per adapted module."""
         for number, a, b in zip(self.targets, self.A, self.B, strict=True):
             yield self.slots[number], a, b
 
 
 class Adapter(_Adapters):
-    """The adapters of one product. Call it with the product's input, and add its output to the product's.
+    """The adapters of a product. Call it with the product's input, and add its output to the product's output.
 
-    `axis` is that of the weight table's row. `order` [N] gives the place of each of the product's outputs in the
-    concatenated outputs of `slots`, in the order of the table. None: they are already in order. `targets`: the numbers
-    of the slots that have an adapter.
+    `axis` is the axis of the weight table's row. `order` [N] has, for each output of the product, its index in the
+    concatenated outputs of `slots`, in the order of the table. None means that they are already in order. `targets` are
+    the indices of the slots that have an adapter.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Adapter(_Adapters):
             self.B.append(matrix(b, 0 if axis == 0 else None, own_tokens=sequence and axis != 0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, ..., K] (this rank's part) -> [T, ..., N] as the product gives it."""
+        """Maps [T, ..., K] (this rank's part) to [T, ..., N], like the product."""
         x = dropped(x, self.lora.dropout, self.training, apart=self.sequence or self.axis == 1)
         inner = linear(x, torch.cat(list(self.A)) if len(self.A) > 1 else self.A[0])
         parts = iter((self._between(inner) * self.lora.scale).split(self.lora.rank, -1))
@@ -146,14 +147,14 @@ class Adapter(_Adapters):
         return whole if self.order is None else whole.index_select(-1, self.order)
 
     def _between(self, inner: Tensor) -> Tensor:
-        """What ranks exchange: the products with A, which have few columns."""
+        """Exchanges the products with A, which have few columns, between ranks."""
         exchange = _EXCHANGES.get((self.axis, self.sequence))
         if exchange is None:
             return inner
         return exchange(inner)
 
     def fill(self, generator_seed: int, name: str) -> None:
-        """PEFT's first values: A uniform in +-1 / sqrt(K), B zero. They do not depend on the layout of ranks."""
+        """Sets PEFT's first values: A uniform in +-1 / sqrt(K), B zero. They do not depend on the layout of ranks."""
         rank = parallel_state.get_tensor_model_parallel_rank()
         with torch.no_grad():
             for number, a, b in zip(self.targets, self.A, self.B, strict=True):
@@ -166,7 +167,7 @@ class Adapter(_Adapters):
 
     @torch.no_grad()
     def delta(self, read: Read, expert: int = 0) -> Tensor:
-        """What the adapters add to this rank's part of the product's weight, [N, K] in float32."""
+        """Returns the sum that the adapters add to this rank's part of the product's weight, [N, K] in float32."""
         found = {n: product(read(a), read(b)) for n, a, b in zip(self.targets, self.A, self.B, strict=True)}
         some = next(iter(found.values()))
         rows = [
@@ -178,7 +179,7 @@ class Adapter(_Adapters):
 
 
 class ExpertAdapter(_Adapters):
-    """The adapters of one product of a layer's experts, which are computed together. Each rank has whole experts."""
+    """The adapters of a product of a layer's experts, which are computed together. Each rank has whole experts."""
 
     def __init__(
         self, lora: Lora, slots: list[Slot], targets: list[int], weights: list[nn.Parameter]
@@ -192,7 +193,7 @@ class ExpertAdapter(_Adapters):
             self.B.append(matrix(b, None, expert=weights[0]))
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """[C, K] and the ends of the experts' rows -> [C, N]."""
+        """Maps [C, K] and the ends of the experts' rows to [C, N]."""
         x = dropped(x, self.lora.dropout, self.training, apart=True)
         made = {}
         for n, a, b in zip(self.targets, self.A, self.B, strict=True):
@@ -204,7 +205,7 @@ class ExpertAdapter(_Adapters):
         return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
 
     def fill(self, generator_seed: int, name: str) -> None:
-        """As `Adapter.fill`, for each expert by its number in the whole model."""
+        """Sets the first values as `Adapter.fill` does, for each expert by its number in the whole model."""
         first = parallel_state.get_expert_model_parallel_rank() * self.experts
         with torch.no_grad():
             for number, a, b in zip(self.targets, self.A, self.B, strict=True):
@@ -221,7 +222,7 @@ class ExpertAdapter(_Adapters):
 
     @torch.no_grad()
     def delta(self, read: Read, expert: int = 0) -> Tensor:
-        """[N, K] in float32 of one of this rank's experts."""
+        """Returns the sum for one of this rank's experts, [N, K] in float32."""
         found = {
             n: product(read(a)[expert], read(b)[expert])
             for n, a, b in zip(self.targets, self.A, self.B, strict=True)
@@ -239,14 +240,15 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def first_values(rank: int, inputs: int, seed: int, name: str) -> Tensor:
-    """A [rank, inputs] on the host."""
+    """Returns the first A [rank, inputs] on the host."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63)
     values: Tensor = (torch.rand(rank, inputs, generator=generator) * 2 - 1) / inputs**0.5
     return values
 
 
 def dropped(x: Tensor, rate: float, training: bool, *, apart: bool) -> Tensor:
-    """Dropout in training. `apart`: tensor-parallel ranks have different elements of x, and draw differently."""
+    """Applies dropout in training. `apart`: tensor-parallel ranks have different elements of x, and draw different
+    values."""
     if not rate or not training:
         return x
     if not apart:

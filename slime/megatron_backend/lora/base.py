@@ -1,4 +1,5 @@
-"""A digest of the weights that adapters are over. With it, a run that resumes over other weights is noticed."""
+"""A digest of the weights under the adapters. With the digest, the code notices a run that resumes over other
+weights."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from slime.megatron_backend.lora.install import products
 
 
 def note_base(parts: Sequence[Any]) -> None:
-    """Keep the digest of the base with the adapters. Collective over all ranks. `parts`: of a model with adapters whose
-    base is loaded. Nothing is kept in float16, to which small values are rounded."""
+    """Stores the digest of the base in the adapters. Collective over all ranks. `parts` are the parts of a model with
+    adapters whose base is loaded. In float16, no digest is stored, because float16 rounds small values."""
     if any(p.dtype == torch.float16 for p in parts[0].parameters()):
         return
     digest = base_digest(parts)
@@ -27,8 +28,8 @@ def note_base(parts: Sequence[Any]) -> None:
 
 @torch.no_grad()
 def base_digest(parts: Sequence[nn.Module]) -> str:
-    """Of all products that can have an adapter but those of experts: 16 hex digits, the same in each layout of ranks
-    and in bfloat16 and float32. Collective over all ranks."""
+    """Returns the digest over all products that can have an adapter, except those of experts. It has 16 hex digits and
+    is equal in each layout of ranks and in bfloat16 and float32. Collective over all ranks."""
     mine = {
         path: _total(weights[0], split=row.layout.axis is not None)
         for inner in parts
@@ -42,7 +43,8 @@ def base_digest(parts: Sequence[nn.Module]) -> str:
 
 
 def _total(weight: Tensor, *, split: bool) -> int:
-    """The sum of the values' bits in bfloat16, which has no order. `split`: tensor-parallel ranks have parts of it."""
+    """Returns the sum of the values' bits in bfloat16, which does not depend on an order. `split`: tensor-parallel
+    ranks have parts of the weight."""
     total = weight.data.to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64)
     if split and parallel_state.get_tensor_model_parallel_world_size() > 1:
         dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())

@@ -1,7 +1,7 @@
-"""Gives the products of a model their adapters, and switches them off for the reference model.
+"""Adds adapters to the products of a model, and switches them off for the reference model.
 
-The adapters are in one container of the model, `adapters`, by the names of their products in the whole model. So
-checkpoints, optimizer and export find them there, and the names of the base's parameters stay as they are.
+The adapters are in one container of the model, `adapters`, under the names of their products in the whole model. So
+checkpoints, optimizer and export find them there, and the names of the base's parameters do not change.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ AnyAdapter = Adapter | ExpertAdapter
 
 
 class Adapters(nn.ModuleDict):
-    """The adapters of a model's part on this rank. A name is that of its product, with "/" for "."."""
+    """The adapters of a model's part on this rank. A key is the name of the product, with "/" instead of "."."""
 
     lora: Lora
     base: str | None = None
-    """The digest of the base (slime.megatron_backend.lora.base); None before it is loaded."""
+    """Digest of the base (slime.megatron_backend.lora.base); None before the base is loaded."""
 
     def of(self) -> Iterator[tuple[str, AnyAdapter]]:
         for name, adapter in self.items():
@@ -44,7 +44,7 @@ class Adapters(nn.ModuleDict):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Global shapes, so that another layout of ranks loads them."""
+        """Returns shards with global shapes, so that another layout of ranks can load them."""
         found: dict[str, Any] = {}
         for name, adapter in self.of():
             state = adapter.state_dict(keep_vars=True)
@@ -57,7 +57,7 @@ class Adapters(nn.ModuleDict):
 
 
 def _expert_shards(state: dict[str, Tensor], prefix: str) -> dict[str, Any]:
-    """The part of the experts that this rank has. Its replicas are on the ranks of the experts' data parallelism."""
+    """Returns the shards of this rank's experts. Their replicas are on the ranks of the experts' data parallelism."""
     group = parallel_state.get_expert_model_parallel_group()
     replica = (0, 0, parallel_state.get_expert_data_parallel_rank())
     return {
@@ -69,10 +69,10 @@ def _expert_shards(state: dict[str, Tensor], prefix: str) -> dict[str, Any]:
 
 
 def add_adapters(parts: Sequence[Any], lora: Lora, seed: int) -> None:
-    """Give each of the model's parts its adapters, with their first values. Collective. `parts`: without data-parallel
+    """Adds the adapters with their first values to the model's parts. Collective. `parts` have no data-parallel
     wrappers.
 
-    ValueError for targets that match no module, experts that tensor parallelism splits, or layers of Transformer
+    Raises ValueError for targets that match no module, experts that tensor parallelism splits, or layers of Transformer
     Engine.
     """
     check_targets(parts, lora)
@@ -96,7 +96,7 @@ def add_adapters(parts: Sequence[Any], lora: Lora, seed: int) -> None:
 
 
 def check_targets(parts: Sequence[Any], lora: Lora) -> None:
-    """ValueError unless each target matches a module of the whole model. Collective."""
+    """Raises ValueError unless each target matches a module of the whole model. Collective."""
     modules = (module for inner in parts for _, _, modules, _ in products(inner) for module in modules)
     mine = {module.replace("{e}", "0") for module in modules}
     of_ranks: list[set[str]] = [set()] * dist.get_world_size()
@@ -105,8 +105,8 @@ def check_targets(parts: Sequence[Any], lora: Lora) -> None:
 
 
 def products(inner: Any) -> Iterator[tuple[str, Row, list[str], list[nn.Parameter]]]:
-    """Each product of this part that can have an adapter: its name in the whole model, its row, its HF modules, and its
-    weight. The experts of a layer are one product with a weight each; "{e}" stands for their number."""
+    """Yields the products of this part that can have an adapter: name in the whole model, row, HF modules, and weights.
+    The experts of a layer are one product with several weights; "{e}" replaces their number."""
     family = family_for(inner.hf_config)
     rows = set(linear_rows(family))
     experts: dict[str, tuple[Row, list[str], list[nn.Parameter]]] = {}
@@ -182,7 +182,8 @@ def _expert_adapter(
 
 
 def _owners(inner: nn.Module) -> dict[int, nn.Module]:
-    """The module that computes with a weight, by the weight's id: of an expert's, that of all experts of the layer."""
+    """Returns weight id -> module that computes with the weight. The weight of an expert maps
+    to the module of the layer's experts."""
     found: dict[int, nn.Module] = {}
     for module in inner.modules():
         whole = isinstance(module, GatedExperts)
@@ -191,7 +192,8 @@ def _owners(inner: nn.Module) -> dict[int, nn.Module]:
 
 
 def _attach(owner: Any, adapter: AnyAdapter, *, first: bool) -> None:
-    """Have `owner` add the adapter's output to its own. `first`: the first product of experts."""
+    """Makes `owner` add the adapter's output to its own output. `first`: the adapter belongs to the first product of
+    experts."""
     if isinstance(adapter, ExpertAdapter):
         owner.adapted[0 if first else 1] = adapter.added
         return
@@ -208,22 +210,22 @@ def _attach(owner: Any, adapter: AnyAdapter, *, first: bool) -> None:
 
 
 def adapters_of(inner: object) -> Iterator[tuple[str, AnyAdapter]]:
-    """The adapters of a model's part by the names of their products, in the order of the layers. None of a model
-    without any."""
+    """Yields the adapters of a model's part by the names of their products, in the order of the layers. Empty for a
+    model without adapters."""
     adapters = getattr(inner, "adapters", None)
     if adapters is not None:
         yield from adapters.of()
 
 
 def lora_of(inner: object) -> Lora | None:
-    """The settings of the adapters of a model's part; None without any."""
+    """Returns the settings of the adapters of a model's part; None without adapters."""
     adapters = getattr(inner, "adapters", None)
     return None if adapters is None else adapters.lora
 
 
 @contextmanager
 def without_adapters(parts: Sequence[object]) -> Iterator[None]:
-    """In the block, the model is its base."""
+    """Switches the adapters off in the block, so that the model is its base."""
     found = [adapter for inner in parts for _, adapter in adapters_of(inner)]
     for adapter in found:
         adapter.enabled = False

@@ -1,7 +1,7 @@
-"""Gated activations between the two products of an MLP: [..., 2 F], gate beside up, -> [..., F].
+"""Gated activations between the two products of an MLP: [..., 2 F], gate and then up in each row, -> [..., F].
 
-SiLU is `rl_kernel.swiglu`, which has a kernel. The others are plain PyTorch. Each keeps its input only: the backward
-computes the forward again.
+SiLU is `rl_kernel.swiglu`, which has a kernel. The other activations are plain PyTorch. Every activation keeps only its
+input: the backward computes the forward again.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ Gated = Callable[[Tensor], Tensor]
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
-    """`silu(gate) * up`."""
+    """Returns `silu(gate) * up`."""
     return rl_kernel.swiglu(gate_and_up)
 
 
 def _geglu(gate_and_up: Tensor) -> Tensor:
-    """`gelu(gate, approximate="tanh") * up`."""
+    """Returns `gelu(gate, approximate="tanh") * up`."""
     gate, up = gate_and_up.chunk(2, dim=-1)
     return gelu(gate, approximate="tanh") * up
 
 
 def _clipped_swiglu(gate_and_up: Tensor) -> Tensor:
-    """`g * sigmoid(1.702 * g) * (u + 1)` with `g = gate.clamp(max=7)` and `u = up.clamp(-7, 7)` (gpt-oss)."""
+    """Returns `g * sigmoid(1.702 * g) * (u + 1)` with `g = gate.clamp(max=7)` and `u = up.clamp(-7, 7)` (gpt-oss)."""
     gate, up = gate_and_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 class _KeepingInput(torch.autograd.Function):
-    """`make(x)` for a pure function `make`. Autograd keeps `x` only."""
+    """Autograd function `make(x)` for a pure function `make`. It saves only `x`."""
 
     @staticmethod
     def forward(ctx: Any, make: Gated, x: Tensor) -> Tensor:
@@ -64,7 +64,8 @@ def clipped_swiglu(gate_and_up: Tensor) -> Tensor:
 
 
 def weighted(gated: Gated, gate_and_up: Tensor, weights: Tensor) -> Tensor:
-    """`gated(gate_and_up) * weights[..., None]` in the dtype of `gate_and_up`. SiLU is one kernel with the weights."""
+    """Returns `gated(gate_and_up) * weights[..., None]` in the dtype of `gate_and_up`. SiLU and the weights are one
+    kernel."""
     if gated is swiglu:
         return rl_kernel.swiglu(gate_and_up, weights)
     return (gated(gate_and_up) * weights[..., None]).to(gate_and_up.dtype)
@@ -75,4 +76,4 @@ ACTIVATIONS: dict[str, Gated] = {
     "geglu": geglu,
     "clipped_swiglu": clipped_swiglu,
 }
-"""`Decoder.activation` -> the function."""
+"""Maps `Decoder.activation` to the function."""

@@ -1,10 +1,10 @@
 """Core attention over packed sequences, and the layout of a packed micro-batch.
 
-The rotary embedding is applied here and not by Megatron. Megatron's packed form slices the frequency table once per
+This module applies the rotary embedding instead of Megatron. Megatron's packed form slices the frequency table once per
 sequence and layer, which for a thousand short sequences costs more than the attention.
 
-Shapes: T packed tokens, n tokens of this rank, P rows that it computes (n and padding), S sequences, A query heads,
-G key/value heads, D head size, R rotated dimensions of a head, L padded length of a bucket.
+Shapes: T packed tokens, n tokens of this rank, P rows that it computes (n and padding), S sequences, A query heads, G
+key/value heads, D head size, R rotated dimensions of a head, L padded length of a bucket.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from slime.megatron_backend.model.attention_scores import (
 )
 from slime.megatron_backend.model.rows import Rows, take
 
-# Longest divided by shortest sequence of a bucket. It limits the padding and the number of buckets.
+# Longest divided by shortest sequence of a bucket. This ratio limits the padding and the number of buckets.
 _BUCKET_RATIO = 1.5
 
-# Of a bucket's mask. With more, queries that nobody reads cost less than the mask's memory.
+# Most elements of a bucket's mask. Beyond this, unused queries cost less than the mask's memory.
 _MASK_ELEMENTS = 2**24
 
 
 class Rotary(NamedTuple):
-    """cos and sin of one rotary embedding, fp32 [P, 1, R/2]. `interleaved`: dimension 2 k is paired with 2 k + 1, and
-    not with the other half of R."""
+    """cos and sin of a rotary embedding, fp32 [P, 1, R/2]. `interleaved`: dimension 2 k is paired with 2 k + 1, instead
+    of with the other half of R."""
 
     cos: Tensor
     sin: Tensor
@@ -55,22 +55,22 @@ class Rotary(NamedTuple):
 
 @dataclass
 class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
-    """The positions of the sequences of one micro-batch, and the tokens that this rank computes. `packed_layout` makes
-    it, and all layers share it.
+    """The positions of the sequences in a micro-batch, and the tokens that this rank computes. `packed_layout`
+    creates it, and all layers share it.
 
     `places` [T] int64 are the positions of the row's tokens, and `bounds` [S+1] int32 bounds sequences of `lengths`.
     `positions` [P] int64 are the positions of this rank's tokens in their sequences. The last P - `own` rows are
-    padding, 0. `rotary` are the model's rotary embeddings, which it sets before its layers run. `cu_seqlens_q`
-    bounds the rank's runs of queries, and `cu_seqlens_kv` the keys that each run may see. The padded batches of
-    `buckets` follow each other in one buffer of queries and one of keys. `query_slots` [n] and `key_slots` [K] int64
-    are the rows of the queries and of the keys of every run in these buffers.
+    padding, 0. `rotary` are the model's rotary embeddings, which it sets before its layers run. `cu_seqlens_q` bounds
+    the rank's runs of queries, and `cu_seqlens_kv` the keys that each run may see. The padded batches of `buckets`
+    follow each other in one buffer of queries and one of keys. `query_slots` [n] and `key_slots` [K] int64 are the rows
+    of the queries and of the keys of every run in these buffers.
 
-    `context_group` are the ranks that share the row, or None. With it, and where sequences share a prompt, `keys` reads
-    the K keys of every run, one run after the other, from the concatenated rows of all ranks. Otherwise `keys` is None
-    and the keys are those of the rank's tokens. `gathered` [T] int64 is the row of each of the row's tokens in the
-    concatenated rows of the group. `routing`: the experts of the tokens, see
-    `slime.megatron_backend.step.routing_replay`. None if the routers choose. `longest`: P of the longest micro-batch
-    among the ranks that exchange tokens of experts, 0 if all have the same P.
+    `context_group` are the ranks that share the row, or None. With a group, and if sequences share a prompt, `keys`
+    reads the K keys of every run, one run after the other, from the ranks' concatenated rows. Otherwise `keys` is
+    None and the keys are those of the rank's tokens. `gathered` [T] int64 maps the row's tokens to the concatenated
+    rows of the group. `routing`: the experts of the tokens, see `slime.megatron_backend.step.routing_replay`. None if
+    the routers choose. `longest`: P of the longest micro-batch among the ranks that exchange tokens of experts, 0 if
+    all have the same P.
     """
 
     own: int = 0
@@ -90,14 +90,14 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
 
     @functools.cached_property
     def sequences(self) -> tuple[Tensor, list[Bucket]]:
-        """Padded batches of whole sequences, for layers that have a state: the buffer row of each of the row's tokens
-        [T], and the buckets."""
+        """Returns padded batches of whole sequences, for layers that have a state: the buffer rows [T] of the row's
+        tokens, and the buckets."""
         slots, _, buckets = _buckets([Run(i, 0, length) for i, length in enumerate(self.lengths)])
         return slots.to(self.places.device), buckets
 
 
 def packed_layout(part: TokenSlice, device: torch.device | str, context_group: Any = None) -> PackedLayout:
-    """Layout of a rank's part of a packed row. `context_group`: the ranks that share the row."""
+    """Returns the layout of a rank's part of a packed row. `context_group`: the ranks that share the row."""
     sizes = torch.tensor(part.lengths, dtype=torch.int64)
     starts = sizes.cumsum(0) - sizes
     place = torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)
@@ -136,11 +136,11 @@ def _cumulative(lengths: list[int]) -> Tensor:
 
 
 def _buckets(runs: Sequence[Run]) -> tuple[Tensor, Tensor, list[Bucket]]:
-    """Group runs of similar length. Returns the buffer rows of all queries, those of all keys, and the buckets in
-    buffer order.
+    """Groups runs of similar length. Returns the queries' buffer rows, the keys' buffer rows, and the
+    buckets in buffer order.
 
     A run that begins late, such as a response after a shared prompt, has few queries and many keys. A bucket of such
-    runs has a mask. In other buckets a query has the place of its key, after queries that nobody reads.
+    runs has a mask. In other buckets a query has the same index as its key, after unused queries.
     """
     members: dict[tuple[int, int], list[int]] = {}
     for i, run in enumerate(runs):
@@ -168,14 +168,16 @@ def _buckets(runs: Sequence[Run]) -> tuple[Tensor, Tensor, list[Bucket]]:
 
 
 def _size(length: int) -> int:
-    """1 for a length of 1, and more for lengths that differ by more than `_BUCKET_RATIO`."""
+    """Returns a size class: 1 for a length of 1, and more for lengths that differ by more than the factor
+    `_BUCKET_RATIO`."""
     return 1 + math.ceil(math.log(length, _BUCKET_RATIO))
 
 
 def gather_keys(key: Tensor, value: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-    """The keys and values of this rank's tokens [n, G, D] -> those of every run, one run after the other [K, G, D].
+    """Maps the keys and values of this rank's tokens [n, G, D] to those of every run, one run after the other [K, G,
+    D].
 
-    Backward: each token gets the sum of the gradients of all ranks and of all sequences that read it. Collective if
+    Backward: each token gets the sum of the gradients over all ranks and all sequences that read it. Collective if
     several ranks share the row.
     """
     if layout.keys is None:
@@ -188,16 +190,17 @@ def gather_keys(key: Tensor, value: Tensor, layout: PackedLayout) -> tuple[Tenso
 
 
 def padded_rows(x: Tensor, layout: PackedLayout) -> Tensor:
-    """[n, ...] -> [P, ...] with zeros in the padding rows."""
+    """Maps [n, ...] to [P, ...] with zeros in the padding rows."""
     padding = layout.positions.numel() - layout.own
     return pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x
 
 
 def rotated(x: Tensor, layout: PackedLayout, number: int | None = 0) -> Tensor:
-    """x [P, heads, D] with the first R dimensions of every head rotated by the token's position. `number` is that of
-    the rotary embedding in the layout (None: no rotation).
+    """Returns x [P, heads, D] with the first R dimensions of every head rotated by the token's position. `number` is
+    the index of the rotary embedding in the layout (None: no rotation).
 
-    Interleaved pairs leave as two halves. Queries and keys do so alike, and a dot product does not see the order.
+    Interleaved pairs are returned as two halves. Queries and keys are treated alike, and a dot product does not depend
+    on the order.
     """
     if number is None:
         return x
@@ -221,9 +224,9 @@ def padded_attention(
     sinks: Tensor | None = None,
     inner: Inner | None = None,
 ) -> Tensor:
-    """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket, or of
-    `plain_attention` with `cap` or `sinks`, or of `inner`. A token sees the newest `window` tokens up to itself (None:
-    all).
+    """Computes causal attention within each sequence: one padded batch per bucket, by scaled_dot_product_attention, by
+    `plain_attention` with `cap` or `sinks`, or by `inner`. A token sees the newest `window` tokens up to itself (None:
+    all tokens).
 
     query [n, A, D] of this rank's tokens, key and value [K, G, D] of every run -> [n, A, D]. Padding rows follow a
     run's keys, so the causal mask excludes them. Deterministic on the CPU.
@@ -264,8 +267,8 @@ def flash_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`padded_attention` without a cap, with torch's variable-length kernel. A run of queries sees the keys up to its
-    last token.
+    """Computes `padded_attention` without a cap, with torch's variable-length kernel. A run of queries sees the keys up
+    to its last token.
 
     key and value [K, G, D]: the keys and values of every run, one run after the other. The kernel's causal mask aligns
     the last query with the last key, also if their numbers differ.
@@ -284,7 +287,7 @@ def flash_attention(
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
     )
-    return cast(Tensor, out)  # a pair only where `return_aux` asks for one
+    return cast(Tensor, out)  # a pair only if `return_aux` requests one
 
 
 class PackedAttention(nn.Module):
@@ -292,8 +295,8 @@ class PackedAttention(nn.Module):
 
     Half precision on CUDA uses torch's variable-length flash attention. Other dtypes and devices use the padded form.
     Grouped key/value heads, sliding windows and sinks are supported, and capped scores in the padded form. Dropout is
-    not supported. With context parallelism, each rank keeps its queries and gathers the keys and values of all ranks
-    (Llama 3, 2407.21783, part 3.3.2): two collectives per layer, and as much memory for keys and values as without.
+    not supported. With context parallelism, each rank keeps its queries and gathers all ranks' keys and values
+    (Llama 3, 2407.21783, part 3.3.2): two collectives per layer, and the same memory for keys and values as without.
     """
 
     def __init__(
@@ -310,7 +313,7 @@ class PackedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.rope, self.window, self.cap = rope, window, cap
-        self.attend: Callable[..., Tensor] | None = None  # in place of padded_attention, up to its window
+        self.attend: Callable[..., Tensor] | None = None  # replaces padded_attention (up to `window`)
         self.scale = scale or softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.sinks: nn.Parameter | None = None
         if sinks:
@@ -329,8 +332,8 @@ class PackedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
-        """query [P, A, D], key and value [P, G, D] -> [P, A * D], zeros in padding rows. `packed_seq_params` must be a
-        PackedLayout."""
+        """Maps query [P, A, D], key and value [P, G, D] to [P, A * D], zeros in padding rows. `packed_seq_params` must
+        be a PackedLayout."""
         layout = packed_seq_params
         assert layout is not None
         query, key = rotated(query, layout, self.rope), rotated(key, layout, self.rope)

@@ -1,7 +1,7 @@
-"""Kinds of attention: what stands in the attention slot of a decoder layer.
+"""Kinds of attention: the modules for the attention slot of a decoder layer.
 
-A family names the kind of each layer (`slime.models.Layer.kind`). A new kind is a function here, or in a file of its
-own with a line in `KINDS`.
+A family names each layer's kind (`slime.models.Layer.kind`). A new kind is a function here, or in a separate file,
+with a line in `KINDS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slime.models import Decoder, Layer
 
 
 class BiasedOutput(RowParallelLinear):  # type: ignore[misc]  # megatron-core has no types
-    """The projection after the attention with a bias. Megatron's setting for it would give the MLP one too."""
+    """The projection after the attention with a bias. Megatron's setting would also add a bias to the MLP."""
 
     def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
         super().__init__(*args, bias=True, **kwargs)
@@ -40,9 +40,9 @@ class GatedAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has 
 
 
 class ProjectionNormedAttention(GatedAttention):
-    """Norms over all heads of queries and of keys. In a spec, newer Megatron allows norms only with `qk_layernorm`,
-    and then sums their gradients over tensor-parallel ranks. Here each rank has the weights of its own heads.
-    """
+    """Attention with norms over all heads of queries and of keys. In a spec, newer Megatron allows norms only with
+    `qk_layernorm`, and then sums their gradients over tensor-parallel ranks. Here each rank has the weights of its own
+    heads."""
 
     def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
@@ -52,7 +52,7 @@ class ProjectionNormedAttention(GatedAttention):
 
 
 def full_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
-    """Softmax attention with grouped heads over all tokens before, or over a sliding window."""
+    """Returns softmax attention with grouped heads over all previous tokens, or over a sliding window."""
     spec: ModuleSpec = get_gpt_layer_local_spec(normalization=core.normalization).submodules.self_attention
     modules = spec.submodules
     modules.core_attention = functools.partial(
@@ -83,4 +83,4 @@ KINDS: dict[str, Callable[[TransformerConfig, Decoder, Layer], ModuleSpec]] = {
     "latent": latent_attention,
     "gated_delta_net": gated_delta_net,
 }
-"""`Layer.kind` -> the module of the attention slot."""
+"""Maps `Layer.kind` to the function that returns the module of the attention slot."""

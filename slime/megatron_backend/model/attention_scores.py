@@ -1,8 +1,8 @@
-"""Attention over one padded bucket, and attention whose softmax is not the usual one: learned sinks (gpt-oss) and
-capped scores (Gemma 2).
+"""Attention over one padded bucket, and attention with a special softmax: learned sinks (gpt-oss) and capped scores
+(Gemma 2).
 
-A sink is one learned score per head in the softmax, whose share goes to no token: `softmax([scores, sink])[:-1] @ v`.
-A cap makes scores z `cap * tanh(z / cap)`. On GPUs in half precision, sinks run on torch's flash kernel. Caps run in
+A sink is one learned score per head in the softmax, whose share goes to no token: `softmax([scores, sink])[:-1] @ v`. A
+cap makes scores z `cap * tanh(z / cap)`. On GPUs in half precision, sinks run on torch's flash kernel. Caps run in
 plain PyTorch on every device, which is correct and slow: it keeps all scores of a sequence.
 
 Shapes: S sequences of L tokens, T packed tokens, A query heads, G key/value heads, D head size.
@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 Inner = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
-"""(q [S, A, queries, D], k and v [S, G, keys, D], seen bool [S, 1, queries, keys], scale) -> [S, A, queries, D]."""
+"""Maps (q [S, A, queries, D], k and v [S, G, keys, D], seen bool [S, 1, queries, keys], scale) to [S, A, queries,
+D]."""
 
 
 class Bucket(NamedTuple):
-    """A padded batch of runs: `runs` S, `queries` and `keys` per run with padding. `mask` [S, 1, queries, keys]: which
-    keys a query sees. None for a causal mask over as many queries as keys."""
+    """A padded batch of runs: `runs` S, `queries` and `keys` per run with padding. `mask` [S, 1, queries, keys] is True
+    for the keys that a query sees. None means a causal mask over equally many queries and keys."""
 
     runs: int
     queries: int
@@ -34,13 +35,14 @@ class Bucket(NamedTuple):
 
 
 def bucket_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """q [S, A, queries, D], k and v [S, G, keys, D] -> [S, A, queries, D]. Without a mask it is causal."""
+    """Computes q [S, A, queries, D], k and v [S, G, keys, D] -> [S, A, queries, D]. Without a mask the attention is
+    causal."""
     shared = q.shape[1] // k.shape[1]
     if mask is None or mask.dim() == 2:
         return scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=shared > 1
         )
-    # The heads of a group as more queries: on CPUs a third faster than `enable_gqa` for few queries.
+    # The heads of a group become more queries: for few queries on CPUs, a third faster than `enable_gqa`.
     folded = q.unflatten(1, (-1, shared)).flatten(2, 3)
     out = scaled_dot_product_attention(folded, k, v, mask.repeat(1, 1, shared, 1), scale=scale)
     unfolded: Tensor = out.unflatten(2, (shared, -1))
@@ -48,19 +50,19 @@ def bucket_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
 
 
 def bucket_mask(bucket: Bucket, window: int | None, device: torch.device) -> Tensor | None:
-    """Which keys the queries of a bucket see: [S, 1, queries, keys], or [keys, keys] if the bucket has none of its own.
-    None for a causal mask."""
+    """Returns the keys that the queries of a bucket see: [S, 1, queries, keys], or [keys, keys] if the bucket has no
+    mask. None means a causal mask."""
     if window is None or window >= bucket.keys:
         return bucket.mask
     if bucket.mask is None:
         return band(bucket.keys, window, device)
-    place = bucket.mask.sum(-1, keepdim=True) - 1  # of a query among its keys: it sees all keys up to its own
+    place = bucket.mask.sum(-1, keepdim=True) - 1  # index of a query among its keys; it sees keys up to here
     near: Tensor = torch.arange(bucket.keys, device=device) > place - window
     return bucket.mask & near
 
 
 def band(length: int, window: int, device: torch.device) -> Tensor:
-    """Mask [L, L]: query i sees keys i - window + 1 to i."""
+    """Returns a mask [L, L]: query i sees keys i - window + 1 to i."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
 
@@ -68,7 +70,8 @@ def band(length: int, window: int, device: torch.device) -> Tensor:
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """q [S, A, L, D], k and v [S, G, L, D], mask bool [L, L], sinks [A] -> [S, A, L, D]. The softmax is in fp32."""
+    """Computes q [S, A, L, D], k and v [S, G, L, D], mask bool [L, L], sinks [A] -> [S, A, L, D]. The softmax is in
+    fp32."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     scores = (q @ k.transpose(-1, -2)).float() * scale
@@ -84,7 +87,8 @@ def plain_attention(
 
 @functools.cache
 def varlen_attention() -> Callable[..., Any]:
-    """torch's variable-length kernel with grouped heads. Imported where it is called: it imports the compiler."""
+    """Returns torch's variable-length kernel with grouped heads. The import is in the function, because it imports the
+    compiler."""
     from torch.nn.attention.varlen import varlen_attn
 
     # torch 2.11 groups heads without this argument; later releases need it
@@ -95,9 +99,9 @@ def varlen_attention() -> Callable[..., Any]:
 class SinkAttention(torch.autograd.Function):
     """torch's flash attention over packed sequences with sinks [A]: q [n, A, D], k and v [K, G, D] -> [n, A, D].
 
-    `bounds` are (first rows of the queries, first rows of the keys, most queries, most keys) of the sequences. With
-    `z = logaddexp(lse, sink)`, the output is the kernel's output times `exp(lse - z)`. The kernel's backward is right
-    for it if it gets that output and z in place of its own output and lse. The gradient of a sink is
+    `bounds` are (first rows of the queries, first rows of the keys, most queries, most keys) of the sequences. With `z
+    = logaddexp(lse, sink)`, the output is the kernel's output times `exp(lse - z)`. The kernel's backward is correct
+    for this output if it gets this output and z instead of the kernel's output and lse. The gradient of a sink is
     `-(exp(sink - z) * (output * d_output).sum(-1)).sum()`.
     """
 

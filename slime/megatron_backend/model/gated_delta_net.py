@@ -1,18 +1,18 @@
-"""Gated delta net: linear attention whose state decays and forgets what a key held before (Yang et al. 2412.06464).
+"""Gated delta net: linear attention whose state decays and forgets the earlier value of a key (Yang et al. 2412.06464).
 
     x -> in_proj -> causal convolution of q, k, v -> delta rule -> norm x silu(gate) -> out_proj
 
 The state S [K, V] of a value head starts at zero with each sequence:
 `S = exp(decay) * S; S = S + beta * outer(k, v - k @ S); out = q @ S`.
 
-A packed row keeps its sequences apart in the convolution and in the state. On CUDA, both are kernels of fla-core. On
+A packed row keeps its sequences separate in the convolution and in the state. On CUDA, both are kernels of fla-core. On
 other devices, they are the plain PyTorch functions of this file. megatron-core's own module has no packed sequences.
 
 With context parallelism, a rank has a part of the tokens, but a state runs through all tokens of a sequence. So the
-ranks exchange: each computes all tokens for its part of the heads (DeepSpeed Ulysses, 2309.14509).
+ranks exchange data: each rank computes all tokens for its part of the heads (DeepSpeed Ulysses, 2309.14509).
 
-Shapes: P rows, n tokens of this rank (P without padding), H heads of keys and A of values on this tensor-parallel
-rank, K and V their sizes, C channels, W taps, B sequences of a bucket, L their padded length, T tokens of the row.
+Shapes: P rows, n tokens of this rank (P without padding), H heads of keys and A of values on this tensor-parallel rank,
+K and V their sizes, C channels, W taps, B sequences of a bucket, L their padded length, T tokens of the row.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from slime.megatron_backend.model.layers import NormedLinear
 from slime.models import DeltaNet
 
 CHUNK = 64
-"""Tokens that the plain delta rule computes with one triangular system."""
+"""Number of tokens that the plain delta rule computes with one triangular system."""
 
 
 class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
-    """The attention slot of a gated delta net layer. Tensor-parallel ranks share the key heads, each with its value
-    heads, and rows of all parameters are in the order of key heads (slime.models.hybrid.ByKeyHead).
+    """The attention slot of a gated delta net layer. Tensor-parallel ranks split the key heads, together with their
+    value heads, and parameter rows are in the order of key heads (slime.models.hybrid.ByKeyHead).
 
     `A_log` is fp32 for every dtype of the model, as in vLLM.
     """
@@ -67,7 +67,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         self.norm_weight = nn.Parameter(torch.empty(sizes.value_dim))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GatedDeltaNet:
-        """Keep A_log in fp32 when the model is cast: its exponential is the rate of the decay."""
+        """Keeps A_log in fp32 when the model is cast, because its exponential is the rate of the decay."""
         exact = self.A_log.data
         super()._apply(fn, recurse)
         self.A_log.data = exact.to(self.A_log.device)
@@ -76,8 +76,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
     def forward(
         self, hidden_states: Tensor, *unused: Any, packed_seq_params: PackedLayout, **also_unused: Any
     ) -> tuple[Tensor, None]:
-        """[P, 1, hidden] (or this rank's part with sequence parallelism) -> the same shape. Padding rows get zeros from
-        the delta rule."""
+        """Maps [P, 1, hidden] (or this rank's part with sequence parallelism) to the same shape. Padding rows get zeros
+        from the delta rule."""
         layout = packed_seq_params
         mixed = whole_sequences(self.in_proj(hidden_states)[0].squeeze(1), layout)
         conv_weight, a_log, dt_bias = (
@@ -104,7 +104,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         return made, None
 
     def _by_value(self, x: Tensor) -> Tensor:
-        """[T, H, value heads per key head * V] -> [T, A, V]."""
+        """Maps [T, H, value heads per key head * V] to [T, A, V]."""
         heads: Tensor = x.unflatten(-1, (-1, self.sizes.value_dim))
         return heads.flatten(1, 2)
 
@@ -118,14 +118,14 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
 
 
 def _split_over_ranks(*shape: int) -> nn.Parameter:
-    """A parameter whose first dimension tensor-parallel ranks share."""
+    """Returns a parameter whose first dimension tensor-parallel ranks split."""
     parameter: Any = nn.Parameter(torch.empty(shape))  # the marks are Megatron's
     parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
     return parameter  # type: ignore[no-any-return]
 
 
 def whole_sequences(x: Tensor, layout: PackedLayout) -> Tensor:
-    """[P, C] of this rank's tokens -> [T, C / ranks] of the row's tokens: this context-parallel rank's part of the
+    """Maps [P, C] of this rank's tokens to [T, C / ranks] of the row's tokens: this context-parallel rank's part of the
     channels. Collective if several ranks share the row."""
     if (group := layout.context_group) is None:
         return x[: layout.own]
@@ -135,7 +135,7 @@ def whole_sequences(x: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def own_rows(x: Tensor, layout: PackedLayout) -> Tensor:
-    """The way back: [T, C / ranks] -> [P, C], zeros in padding rows."""
+    """Reverses `whole_sequences`: maps [T, C / ranks] to [P, C], with zeros in padding rows."""
     if (group := layout.context_group) is None:
         return padded_rows(x, layout)
     rows = x.new_zeros(group.size() * layout.positions.numel(), x.shape[1])
@@ -145,13 +145,13 @@ def own_rows(x: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def share_of(parameter: Tensor, layout: PackedLayout) -> Tensor:
-    """The rows of a parameter for the heads that this context-parallel rank computes."""
+    """Returns the rows of a parameter for the heads that this context-parallel rank computes."""
     group = layout.context_group
     return parameter if group is None else parameter.chunk(group.size())[group.rank()]
 
 
 def convolved(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
-    """`silu(sum(weight[:, 0, W - 1 - i] * x[t - i] for i in range(W)))` within each sequence: x [T, C], weight
+    """Computes `silu(sum(weight[:, 0, W - 1 - i] * x[t - i] for i in range(W)))` within each sequence: x [T, C], weight
     [C, 1, W] -> [T, C]. In fp32."""
     taps = weight[:, 0].float().unbind(-1)[::-1]
     wide, place = x.float(), layout.places[:, None]
@@ -163,7 +163,7 @@ def convolved(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm(x) * weight * silu(gate)` over the last dimension, in fp32."""
+    """Returns `rms_norm(x) * weight * silu(gate)` over the last dimension, in fp32."""
     normed = rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (normed * silu(gate.float())).to(x.dtype)
 
@@ -171,7 +171,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 def padded_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout
 ) -> Tensor:
-    """The gated delta rule within each sequence, one padded batch per bucket of the layout, in fp32.
+    """Computes the gated delta rule within each sequence, one padded batch per bucket of the layout, in fp32.
 
     query and key [T, H, K], value [T, A, V], decay (logarithm) and beta [T, A] -> [T, A, V]. Queries and keys are
     normalised to length 1, and queries divided by sqrt(K). Deterministic. Padding follows a sequence's tokens, so no
@@ -196,10 +196,10 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def chunked_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """query and key [B, A, L, K], value [B, A, L, V], decay and beta [B, A, L, 1] -> [B, A, L, V].
+    """Computes query and key [B, A, L, K], value [B, A, L, V], decay and beta [B, A, L, 1] -> [B, A, L, V].
 
-    In a chunk, let U have what each token adds to the state. A token removes what its key holds, from the state at the
-    start of the chunk and from the tokens before: a unit lower triangular system for U.
+    In a chunk, U holds each token's addition to the state. A token removes the value that its key holds, from the state
+    at the start of the chunk and from the earlier tokens. This gives a unit lower triangular system for U.
     """
     state = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
     outputs = []
@@ -207,7 +207,7 @@ def chunked_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor,
         since = g.cumsum(2)  # logarithm of the decay since the start of the chunk
         later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
         between = (since - since.mT).masked_fill(later, -torch.inf).exp()
-        # the solver reads the part below the diagonal only
+        # the solver reads only the part below the diagonal
         added = torch.linalg.solve_triangular(
             b * (k @ k.mT) * between, b * (v - since.exp() * (k @ state)), upper=False, unitriangular=True
         )
@@ -218,7 +218,8 @@ def chunked_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor,
 
 
 def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
-    """`convolved`, `padded_delta_rule` and `gated_norm` as kernels of fla-core. ValueError if it is not installed."""
+    """Returns `convolved`, `padded_delta_rule` and `gated_norm` as kernels of fla-core. Raises ValueError if it is not
+    installed."""
     try:
         from fla.modules.convolution import causal_conv1d
         from fla.modules.fused_norm_gate import rms_norm_gated

@@ -1,5 +1,5 @@
-"""The GPT model of a checkpoint, or this rank's pipeline stage of it. The output is hidden states. `logits_of` computes
-logits.
+"""The GPT model of a checkpoint, or this rank's pipeline stage of the model. The output is hidden states. `logits_of`
+computes logits.
 
     tokens, layout -> stage_output -> [last stage] hidden_of, or logits_of
 
@@ -37,15 +37,15 @@ from slime.models.layouts import Sizes
 from slime.models.rope import Rope
 
 Angles = Callable[[Rope, Tensor], tuple[Tensor, Tensor]]
-"""(rotary embedding, positions [P]) -> cos and sin, fp32 [P, 1, R/2]."""
+"""Maps (rotary embedding, positions [P]) to cos and sin, fp32 [P, 1, R/2]."""
 
 
 class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's GPTModel, but `forward` stops before the output layer: hidden states after the final norm.
 
-    `build_model` builds it. `hf_config` is the checkpoint's config.json, `described` is what it says, and `sizes` are
-    the sizes for weight layouts. `virtual`: which virtual stage of this rank it is. None if the rank has one stage.
-    `value`: a critic, whose last stage has a `value_head` in place of the output layer. `mtp` has the layers of
+    `build_model` builds it. `hf_config` is the checkpoint's config.json, `described` is its decoder, and `sizes` are
+    the sizes for weight layouts. `virtual` is the index of the virtual stage on this rank. None if the rank has one
+    stage. `value`: a critic, whose last stage has a `value_head` instead of the output layer. `mtp` has the layers of
     multi-token prediction, in a model that trains them. `forward` does not run them,
     `slime.megatron_backend.step.prediction` does.
     """
@@ -74,14 +74,14 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
             mtp_block_spec=prediction_spec(core, described) if core.mtp_num_layers and last else None,
         )
         if self.mtp_process and not self.pre_process and described.tied:
-            # the head is this stage's copy of the embedding, and Megatron leaves a second matrix here that nobody uses
+            # the head is this stage's copy of the embedding; Megatron creates a second matrix here, which is unused
             self.output_layer.register_parameter("weight", None)
         self.hf_config, self.sizes, self.described, self.value = hf_config, sizes, described, value
         self.angles: Angles = Rope.angles
         if value and last:
             del self.output_layer
             self.post_process = (
-                False  # Megatron's word for an output layer; the decoder has its own for the final norm
+                False  # Megatron's name for an output layer; the decoder has its own flag for the final norm
             )
             self.value_head = ValueHead(core.hidden_size)
         if self.pre_process and described.embedding_scale != 1:
@@ -97,7 +97,7 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
         *,
         packed_seq_params: PackedLayout,
     ) -> Tensor:
-        """input_ids [1, P] -> hidden states [P, 1, H] of this stage, or this rank's [P / TP, 1, H] with sequence
+        """Maps input_ids [1, P] to hidden states [P, 1, H] of this stage, or this rank's [P / TP, 1, H] with sequence
         parallelism. Stages after the first read their input from `set_input_tensor`, not from `input_ids`."""
         packed_seq_params.rotary = self.rotary(packed_seq_params.positions)
         hidden: Tensor = super().forward(
@@ -109,7 +109,8 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
         return hidden_states
 
     def rotary(self, positions: Tensor) -> list[Rotary]:
-        """cos and sin of each rotary embedding of the model for positions [P]. `Layer.rope` is a number in the list."""
+        """Returns cos and sin of the model's rotary embeddings for positions [P]. `Layer.rope` is an index in the
+        list."""
         return [
             Rotary(*self.angles(rope, positions), interleaved=rope.interleaved)
             for rope in self.described.ropes
@@ -117,7 +118,8 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
 
 
 def _scaled(factor: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-    """A hook that multiplies a module's output by `factor`, rounded to the output's dtype as checkpoints expect."""
+    """Returns a hook that multiplies a module's output by `factor`, rounded to the output's dtype as checkpoints
+    expect."""
     return lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype)
 
 
@@ -140,15 +142,15 @@ def build_model(
     value: bool = False,
     adapt: Callable[[list[nn.Module]], None] | None = None,
 ) -> nn.Module:
-    """The model of a checkpoint on this rank, with uninitialised parameters. Fill them with `load_hf` or
+    """Returns the model of a checkpoint on this rank, with uninitialised parameters. Fill them with `load_hf` or
     `load_checkpoint`.
 
-    `config` gives the parallel layout, precision and Megatron flags. With `ddp`, the model is wrapped in Megatron's
+    `config` supplies the parallel layout, precision and Megatron flags. With `ddp`, the model is wrapped in Megatron's
     DistributedDataParallel, which sums (and does not average) its fp32 gradient buffers over data-parallel ranks.
-    Parameters that are frozen by name have none.
+    Parameters that are frozen by name have no gradient buffer.
     Without `ddp`, the model has no gradients (reference model). `predicts`: with its layers of multi-token prediction.
-    `value`: with a value head instead of logits (critic). `adapt` gives the parts their adapters. With virtual stages,
-    the result is `Parts`, and each part has its own wrapper. Call `init_parallel` first; `destroy_parallel` empties the
+    `value`: with a value head instead of logits (critic). `adapt` adds adapters to the parts. With virtual stages, the
+    result is `Parts`, and each part has its own wrapper. Call `init_parallel` first; `destroy_parallel` empties the
     model.
     """
     core = transformer_config(hf_config, config, predicts=predicts)
@@ -159,7 +161,7 @@ def build_model(
     delta = decoder_of(hf_config).delta
     sizes = Sizes(core.num_query_groups, core.kv_channels, vocab=vocab, padded_vocab=padded, delta=delta)
     stages = core.virtual_pipeline_model_parallel_size
-    # Megatron's schedule reads the number of virtual stages here. Only the model's layers tell it.
+    # Megatron's schedule reads the number of virtual stages here. Only the model's layers determine it.
     parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)
     parts: list[nn.Module] = [
         HiddenGPTModel(hf_config, core, sizes, virtual, value=value)
@@ -199,31 +201,32 @@ class Parts(nn.ModuleList):
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
-    """The parts of `Parts`, or the model itself: what Megatron and slime's hooks call the model's chunks."""
+    """Returns the parts of `Parts`, or the model itself. Megatron and slime's hooks call them the model's chunks."""
     return list(model) if isinstance(model, Parts) else [model]
 
 
 def unwrap(model: nn.Module) -> HiddenGPTModel:
-    """The model inside its data-parallel wrapper, or the model itself. A rank with virtual stages has several."""
+    """Returns the model inside its data-parallel wrapper, or the model itself. A rank with virtual stages has several
+    models."""
     assert not isinstance(model, Parts), "call this for each of parts_of(model)"
     return cast(HiddenGPTModel, model.module if isinstance(model, DistributedDataParallel) else model)
 
 
 def unwrapped(model: nn.Module) -> list[HiddenGPTModel]:
-    """The parts of a rank's model without their wrappers, in the order of their layers."""
+    """Returns the parts of a rank's model without their wrappers, in the order of their layers."""
     return [unwrap(part) for part in parts_of(model)]
 
 
 def last_part(model: nn.Module) -> HiddenGPTModel:
-    """The part of a rank's model with its last layers. On the last pipeline rank, it has the head."""
+    """Returns the part of a rank's model with its last layers. On the last pipeline rank, it has the head."""
     return unwrap(parts_of(model)[-1])
 
 
 def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
-    """tokens [P] int64 -> output of this stage's last layer: [P, 1, H] in the model's dtype, or this rank's
-    [P / TP, 1, H] with sequence parallelism. Collective over the ranks that share experts.
+    """Maps tokens [P] int64 to the output of this stage's last layer: [P, 1, H] in the model's dtype, or this rank's [P
+    / TP, 1, H] with sequence parallelism. Collective over the ranks that share experts.
 
-    ValueError if P does not fit the layout or, with sequence parallelism, the number of tensor-parallel ranks.
+    Raises ValueError if P does not fit the layout or, with sequence parallelism, the number of tensor-parallel ranks.
     """
     if tokens.shape != layout.positions.shape:
         raise ValueError(
@@ -242,7 +245,7 @@ def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tens
 
 
 def hidden_of(model: nn.Module, output: Tensor) -> Tensor:
-    """The last stage's output -> hidden states [P, H], equal on all tensor-parallel ranks.
+    """Maps the last stage's output to hidden states [P, H], equal on all tensor-parallel ranks.
 
     The backward needs the full gradient, equal on all tensor-parallel ranks, as `rl_kernel.linear_logp` returns it.
     """
@@ -253,14 +256,14 @@ def hidden_of(model: nn.Module, output: Tensor) -> Tensor:
 
 
 def values_of(model: nn.Module, hidden: Tensor) -> Tensor:
-    """A critic's values [r] fp32 of hidden states [r, H]."""
+    """Returns a critic's values [r] fp32 of hidden states [r, H]."""
     values: Tensor = last_part(model).value_head(hidden)
     return values
 
 
 def logits_of(model: nn.Module, output: Tensor) -> Tensor:
-    """The last stage's output -> logits [P, V_local] of Megatron's output layer in the model's dtype, with padding
-    columns. Capped, if the model has a soft cap."""
+    """Maps the last stage's output to logits [P, V_local] of Megatron's output layer in the model's dtype, with padding
+    columns. The logits are capped if the model has a soft cap."""
     inner = last_part(model)
     tied = inner.share_embeddings_and_output_weights
     weight = inner.shared_embedding_or_output_weight() if tied else None
@@ -269,18 +272,18 @@ def logits_of(model: nn.Module, output: Tensor) -> Tensor:
 
 
 def logit_cap(model: nn.Module) -> float | None:
-    """The soft cap of the model's logits, None for none."""
+    """Returns the soft cap of the model's logits, or None."""
     return last_part(model).described.logit_cap
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """`cap * tanh(logits / cap)` in the dtype of the logits, as engines compute it. None: no cap."""
+    """Returns `cap * tanh(logits / cap)` in the dtype of the logits, as engines compute it. None means no cap."""
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def output_weight(model: nn.Module) -> Tensor:
-    """The head's weight on this rank, [V_local, H]: the output layer's weight, or the embedding if they are tied. Only
-    on the last stage."""
+    """Returns the head's weight on this rank, [V_local, H]: the output layer's weight, or the embedding if they are
+    tied. Call it only on the last stage."""
     inner = last_part(model)
     weight: Tensor = (
         inner.shared_embedding_or_output_weight()
@@ -291,9 +294,10 @@ def output_weight(model: nn.Module) -> Tensor:
 
 
 def head_main_grad(model: nn.Module) -> Tensor | None:
-    """The fp32 buffer [V_local, H] that sums the head's weight gradient over micro-batches. An operator may add to it.
+    """Returns the fp32 buffer [V_local, H] that sums the head's weight gradient over micro-batches. An operator may add
+    to it.
 
-    None if the head is frozen, or if the gradient must pass through autograd: --overlap-grad-reduce counts the
+    Returns None if the head is frozen, or if the gradient must pass through autograd: --overlap-grad-reduce counts the
     gradients that arrive there.
     """
     weight: Any = output_weight(model)  # the buffer is Megatron's
@@ -306,6 +310,7 @@ def head_main_grad(model: nn.Module) -> Tensor | None:
 
 
 def vocab_range(model: nn.Module) -> tuple[int, int]:
-    """(first vocabulary row of this rank, real vocabulary size), for `vocab_start` and `vocab_size` of linear_logp."""
+    """Returns (first vocabulary row of this rank, real vocabulary size), for `vocab_start` and `vocab_size` of
+    linear_logp."""
     start = parallel_state.get_tensor_model_parallel_rank() * output_weight(model).shape[0]
     return start, last_part(model).sizes.vocab

@@ -1,4 +1,4 @@
-"""Adam whose main weights and moments lie on the host, where it also computes (--optimizer-cpu-offload).
+"""Adam whose main weights and moments are on the host, where it also computes (--optimizer-cpu-offload).
 
     gradients -> host (pinned) -> torch's fused AdamW on the CPU -> weights of the model's dtype -> GPU
 
@@ -24,17 +24,17 @@ _SETTINGS = ("lr", "weight_decay", "betas", "eps")
 
 
 PART_BYTES = 2**28
-"""Size of a part's fp32 gradients. A part has at least one weight, whatever its size."""
+"""Bytes of a part's fp32 gradients. A part has at least one weight of any size."""
 BUFFERS = 3
 
 
 class HostAdam(torch.optim.Optimizer):
-    """AdamW over `groups` of a distributed optimizer: fp32 main weights and moments of each weight on the host.
+    """AdamW over `groups` of a distributed optimizer, with fp32 main weights and moments of the weights on the host.
 
-    `fraction` of the elements are updated on the host, those of the first weights. The others stay on the device.
-    Weights travel in parts of about `PART_BYTES`: the host updates one part while the gradients of the next parts
-    arrive. `threads` compute on the host. The host needs 12 bytes per element, and `BUFFERS` pinned buffers of the size
-    of the largest part.
+    `fraction` of the elements, those of the first weights, are updated on the host. The others stay on the device.
+    Weights are copied in parts of about `PART_BYTES`: the host updates one part while the gradients of the next parts
+    arrive. `threads` compute on the host. The host needs 12 bytes per element, and `BUFFERS` pinned buffers with the
+    size of the largest part.
 
     m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; w = w - lr (m' / (sqrt(v') + eps) + wd w), with m' and v' corrected
     for their start at zero (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101).
@@ -43,7 +43,7 @@ class HostAdam(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], *, fraction: float, threads: int) -> None:
         super().__init__([{**group, "params": []} for group in groups], {})
         for own, group in zip(self.param_groups, groups, strict=True):
-            own["params"] = group["params"]  # parts of weights, which torch would refuse as no leaves
+            own["params"] = group["params"]  # parts of weights: torch would refuse these, they are not leaves
         weights = [weight for group in groups for weight in group["params"]]
         self._device = weights[0].device if weights else torch.device("cpu")
         self._threads = threads
@@ -77,7 +77,8 @@ class HostAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Set the main weights to the model's, which were loaded or changed outside of the optimizer."""
+        """Copies the model's weights to the main weights, after they were loaded or changed outside of the
+        optimizer."""
         with _computing(self._threads):
             for part in self._on_host:
                 part.take()
@@ -86,7 +87,7 @@ class HostAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the model's weights from `decoupled_grad` of each."""
+        """Updates the model's weights from each weight's `decoupled_grad`."""
         assert closure is None
         parts = self._on_host
         if self._copies is not None:
@@ -101,24 +102,24 @@ class HostAdam(torch.optim.Optimizer):
                 part.update()
                 with torch.cuda.stream(self._copies):
                     part.send()
-                    # The stream's order keeps this copy behind the one that leaves the same buffer.
+                    # The stream's order puts this copy after the copy that reads the same buffer.
                     for following in parts[number + BUFFERS : number + BUFFERS + 1]:
                         following.fetch()
         if self._copies is not None:
             torch.cuda.current_stream().wait_stream(self._copies)
 
     def get_unscaled_state(self, weight: Tensor, name: str) -> Tensor:
-        """A state of a weight, as megatron-core asks for it when it saves."""
+        """Returns a state of a weight. megatron-core calls this when it saves."""
         value: Tensor = self.state[weight][name]
         return value
 
     @torch.no_grad()
     def set_scaled_state(self, weight: Tensor, name: str, value: Tensor) -> None:
-        """Load a state of a weight."""
+        """Loads a state of a weight."""
         self.state[weight][name].copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Settings and step counts. megatron-core takes the other states one by one."""
+        """Returns settings and step counts. megatron-core reads the other states one by one."""
         steps = {i: {"step": state["step"]} for i, state in enumerate(self.state.values())}
         step = next((int(state["step"]) for state in steps.values()), 0)
         groups = [
@@ -127,12 +128,12 @@ class HostAdam(torch.optim.Optimizer):
         return {"state": steps, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the step count of `state_dict`."""
+        """Loads the step count of `state_dict`."""
         for state in self.state.values():
             state["step"].fill_(float(state_dict["param_groups"][0]["step"]))
 
     def close(self) -> None:
-        """Unpin the gradients' memory. No step may follow."""
+        """Unpins the gradients' memory. No step may follow."""
         unpin(self._pinned, self._device)
         self._on_host.clear()
         self._on_device.clear()
@@ -140,7 +141,7 @@ class HostAdam(torch.optim.Optimizer):
 
 @contextmanager
 def _computing(threads: int) -> Iterator[None]:
-    """Let torch compute with `threads` threads on the host. Ray starts its processes with one."""
+    """Lets torch compute with `threads` threads on the host. Ray starts its processes with one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -154,7 +155,7 @@ def _elements(weights: list[Tensor]) -> int:
 
 
 def _parts(weights: list[Tensor]) -> list[list[Tensor]]:
-    """Consecutive weights whose gradients together have `PART_BYTES`."""
+    """Returns lists of consecutive weights whose gradients together have `PART_BYTES`."""
     parts: list[list[Tensor]] = []
     for weight in weights:
         if parts and 4 * (_elements(parts[-1]) + weight.numel()) <= PART_BYTES:
@@ -165,7 +166,7 @@ def _parts(weights: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _adam(owner: HostAdam, weights: list[Tensor], masters: list[Tensor]) -> torch.optim.AdamW:
-    """torch's AdamW over `masters`, whose states are those of `weights` in `owner`."""
+    """Returns torch's AdamW over `masters`, which shares its states with those of `weights` in `owner`."""
     adam = torch.optim.AdamW([{"params": masters}], fused=True)
     for weight, master in zip(weights, masters, strict=True):
         state = owner.state[weight]
@@ -185,7 +186,7 @@ def _advance(adam: torch.optim.AdamW, group: dict[str, Any]) -> None:
 
 
 class _HostPart:
-    """Weights of a group that are updated on the host, in one call. `buffer`: pinned, for the gradients."""
+    """Weights of a group that are updated on the host, in one call. `buffer`: pinned memory for the gradients."""
 
     def __init__(self, owner: HostAdam, group: dict[str, Any], weights: list[Tensor], buffer: Tensor) -> None:
         self._group, self._weights = group, weights
@@ -197,41 +198,41 @@ class _HostPart:
         self._arrived = torch.cuda.Event()
 
     def take(self) -> None:
-        """Copy the weights to the main weights, through the pinned memory of the gradients."""
+        """Copies the weights to the main weights, through the pinned memory of the gradients."""
         for weight, master, grad in zip(self._weights, self._masters, self._grads, strict=True):
             grad.copy_(weight.detach().float())
             master.copy_(grad)
 
     def fetch(self) -> None:
-        """Copy the gradients to the host."""
+        """Copies the gradients to the host."""
         for weight, grad in zip(self._weights, self._grads, strict=True):
             grad.copy_(weight.decoupled_grad.float(), non_blocking=True)  # type: ignore[attr-defined]
         self._arrived.record()
 
     def update(self) -> None:
-        """Wait for the gradients and update the main weights."""
+        """Waits for the gradients and updates the main weights."""
         self._arrived.synchronize()
         _advance(self._adam, self._group)
 
     def send(self) -> None:
-        """Copy the weights to the device."""
+        """Copies the weights to the device."""
         for weight, master, grad in zip(self._weights, self._masters, self._grads, strict=True):
-            # The gradient's pinned memory is free now. Half of it holds the weight in bf16 on its way.
+            # The gradient's pinned memory is free now. Half of the memory holds the weight in bf16 during the copy.
             out = grad.view(weight.dtype)[: weight.numel()]
             out.copy_(master)
             weight.detach().copy_(out, non_blocking=True)
 
 
 class _DevicePart:
-    """Weights of a group that are updated where they lie."""
+    """Weights of a group that are updated on the device."""
 
     def __init__(self, owner: HostAdam, group: dict[str, Any], weights: list[Tensor]) -> None:
         self._group, self._weights = group, weights
-        self._masters = [weight.detach().float() for weight in weights]  # itself, if it is fp32
+        self._masters = [weight.detach().float() for weight in weights]  # an fp32 weight is not copied
         self._adam = _adam(owner, weights, self._masters)
 
     def take(self) -> None:
-        """Copy the weights to the main weights."""
+        """Copies the weights to the main weights."""
         for weight, master in zip(self._weights, self._masters, strict=True):
             master.copy_(weight)
 

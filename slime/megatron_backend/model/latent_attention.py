@@ -4,8 +4,9 @@
     hidden -> latent of keys and values -> norm -> keys and values of all heads
            -> one rotated key, shared by all heads
 
-Each tensor-parallel rank has the whole matrices that make latent vectors, and its part of the heads. megatron-core's
-module needs Transformer Engine for such matrices, and rotates each sequence alone. The parameters have its names.
+Each tensor-parallel rank has the whole matrices that compute latent vectors, and its part of the heads. megatron-core's
+module needs Transformer Engine for such matrices, and rotates each sequence separately. The parameters have the names
+of megatron-core.
 
 Shapes: T tokens of the rank's sequence-parallel part, P rows of the micro-batch, A heads of the rank, K and V the sizes
 of a head of keys and of values, R its rotated part.
@@ -32,16 +33,16 @@ from slime.models.latent import Latent
 
 
 def latent_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
-    """The module of the attention slot."""
+    """Returns the module of the attention slot."""
     assert isinstance(layer.attention, Latent)
-    # Megatron's layer of multi-token prediction asks for the mask, which PackedAttention makes itself
+    # Megatron's layer of multi-token prediction requires the mask type; PackedAttention creates its own mask
     mask = {"attn_mask_type": AttnMaskType.causal}
     return ModuleSpec(LatentAttention, params={"sizes": layer.attention, "rope": layer.rope, **mask})
 
 
 class WholeLinear(nn.Linear):
-    """A product whose weight each tensor-parallel rank has. With sequence parallelism, each rank has a part of the
-    tokens, and Megatron sums the marked gradients over the ranks."""
+    """A product whose whole weight is on each tensor-parallel rank. With sequence parallelism, each rank has a part of
+    the tokens, and Megatron sums the marked gradients over the ranks."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__(inputs, outputs, bias=bias)
@@ -51,10 +52,10 @@ class WholeLinear(nn.Linear):
 
 
 class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
-    """Megatron's attention slot for `slime.models.latent.Latent`. Prompt sharing and context parallelism are those of
-    `PackedAttention`, which gets the keys and values of all heads.
+    """Megatron's attention slot for `slime.models.latent.Latent`. `PackedAttention` gets the keys and values for all
+    heads, and handles prompt sharing and context parallelism.
 
-    With tensor parallelism it needs sequence parallelism, as the experts of every such model do.
+    With tensor parallelism it needs sequence parallelism, because the experts of every such model need it.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         )
 
     def _product(self, inputs: int, outputs: int) -> NormedLinear:
-        """A product that gives the rank its heads of all tokens."""
+        """Returns a product that computes the rank's heads for all tokens."""
         return NormedLinear(
             inputs,
             outputs,
@@ -103,7 +104,7 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         )
 
     def _normed(self, latent: int, outputs: int) -> tuple[RMSNorm, NormedLinear]:
-        """The norm of a latent vector and the product after it."""
+        """Returns the norm of a latent vector and the product after it."""
         norm = RMSNorm(self.config, latent, self.config.layernorm_epsilon)
         product = self._product(latent, outputs)
         if self.config.recompute_granularity != "full":
@@ -118,7 +119,7 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         packed_seq_params: PackedLayout,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states [T, 1, H] -> output [T, 1, H], and the bias that Megatron adds or None."""
+        """Maps hidden_states [T, 1, H] to output [T, 1, H], and the bias that Megatron adds or None."""
         sizes, layout = self.sizes, packed_seq_params
         query = self._queries(hidden_states).squeeze(1).unflatten(-1, (-1, sizes.key))
         key, value = self._keys_and_values(hidden_states, layout)
@@ -129,7 +130,7 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         return output
 
     def _queries(self, hidden: Tensor) -> Tensor:
-        """[P, 1, A * K]."""
+        """Returns the queries [P, 1, A * K]."""
         if self.sizes.q_rank is None:
             whole: Tensor = self.linear_q_proj(hidden)[0]
             return whole
@@ -137,7 +138,7 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         return made
 
     def _keys_and_values(self, hidden: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-        """[P, A, K] with the rotated part last, as in the queries, and [P, A, V]."""
+        """Returns the keys [P, A, K], with the rotated part last as in the queries, and the values [P, A, V]."""
         sizes = self.sizes
         latent, turned = self.linear_kv_down_proj(hidden).split([sizes.kv_rank, sizes.turned], dim=-1)
         made = self.linear_kv_up_proj(self.kv_layernorm(latent.contiguous()))[0]
@@ -150,7 +151,8 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         return torch.cat((plain, turned.expand(-1, plain.shape[1], -1)), dim=-1), value
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
-        """[P, A * V]. The kernels for packed sequences need heads of one size, so the smaller heads get zeros."""
+        """Returns the output [P, A * V]. The kernels for packed sequences need heads of equal size, so the smaller
+        heads are padded with zeros."""
         width = max(self.sizes.key, self.sizes.value)
         query, key, value = (_widened(x, width) for x in (query, key, value))
         out: Tensor = self.core_attention(query, key, value, None, packed_seq_params=layout)
@@ -159,5 +161,5 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """[P, A, size] -> [P, A, width] with zeros at the end of each head."""
+    """Maps [P, A, size] to [P, A, width] with zeros at each head's end."""
     return pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x

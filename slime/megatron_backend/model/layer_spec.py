@@ -1,4 +1,4 @@
-"""The module of each decoder layer, from the family's record."""
+"""The module per decoder layer, from the family's record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime.models import Decoder, Layer
 
 
 def layer_spec(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
-    """The spec of one layer. Modules that are not replaced are Megatron's local modules."""
+    """Returns the spec of a layer. Modules that are not replaced are Megatron's local modules."""
     spec: ModuleSpec = get_gpt_layer_local_spec(normalization=core.normalization)
     spec.module, spec.params = DecoderLayer, {"post_norms": decoder.post_norms}
     modules = spec.submodules

@@ -58,18 +58,18 @@ class GatedMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
 
 
 class GeluMLP(GatedMLP):
-    """`GatedMLP` with GELU in place of SiLU."""
+    """`GatedMLP` with GELU instead of SiLU."""
 
     gated = staticmethod(geglu)
 
 
 MLPS: dict[str, type[GatedMLP]] = {"swiglu": GatedMLP, "geglu": GeluMLP}
-"""`Decoder.activation` -> the MLP of a layer without experts."""
+"""Maps `Decoder.activation` to the MLP of a layer without experts."""
 
 
 class SharedExpert(GatedMLP):
-    """The shared expert of a sparse layer, with the interface that Megatron's layer needs. With `gate`, a sigmoid of
-    the token weighs its output."""
+    """The shared expert of a sparse layer, with the interface that Megatron's layer needs. With `gate`, a sigmoid that
+    depends on the token multiplies the output."""
 
     def __init__(self, config: TransformerConfig, *, gate: bool, **unused: Any) -> None:
         narrow = copy(config)
@@ -81,7 +81,7 @@ class SharedExpert(GatedMLP):
             weight: Any = self.gate_weight  # the mark is Megatron's: each rank has a part of the tokens
             weight.sequence_parallel = config.sequence_parallel
 
-    # Megatron's layer needs the tensor alone from a shared expert, and the pair from any other MLP
+    # Megatron's layer needs only the tensor from a shared expert, and the pair from any other MLP
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         output: Tensor = super().forward(hidden_states)[0]
         if self.gate_weight is None:
@@ -99,7 +99,7 @@ class SharedExpert(GatedMLP):
 
 
 class DecoderLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
-    """Megatron's layer. With full recomputation, it keeps nothing inside and stays unchanged.
+    """Megatron's layer. With full recomputation, it keeps no tensors inside and is Megatron's layer unchanged.
 
     `post_norms`: the outputs of attention and MLP have norms too, before they are added to the residual stream.
     """
@@ -114,7 +114,7 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has
             own: Any = self  # Megatron's attributes have no types
             own.self_attn_bda = after(self.post_self_attn_layernorm, own.self_attn_bda)
             own.mlp_bda = after(self.post_mlp_layernorm, own.mlp_bda)
-        # this class does what --recompute-modules layernorm does; Megatron's own code needs Transformer Engine
+        # this class replaces --recompute-modules layernorm; Megatron's own code needs Transformer Engine
         self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
         if config.recompute_granularity != "full":
             for name in ("linear_qkv", "in_proj"):
@@ -126,14 +126,14 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has
                 defer(self.pre_mlp_layernorm, self.mlp.linear_fc1)
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        """A recomputed layer calls this in the backward too, with its own micro-batch."""
+        """Runs the layer. A recomputed layer calls this in the backward too, with its own micro-batch."""
         if self.is_moe_layer:
             self.mlp.prepare(packed_seq_params)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 def after(norm: RMSNorm, add: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's addition of an output to the residual stream, with `norm` of the output before it."""
+    """Returns Megatron's addition of an output to the residual stream, with `norm` applied to the output first."""
 
     def normed(*switches: Any) -> Callable[..., Tensor]:
         def added(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -148,14 +148,15 @@ def after(norm: RMSNorm, add: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def defer(norm: RMSNorm, linear: NormedLinear) -> None:
-    """Let `linear` compute `norm`. The norm's parameters stay in the norm."""
+    """Makes `linear` compute `norm`. The norm's parameters stay in the norm."""
     norm.deferred, linear.norm = True, norm.normalise
 
 
 def without_keeping(
     make: Callable[[Tensor], Tensor], x: Tensor, product: Callable[[Tensor], tuple[Tensor, Tensor | None]]
 ) -> tuple[Tensor, Tensor | None]:
-    """`product(make(x))`, but autograd keeps only `x`. The backward computes `make(x)` again, with the same bits.
+    """Computes `product(make(x))`, but autograd keeps only `x`. The backward computes `make(x)` again, with the same
+    bits.
 
     The backward of `make` must not need the output of `make`, and only `product` may use that output. The output's
     memory is freed, and filled again when the gradient of the product's output arrives. If the graph is retained, the
@@ -168,7 +169,7 @@ def without_keeping(
         return output
     storage = made.untyped_storage()
     # The first use clears this list. A hook lives until the whole graph is dropped, after the last layer's backward,
-    # and its tensors would live as long.
+    # and its tensors would live until then.
     emptied = [(x, storage, storage.size())]
     storage.resize_(0)
 

@@ -1,4 +1,4 @@
-"""config.json of an HF checkpoint -> megatron-core TransformerConfig. Unsupported settings are errors."""
+"""Converts config.json of an HF checkpoint to megatron-core's TransformerConfig. Unsupported settings are errors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from slime.rules.heads import check_heads
 
 
 def load_hf_config(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """Parsed config.json of a checkpoint directory, checked to be a supported model.
+    """Returns the parsed config.json of a checkpoint directory, after checking that the model is supported.
 
-    ValueError if the file is absent or malformed, a needed key is missing, or the family, the rotary scaling, the
-    activation or the attention kind is not supported.
+    Raises ValueError if the file is absent or malformed, a needed key is missing, or the family, the rotary scaling,
+    the activation or the attention kind is not supported.
     """
     hf_config = read_hf_config(checkpoint_dir)
     check_hf_config(hf_config)
@@ -29,12 +29,12 @@ def load_hf_config(checkpoint_dir: str | Path) -> dict[str, Any]:
 
 
 def check_hf_config(hf_config: dict[str, Any]) -> None:
-    """ValueError for an architecture that this backend does not support."""
+    """Raises ValueError for an architecture that this backend does not support."""
     decoder_of(hf_config)
 
 
 def params_dtype(config: Config) -> torch.dtype:
-    """Dtype of parameters and activations, from the name in `config.params_dtype`: float32 or bfloat16."""
+    """Returns the dtype of parameters and activations, from the name in `config.params_dtype`: float32 or bfloat16."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if config.megatron.params_dtype not in dtypes:
         raise ValueError(
@@ -44,7 +44,8 @@ def params_dtype(config: Config) -> torch.dtype:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
-    """Vocabulary rows with padding: `vocab_size` rounded up to a multiple of `divisible_by * tp_size`."""
+    """Returns the number of vocabulary rows with padding: `vocab_size` rounded up to a multiple of `divisible_by *
+    tp_size`."""
     multiple = divisible_by * tp_size
     return -(-vocab_size // multiple) * multiple
 
@@ -55,13 +56,13 @@ def _leave_as_is(weight: torch.Tensor) -> None: ...
 def transformer_config(
     hf_config: dict[str, Any], config: Config, *, predicts: bool = False
 ) -> TransformerConfig:
-    """Megatron's model description of a checkpoint, for the parallel layout and precision of `config`.
+    """Returns Megatron's model description of a checkpoint, for the parallel layout and precision of `config`.
 
     `predicts`: with its layers of multi-token prediction. The user's flags of TransformerConfig (recomputation and
-    others) are applied last. There is no dropout, because two
-    passes over the same weights must compute the same policy. `calculate_per_token_loss` is always on inside Megatron,
-    so its DDP sums gradients over data-parallel ranks without dividing, and the loss has its own denominators.
-    ValueError if the layers cannot be divided among the pipeline stages.
+    others) are applied last. There is no dropout, because two passes over the same weights must compute the same
+    policy. `calculate_per_token_loss` is always on inside Megatron, so its DDP sums gradients over data-parallel ranks
+    without dividing, and the loss has its own denominators. Raises ValueError if the layers cannot be divided among the
+    pipeline stages.
     """
     decoder, dtype = decoder_of(hf_config), params_dtype(config)
     predictions = len(decoder.predictions) if predicts else 0
@@ -81,7 +82,7 @@ def transformer_config(
         "layernorm_zero_centered_gamma": decoder.zero_centred,
         "add_bias_linear": False,
         "add_qkv_bias": decoder.qkv_bias,
-        # Megatron sums the gradients of such norms over tensor-parallel ranks, which each have a part of the heads
+        # Megatron sums the gradients of such norms over tensor-parallel ranks, which have different heads
         "qk_layernorm": decoder.qk_norm == "head",
         "attention_output_gate": decoder.output_gate,
         "hidden_dropout": 0.0,
@@ -113,7 +114,8 @@ def transformer_config(
 
 
 def _pipeline_fields(config: Config, layers: int, predictions: int) -> dict[str, Any]:
-    """Fields of the pipeline's stages. Megatron gets the same list of layers that plan and estimate compute with."""
+    """Returns the fields of the pipeline's stages. Megatron gets the same list of layers that plan and estimate compute
+    with."""
     stages = stages_of(config.megatron, layers)
     if stages.ranks == 1:
         return {}
@@ -123,7 +125,7 @@ def _pipeline_fields(config: Config, layers: int, predictions: int) -> dict[str,
     }
     if stages.virtual == 1:
         return fields
-    # With two ranks, the rank before is the rank after too. In one batch, Megatron would mix up their messages.
+    # With two ranks, the previous rank is also the next rank. In one batch, Megatron would mix up their messages.
     overlap = config.megatron.overrides.get("overlap_p2p_comm", True)
     return fields | {
         "virtual_pipeline_model_parallel_size": stages.virtual,

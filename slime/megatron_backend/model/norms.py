@@ -1,4 +1,4 @@
-"""RMSNorm over the hidden size or a head, and over all heads of a projection that tensor-parallel ranks share."""
+"""RMSNorm over the hidden size or a head, and over all heads of a projection that tensor-parallel ranks split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
-"""(x, weight, eps) -> the norm of each row of x."""
+"""Maps (x, weight, eps) to the norm per row of x."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -27,8 +27,8 @@ class RMSNorm(nn.RMSNorm):
     With --layernorm-zero-centered-gamma, it is `(x * rsqrt(..) * (1 + weight)).to(x.dtype)`, computed in fp32.
 
     megatron-core's own wrapper of torch's norm does not accept sequence parallelism. Sequence parallelism only needs a
-    mark on the norm's weight. With the mark, the gradient is summed over the tensor-parallel ranks, which each have a
-    part of the tokens.
+    mark on the norm's weight. With the mark, the gradient is summed over the tensor-parallel ranks, which have
+    different parts of the tokens.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
@@ -37,7 +37,7 @@ class RMSNorm(nn.RMSNorm):
         weight.sequence_parallel = config.sequence_parallel
         self.zero_centred = config.layernorm_zero_centered_gamma
         self.deferred = False  # True: the next product computes this norm, see `defer`
-        self.compute: Norm | None = None  # another operator of the same formula; None for torch's
+        self.compute: Norm | None = None  # another operator with the same formula; None for torch's
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.deferred else self.normalise(x)
@@ -52,8 +52,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class CentredNorm(torch.autograd.Function):
-    """`rms_norm(x.float(), (H,), 1 + weight.float(), eps).to(x.dtype)` for x [..., H] and weight [H]. The sum with 1 is
-    not rounded to the model's dtype. Autograd keeps x and the weight, and nothing in fp32."""
+    """Computes `rms_norm(x.float(), (H,), 1 + weight.float(), eps).to(x.dtype)` for x [..., H] and weight [H]. The sum
+    with 1 is not rounded to the model's dtype. Autograd keeps x and the weight, and no fp32 tensor."""
 
     @staticmethod
     def _compute(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -77,7 +77,7 @@ class CentredNorm(torch.autograd.Function):
 class ProjectionNorm(nn.Module):
     """RMSNorm over all heads of a projection together: x [P, 1, heads, D] as one vector of heads * D per token.
 
-    A tensor-parallel rank has its part of the heads and of the weight. The sum of squares is that of all ranks, in the
+    A tensor-parallel rank has its part of the heads and of the weight. The sum of squares covers all ranks, in the
     forward and in the backward.
     """
 

@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 def build_optimizer(
     model: nn.Module, config: Config, *, total_steps: int, role: Role = POLICY
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Optimizer of the data-parallel-wrapped `model`, and its schedule. Load the model's weights before this call.
+    """Returns the optimizer of the data-parallel-wrapped `model`, and its schedule. Load the model's weights first.
 
-    `role` names the flags of the learning rate and its warm-up, which --lr and --lr-warmup-iters stand for below.
+    `role` names the flags of the learning rate and its warm-up, called --lr and --lr-warmup-iters below.
 
     The state is sharded over data-parallel ranks unless --no-use-distributed-optimizer. Main weights and moments are
     fp32, and on the host with --optimizer-cpu-offload.
@@ -43,8 +43,8 @@ def build_optimizer(
     --lr-warmup-fraction of the steps, of linear warm-up from --lr-warmup-init, then --lr-decay-style down to --min-lr.
     The weight decay goes from --start-weight-decay to --end-weight-decay over the same steps.
 
-    ValueError for another --optimizer than adam, a warm-up as long as the schedule, --lr-wsd-decay-iters that start in
-    it, --lr-warmup-init or --min-lr above --lr.
+    Raises ValueError for another --optimizer than adam, a warm-up that is not shorter than the schedule,
+    --lr-wsd-decay-iters that start in the warm-up, --lr-warmup-init or --min-lr above --lr.
     """
     if config.megatron.optimizer != "adam":
         raise ValueError(
@@ -67,7 +67,7 @@ def build_optimizer(
     fields |= config.megatron.core_overrides(OptimizerConfig)
     core = OptimizerConfig(**fields)
     on_host = config.megatron.optimizer_cpu_offload
-    # The weights' own parts are in the groups, main weights are a state, and gradients are `decoupled_grad`.
+    # The groups hold parts of the weights, main weights are a state, and gradients are `decoupled_grad`.
     core.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
     optimizer = get_megatron_optimizer(core, parts_of(model), use_gloo_process_groups=False)
     if on_host:
@@ -78,7 +78,7 @@ def build_optimizer(
 
 
 def _move_to_host(optimizer: MegatronOptimizer, config: Config) -> None:
-    """Replace the Adam of each optimizer, which has no state yet."""
+    """Replaces each optimizer's Adam, which has no state yet."""
     flags = config.megatron
     for chained in optimizer.chained_optimizers:
         if chained.optimizer is not None:
@@ -90,13 +90,14 @@ def _move_to_host(optimizer: MegatronOptimizer, config: Config) -> None:
 
 
 def _host_threads(config: Config) -> int:
-    """Cores for each trainer rank of a host. Ray sets the number of threads of an actor with a GPU to 1."""
+    """Returns the number of cores per trainer rank on a host. Ray sets the number of threads of an actor with a GPU to
+    1."""
     ranks = config.cluster.actor_num_gpus_per_node
     return max(min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks), 1)
 
 
 def reload_weights(optimizer: MegatronOptimizer) -> None:
-    """Set the main weights to the model's weights, which were loaded after the optimizer was built."""
+    """Copies the model's weights, which were loaded after the optimizer was built, to the main weights."""
     optimizer.reload_model_params()
     for chained in optimizer.chained_optimizers:
         if isinstance(chained.optimizer, HostAdam):
@@ -105,11 +106,11 @@ def reload_weights(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def reset_states(optimizer: MegatronOptimizer) -> None:
-    """Set moments and step counts to zero, in place."""
+    """Sets moments and step counts to zero, in place."""
     for chained in optimizer.chained_optimizers:
         inner = chained.optimizer
         for group in [] if inner is None else inner.param_groups:
-            if "step" in group:  # of fused Adams of other libraries
+            if "step" in group:  # other libraries' fused Adams
                 group["step"] = 0
             for p in group["params"]:
                 for name, value in inner.state[p].items():
@@ -118,20 +119,20 @@ def reset_states(optimizer: MegatronOptimizer) -> None:
 
 
 def close_optimizer(optimizer: MegatronOptimizer) -> None:
-    """Unpin the optimizer's host memory."""
+    """Unpins the optimizer's host memory."""
     for chained in optimizer.chained_optimizers:
         if isinstance(chained.optimizer, HostAdam):
             chained.optimizer.close()
 
 
 def _start_adam(optimizer: MegatronOptimizer) -> None:
-    """Create torch's Adam state (zero moments, step 0) before the first step.
+    """Creates torch's Adam state (zero moments, step 0) before the first step.
 
     megatron-core reads the step count when it saves or loads a distributed optimizer, even a new one.
     """
     for chained in optimizer.chained_optimizers:
         inner = chained.optimizer
-        if isinstance(inner, torch.optim.Adam):  # AdamW too; fused Adams of other libraries need no change
+        if isinstance(inner, torch.optim.Adam):  # AdamW too; other libraries' fused Adams need no change
             for group in inner.param_groups:
                 for p in group["params"]:
                     moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
@@ -139,7 +140,7 @@ def _start_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def fuse_adam(optimizer: MegatronOptimizer) -> None:
-    """Make torch's Adam update in one kernel, which allocates nothing. Call it after the state was created or loaded.
+    """Makes torch's Adam update in one kernel, which allocates nothing. Call it after the state was created or loaded.
 
     megatron-core leaves the choice to torch. torch then uses many kernels and allocates the square root of the second
     moments: 4 bytes per parameter, at the peak of a step. The single kernel needs the step counts on the parameters'
@@ -156,8 +157,7 @@ def fuse_adam(optimizer: MegatronOptimizer) -> None:
 
 class Schedule(OptimizerParamScheduler):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's schedule, whose position counts samples, for flags that count optimizer steps of `step_samples`
-    samples each. A checkpoint holds both numbers, so that a run resumes at its optimizer step with steps of another
-    size."""
+    samples. A checkpoint holds both numbers, so that a run with another step size resumes at its optimizer step."""
 
     def __init__(self, optimizer: MegatronOptimizer, *, step_samples: int, **settings: object) -> None:
         self.step_samples = step_samples
@@ -168,7 +168,8 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]  # megatron-core 
         return state | {"step_samples": self.step_samples}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Without `step_samples`, as in checkpoints of Megatron and of older versions, steps had the present size."""
+        """Loads the position. Without `step_samples`, as in checkpoints of Megatron and of older versions, steps had
+        the present size."""
         before = state_dict.get("step_samples", self.step_samples)
         if before != self.step_samples:
             done = state_dict["num_steps"] / before
@@ -184,7 +185,7 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]  # megatron-core 
 
 def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int, role: Role) -> Schedule:
     lr, iters = config.value_of(role.lr), config.value_of(role.lr_warmup_iters)
-    # --num-rollout 0 takes no step: any schedule does.
+    # --num-rollout 0 takes no step, so any schedule fits.
     steps = config.megatron.lr_decay_iters or total_steps or iters + 1
     if config.megatron.lr_warmup_init > lr:
         raise ValueError(
@@ -221,15 +222,14 @@ def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int, ro
         end_wd=end_decay,
         wd_incr_steps=steps * samples,
         wd_incr_style=config.megatron.weight_decay_incr_style,
-        # a resumed run uses its current flags; the checkpoint gives the position in the schedule
+        # a resumed run uses its current flags; the checkpoint supplies the position in the schedule
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
 
 
 def finish_grads(model: nn.Module) -> None:
-    """Complete the gradients of a step: sum over data-parallel ranks, and over tensor-parallel ranks for parameters
+    """Completes the gradients of a step: sums over data-parallel ranks, and over tensor-parallel ranks for parameters
     whose ranks had only a part of the tokens or heads. Collective. Call it once, after the last micro-batch's
-    backward.
-    """
+    backward."""
     finalize_model_grads(parts_of(model))

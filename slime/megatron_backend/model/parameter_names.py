@@ -1,4 +1,5 @@
-"""The names of parameters in the whole model, which no rank's share of it changes, and what is frozen by name."""
+"""The names of parameters in the whole model, which are equal on every rank, and the parameters that are frozen by
+name."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 _EXPERT = re.compile(r"(\.local_experts\.)(\d+)")
 
 _TIED = ("output_layer.weight", "embedding.word_embeddings.weight")
-"""A tied head is the embedding. A last stage without the embedding has a copy of it."""
+"""A tied head is the embedding. A last stage without the embedding has a copy of the embedding."""
 
 
 def whole_model_name(inner: Any, name: str, expert_rank: int | None = None) -> str:
-    """The name in the whole model of the parameter `name` of `inner`, a GPTModel. With `expert_rank`, an expert has its
-    name on that expert-parallel rank."""
+    """Returns the name in the whole model of the parameter `name` of `inner`, a GPTModel. With `expert_rank`, an expert
+    has its name on that expert-parallel rank."""
     group = parallel_state.get_expert_model_parallel_group()
     rank = group.rank() if expert_rank is None else expert_rank
     experts_before = (inner.config.num_moe_experts or 0) // group.size() * rank
@@ -41,10 +42,10 @@ def whole_model_name(inner: Any, name: str, expert_rank: int | None = None) -> s
 
 
 def freeze(parts: Sequence[nn.Module], config: Config) -> None:
-    """Take the gradients from the parameters that the run does not train. Collective. Call it before the data-parallel
-    wrapper, which has buffers for the others alone. A value head is always trained.
+    """Turns gradients off for the parameters that the run does not train. Collective. Call it before the data-parallel
+    wrapper, which has buffers only for the other parameters. A value head is always trained.
 
-    ValueError for a list that fits the model badly, or if a rank is left with nothing to train.
+    Raises ValueError for a list that does not fit the model, or if a rank has no parameter to train.
     """
     selection = Selection.of(config)
     if not selection:
@@ -57,7 +58,7 @@ def freeze(parts: Sequence[nn.Module], config: Config) -> None:
     of_ranks: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(of_ranks, list(mine))
     every = dict.fromkeys(name for names in of_ranks for name in names)
-    if VALUE_HEAD not in every and not config.lora.lora_rank:  # a critic lacks what the lists may name
+    if VALUE_HEAD not in every and not config.lora.lora_rank:  # a critic may lack listed parameters
         selection.check(every)
     for rank, names in enumerate(of_ranks):
         if not any(name == VALUE_HEAD or selection.trains(name) for name in names):
@@ -81,5 +82,6 @@ def _frozen_embeddings(part: Any) -> Iterator[nn.Module]:
 
 
 def _with_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Recomputed layers and pipeline stages send gradients to their input, and want one that takes them."""
+    """Makes the output require a gradient, because recomputed layers and pipeline stages send gradients to their
+    input."""
     return output.requires_grad_() if torch.is_grad_enabled() else output

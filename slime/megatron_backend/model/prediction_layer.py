@@ -1,4 +1,4 @@
-"""The modules of multi-token prediction: Megatron's layer, with tokens ahead that `slime.data.ahead` gives."""
+"""The modules of multi-token prediction: Megatron's layer, with future tokens from `slime.data.ahead`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from slime.models import Decoder
 
 
 class PredictionLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  # megatron-core has no types
-    """Megatron's layer. Megatron shifts the tokens of a row by one place itself, which needs a rank with all tokens of
-    the row and every sequence in one piece. Here `input_ids` are the tokens ahead."""
+    """Megatron's layer, but its `input_ids` are the future tokens. Megatron shifts the tokens of a row by one position,
+    which needs a rank with all tokens of the row and every sequence in one piece."""
 
     def _get_embeddings(
         self,
@@ -37,7 +37,8 @@ class PredictionLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  # megat
         return prediction_inputs(input_ids, embedded, hidden_states)
 
     def _checkpointed_forward(self, *_: Any, **given: Any) -> Tensor:
-        """Megatron's own hands the layout over as a tensor, or recomputes with one --recompute-method alone."""
+        """Runs the layer with recomputation. Megatron's version passes the layout as a tensor, or recomputes with only
+        one --recompute-method."""
         forward = self._proj_and_transformer_layer
         tensors = given.pop("hidden_states"), given.pop("decoder_input")
         output: Tensor = checkpoint(
@@ -47,7 +48,7 @@ class PredictionLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  # megat
 
 
 def prediction_spec(core: TransformerConfig, decoder: Decoder) -> MultiTokenPredictionBlockSubmodules:
-    """The layers of `Decoder.predictions`."""
+    """Returns the layers of `Decoder.predictions`."""
     return MultiTokenPredictionBlockSubmodules(
         layer_specs=[
             ModuleSpec(

@@ -1,6 +1,6 @@
 """Rows of a packed micro-batch, where one row may be read several times: by the samples that share a prompt.
 
-The backward is deterministic on every device. That of torch's own indexing is not on several CPU threads.
+The backward is deterministic on every device. The backward of torch's own indexing is not, on several CPU threads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.nn.functional import embedding_bag
 
 @dataclass(frozen=True)
 class Rows:
-    """Which of `total` rows to read: `order` [K] int64, with repeats. `readers` [K] are the places in `order`, those of
-    row 0 first, and `starts` [total] says where those of each row begin."""
+    """Rows to read from `total` rows: `order` [K] int64, with repeats. `readers` [K] are the indices in `order`,
+    grouped by row in ascending order, and `starts` [total] has the group start per row."""
 
     order: Tensor
     readers: Tensor
@@ -32,8 +32,8 @@ class Rows:
 
 
 def take(x: Tensor, rows: Rows) -> Tensor:
-    """`x[rows.order]`: [total, ...] -> [K, ...]. Backward: a row gets the sum of its readers' gradients, in float32 and
-    in their order, rounded once."""
+    """Returns `x[rows.order]`: [total, ...] -> [K, ...]. Backward: a row gets the sum of its readers' gradients, in
+    float32 and in their order, rounded once."""
     taken: Tensor = _Take.apply(x, rows)
     return taken
 

@@ -3,10 +3,10 @@ megatron-core and of Transformer Engine, because no test machine has Transformer
 
 Names and shapes of parameters stay the same, so weight tables, export and the head stay the same too. Megatron's own
 spec for Transformer Engine fuses each norm into the next product and renames both. Here, norms and products are
-separate. Norms, linear layers and the attention kernel are Transformer Engine's. The rotary embedding is this
-package's and runs before the attention, because Megatron's packed form is slow (see attention.py).
+separate. Norms, linear layers and the attention kernel are Transformer Engine's. The rotary embedding belongs to this
+package and runs before the attention, because Megatron's packed form is slow (see attention.py).
 
-slime.config raises errors for other settings than CUDA in bfloat16, because thd attention has no other kernel, and for
+slime.config raises errors for settings other than CUDA in bfloat16, because thd attention has no other kernel, and for
 context parallelism, because Transformer Engine splits a row in another way.
 """
 
@@ -32,7 +32,7 @@ from slime.models import Decoder
 def packed_attention(
     kernel: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, mask: AttnMaskType
 ) -> Tensor:
-    """query [P, A, D], key and value [P, G, D] -> [P, A * D], zeros in padding rows. `kernel` is the forward of
+    """Maps query [P, A, D], key and value [P, G, D] to [P, A * D], zeros in padding rows. `kernel` is the forward of
     TEDotProductAttention.
 
     The kernel gets the rows without padding, because `cu_seqlens` end there and a kernel's output after that end is not
@@ -46,8 +46,8 @@ def packed_attention(
 
 @functools.cache
 def attention_class() -> type:
-    """Transformer Engine's attention with our rotary embedding. A subclass, so that names in checkpoints stay the
-    same."""
+    """Returns Transformer Engine's attention with this package's rotary embedding. It is a subclass, so that names in
+    checkpoints stay the same."""
 
     class PackedTransformerEngineAttention(te.TEDotProductAttention):  # type: ignore[misc]  # megatron-core has no types
         def forward(
@@ -70,9 +70,9 @@ def attention_class() -> type:
 def block_spec(
     core: TransformerConfig, described: Decoder, virtual: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, or of a virtual stage of it.
+    """Returns the layers of this pipeline stage, or of a virtual stage.
 
-    ValueError if Transformer Engine is not installed, or for a model whose parts it was not written for.
+    Raises ValueError if Transformer Engine is not installed, or for a model whose parts it was not written for.
     """
     if not te.HAVE_TE:
         raise ValueError(

@@ -1,1 +1,2 @@
-"""Layers with experts: the router and the experts, the exchange of tokens, the products of all experts at once."""
+"""Layers with experts: the router and the experts, the exchange of tokens, and one
+call for all experts' products."""

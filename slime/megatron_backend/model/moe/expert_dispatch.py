@@ -3,10 +3,10 @@
     hidden [T, H] -> gather [R T, H] -> rows of the local experts [C, H] -> experts -> sums [R T, H] -> reduce-scatter
 
 A token has K experts. If R ranks share the experts and R is at most K, nearly every rank has an expert of nearly every
-token. Then a gather moves R - 1 copies of a token, and an all-to-all of rows moves about K. With more ranks than that,
-Megatron's all-to-all dispatcher stays.
+token. Then a gather moves R - 1 copies of a token, and an all-to-all of rows moves about K. With more ranks, Megatron's
+all-to-all dispatcher is used.
 
-The host waits for one number per layer and pass, the rows of its experts, while the gather is under way.
+The host waits for one number per layer and pass, the rows of its experts, while the gather is running.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from slime.megatron_backend.model.attention import PackedLayout
 
 
 def gathers(core: TransformerConfig) -> bool:
-    """Whether the ranks that share a layer's experts gather all tokens: if they are at most as many as a token's
-    experts."""
+    """Returns whether the ranks that share a layer's experts gather all tokens: if there are at most K ranks for K
+    experts per token."""
     if core.num_moe_experts is None:
         return False
     ranks: int = parallel_state.get_expert_tensor_and_model_parallel_world_size()
@@ -40,7 +40,7 @@ def gathers(core: TransformerConfig) -> bool:
 
 
 def share_longest(layout: PackedLayout, core: TransformerConfig) -> None:
-    """Set `layout.longest`: the rows of the longest micro-batch among the ranks that gather its tokens.
+    """Sets `layout.longest`: the rows of the longest micro-batch among the ranks that gather its tokens.
 
     Collective over these ranks. The host waits for the device, once per micro-batch.
     """
@@ -57,11 +57,11 @@ def share_longest(layout: PackedLayout, core: TransformerConfig) -> None:
 
 
 class Chooser(Protocol):
-    """A router."""
+    """The interface of a router."""
 
     @property
     def chosen(self) -> Tensor:
-        """The experts of the last call's tokens, integers [T, K]."""
+        """Returns the experts of the last call's tokens, integers [T, K]."""
         ...
 
 
@@ -79,14 +79,14 @@ class GatheringDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # megatron
         self._padded: tuple[int, int] | None = None
 
     def prepare(self, layout: PackedLayout) -> None:
-        """The next call has the tokens of `layout`."""
+        """Prepares the dispatcher for a call with the tokens of `layout`."""
         self._padded = (layout.longest, len(layout.positions)) if layout.longest else None
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """hidden [S, B, H] and the router's probs [T, E] -> this rank's [T', H] and weights [T', K], T' >= T for all
-        ranks. Gathers the ids of the experts."""
+        """Maps hidden [S, B, H] and the router's probs [T, E] to this rank's [T', H] and weights [T', K], with one T'
+        >= T on all ranks. Gathers the ids of the experts."""
         self._shape = hidden_states.shape
         hidden = hidden_states.reshape(-1, self._shape[-1])
         ids = self._router.chosen
@@ -107,31 +107,31 @@ class GatheringDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # megatron
         return hidden, weights
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather the tokens and weights of all ranks."""
+        """Gathers all ranks' tokens and weights."""
         weights = gather_from_sequence_parallel_region(probs, group=self.tp_ep_group)
         return gather_from_sequence_parallel_region(hidden_states, group=self.tp_ep_group), weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[R T', H] -> the rows of the local experts [C, H], rows per expert, weights [C]."""
+        """Maps [R T', H] to the rows of the local experts [C, H], rows per expert, weights [C]."""
         rows, weights = rl_kernel.expert_dispatch(hidden_states, probs, self._rows, self._total.value())
         return rows, self._counts, weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """[C, H] -> this rank's part of each token's sum, [R T', H]."""
+        """Maps [C, H] to this rank's part per token sum, [R T', H]."""
         return rl_kernel.expert_combine(hidden_states, self._rows)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Sum the parts of all ranks: [R T', H] -> [T', H] of this rank's tokens."""
+        """Sums the ranks' parts: [R T', H] -> [T', H] of this rank's tokens."""
         combined: Tensor = reduce_scatter_to_sequence_parallel_region(hidden_states, group=self.tp_ep_group)
         return combined
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """[T', H] -> [S, B, H]."""
+        """Maps [T', H] to [S, B, H]."""
         return hidden_states[: self._shape[:-1].numel()].view(self._shape)
 
 
 class HostNumber:
-    """An integer on its way from a device to the host. The copy does not wait; `value` does."""
+    """An integer that is being copied from a device to the host. The copy does not wait; `value` waits."""
 
     def __init__(self, number: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

@@ -3,9 +3,9 @@
     tokens -> router -> top-k experts of each token -> sum over them of weight x expert(token) [+ shared expert(token)]
 
 Scores are a softmax over the experts (Qwen) or a sigmoid per expert (GLM; DeepSeek-V3, 2412.19437, part 2.1.2). GLM
-adds a correction bias to the scores that choose experts, but not to the weights of the sum. The bias stays frozen: no
-gradient reaches it, and an update by load, as in pre-training, would change the policy that the engine sampled from for
-no reason in the loss.
+adds a correction bias to the scores that choose experts, but not to the weights of the sum. The bias stays frozen,
+because no gradient reaches it. An update by load, as in pre-training, would change the policy that the engine sampled
+from without a reason in the loss.
 
 The router computes in fp32 for every dtype of the model. No token is dropped and there is no auxiliary loss, because
 reinforcement learning must train the policy that the engine sampled from.
@@ -48,12 +48,12 @@ _FREE = {"moe_token_dispatcher_type", "moe_router_load_balancing_type"}
 
 
 def expert_fields(decoder: Decoder, config: Config, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Fields of TransformerConfig for the experts of a model. `config` has the layout of the ranks, and `overrides` the
-    user's settings.
+    """Returns the fields of TransformerConfig for the experts of a model. `config` has the layout of the ranks, and
+    `overrides` the user's settings.
 
     `Experts.normalised` selects the weights of a token's experts: a softmax over the logits of the chosen experts, or
-    the softmax over all experts without normalisation. ValueError for a shape that Megatron cannot compute, or an
-    override that would change the model.
+    the softmax over all experts without normalisation. Raises ValueError for a shape that Megatron cannot compute, or
+    an override that would change the model.
     """
     experts = decoder.experts
     assert experts is not None
@@ -88,8 +88,8 @@ def expert_fields(decoder: Decoder, config: Config, overrides: dict[str, Any]) -
 
 
 def _router_fields(experts: Experts) -> dict[str, Any]:
-    """Fields for the scores. With sigmoid scores, the router takes the best experts by score + bias within the best
-    groups. Their weights are score / (sum of their scores) * scale."""
+    """Returns the fields for the scores. With sigmoid scores, the router takes the best experts by score + bias within
+    the best groups. Their weights are score / (sum of their scores) * scale."""
     sigmoid = experts.score == "sigmoid"
     if sigmoid and experts.topk > 1 and not experts.normalised:
         raise ValueError(
@@ -105,7 +105,7 @@ def _router_fields(experts: Experts) -> dict[str, Any]:
         )
     fields = {
         "moe_router_score_function": experts.score,
-        # Megatron reads it for softmax only; launch scripts of models with sigmoid scores set it
+        # Megatron reads this for softmax only; launch scripts of models with sigmoid scores set it
         "moe_router_pre_softmax": sigmoid or not experts.normalised,
         "moe_router_enable_expert_bias": experts.bias,
         "moe_router_num_groups": groups,
@@ -116,7 +116,8 @@ def _router_fields(experts: Experts) -> dict[str, Any]:
 
 
 class RouterLogits(torch.autograd.Function):
-    """`x.float() @ weight.float().T` for x [T, H] and weight [E, H]. Autograd keeps both in their own dtypes."""
+    """Computes `x.float() @ weight.float().T` for x [T, H] and weight [E, H]. Autograd keeps both in their own
+    dtypes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -130,13 +131,13 @@ class RouterLogits(torch.autograd.Function):
 
 
 Topk = Callable[..., tuple[Tensor, Tensor]]
-"""Chooses experts: the arguments of `LayerRouting.get_replay_topk` -> values and ids [T, K]."""
+"""Chooses experts: maps the arguments of `LayerRouting.get_replay_topk` to values and ids [T, K]."""
 
 
 def _own_topk(
     scores: Tensor, topk: int, num_groups: object, group_topk: object, own: Topk
 ) -> tuple[Tensor, Tensor]:
-    """The choice of a router without a replay: that of Megatron's function `own`."""
+    """Returns the choice of a router without a replay, from Megatron's function `own`."""
     return own(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
 
@@ -154,9 +155,9 @@ class _Choice:
 
 
 class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
-    """Megatron's router without two parts that megatron-core cannot run here. Its product calls a function of
-    Transformer Engine, which may not be installed. Its count of tokens per expert, which only an update of the bias
-    needs, is compiled at the first token."""
+    """Megatron's router without two parts that cannot run here. Its product calls a function of Transformer Engine,
+    which may not be installed. Its count of tokens per expert, which only an update of the bias needs, is compiled at
+    the first token."""
 
     expert_bias: Tensor | None
 
@@ -165,11 +166,11 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
         self.router_replay = _Choice(_own_topk)
         if biases:
             self.bias = nn.Parameter(torch.empty(self.num_experts, dtype=self.weight.dtype))
-            bias: Any = self.bias  # the mark is Megatron's: each rank has a part of the tokens
+            bias: Any = self.bias  # Megatron's mark: each rank has a part of the tokens
             bias.sequence_parallel = self.config.sequence_parallel
 
     def gating(self, input: Tensor) -> Tensor:
-        """[..., H] -> fp32 logits [..., E]."""
+        """Maps [..., H] to fp32 logits [..., E]."""
         logits = RouterLogits.apply(input.flatten(0, -2), self.weight)
         if self.bias is not None:
             logits = logits + self.bias.float()
@@ -177,7 +178,7 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
         return unflattened
 
     def replay(self, routing: Any) -> None:
-        """Set the `slime.megatron_backend.step.routing_replay.Routing` of the next micro-batch, or None."""
+        """Sets the `slime.megatron_backend.step.routing_replay.Routing` of the next micro-batch, or None."""
         layer = self.layer_number - 1
         self.router_replay = _Choice(
             _own_topk if routing is None else routing.of_layer(layer).get_replay_topk
@@ -185,13 +186,13 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
 
     @property
     def chosen(self) -> Tensor:
-        """The experts of the last call's tokens, [T, K]."""
+        """Returns the experts of the last call's tokens, [T, K]."""
         return self.router_replay.ids
 
     def _apply_expert_bias(self, *unused: Any, **also_unused: Any) -> None: ...
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Keep the bias in fp32 when the model is cast, because a rounded bias would choose other experts."""
+        """Keeps the bias in fp32 when the model is cast, because a rounded bias would choose other experts."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:
@@ -219,9 +220,9 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
     """Megatron's experts with separate weights, computed together in two grouped products.
 
     The formula is Megatron's without fusion: `fc2((gated(fc1(x)) * weight).to(x.dtype))`, weights in fp32. If tensor
-    parallelism splits experts, Megatron's dispatcher gathers their tokens and sums their outputs. Biases of fc2 are
-    added in `weight * bias`, by the first of these ranks. `adapted`: for each of the two products, what adds the output
-    of adapters: (output, input, ends of the experts' rows) -> output.
+    parallelism splits experts, Megatron's dispatcher gathers their tokens and sums their outputs. The
+    first rank in this group adds the biases of fc2 as `weight * bias`. `adapted` has, for each of the two products, the
+    function that adds the output of adapters: (output, input, ends of the experts' rows) -> output.
     """
 
     def __init__(
@@ -231,7 +232,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
         self.gated = gated
         self.adapted: list[Callable[[Tensor, Tensor, Tensor], Tensor] | None] = [None, None]
         if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
-            # Megatron sets this mark only where EP is above 1: the gradients are summed over the expert's own replicas
+            # Megatron sets this mark only if EP is above 1: the gradients are summed over the expert's own replicas
             for parameter in self.parameters():
                 mark: Any = parameter
                 mark.allreduce = False
@@ -239,7 +240,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Tokens [C, H] sorted by expert, number of tokens per expert [E] on any device, weights [C] -> [C, H]."""
+        """Maps tokens [C, H] sorted by expert, number of tokens per expert [E] on any device, weights [C] to [C, H]."""
         tokens = permuted_local_hidden_states
         ends = expert_ends(tokens_per_expert, tokens.device)
         gate_and_up = GroupedProduct.apply(tokens, ends, *(e.linear_fc1.weight for e in self.local_experts))
@@ -266,7 +267,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
 
 
 class ExpertLayer(MoELayer):  # type: ignore[misc]  # megatron-core has no types
-    """Megatron's layer of experts, with `GatheringDispatcher` where few ranks share the experts."""
+    """Megatron's layer of experts, with `GatheringDispatcher` if few ranks share the experts."""
 
     def __init__(
         self, config: TransformerConfig, *args: object, pg_collection: object = None, **kwargs: object
@@ -279,15 +280,15 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]  # megatron-core has no types
             )
 
     def prepare(self, layout: PackedLayout) -> None:
-        """The next call has the tokens of `layout`."""
+        """Prepares the layer for a call with the tokens of `layout`."""
         self.router.replay(layout.routing)
         if isinstance(self.token_dispatcher, GatheringDispatcher):
             self.token_dispatcher.prepare(layout)
 
 
 def experts_spec(shared: type, gated: Gated, *, biases: bool) -> ModuleSpec:
-    """The MLP slot of a layer with experts: `ExpertLayer`, `Router`, `GatedExperts`, and `shared` as the shared expert
-    if the model has one. `gated` is the experts' activation."""
+    """Returns the MLP slot of a layer with experts: `ExpertLayer`, `Router`, `GatedExperts`, and `shared` as the shared
+    expert if the model has one. `gated` is the experts' activation."""
     first, second = (BiasedFirst, BiasedSecond) if biases else (ColumnParallelLinear, RowParallelLinear)
     products = MLPSubmodules(linear_fc1=first, linear_fc2=second)
     router = functools.partial(Router, biases=biases)

@@ -1,4 +1,4 @@
-"""The product of each token with the weight of its expert, for all experts of a layer in one call.
+"""The product of a token with the weight of its expert, for all experts of a layer in one call.
 
 Megatron has one weight per expert, and the product needs one tensor. So the weights are stacked for each product. The
 stack is not kept: for the first products of Qwen3-30B-A3B it is 0.75 GiB per layer.
@@ -17,7 +17,7 @@ from torch.nn.functional import grouped_mm
 
 
 def expert_ends(shares: Tensor, device: torch.device) -> Tensor:
-    """Number of rows per expert, [E] on any device -> end of each expert's rows, int32 [E] on `device`.
+    """Maps the number of rows per expert, [E] on any device, to the end of each expert's rows, int32 [E] on `device`.
 
     The host does not wait for the device. Numbers on the host are copied from pinned memory.
     """
@@ -28,20 +28,21 @@ def expert_ends(shares: Tensor, device: torch.device) -> Tensor:
 
 
 class GroupedProduct(torch.autograd.Function):
-    """`apply(x, ends, *weights)`: grouped_mm(x, stack(weights).transpose(1, 2), offs=ends), [C, K] -> [C, N].
+    """`apply(x, ends, *weights)` computes grouped_mm(x, stack(weights).transpose(1, 2), offs=ends), [C, K] -> [C, N].
 
     Args:
-        x: [C, K] in float32, bfloat16 or float16, K and N multiples of 16 bytes. C may be 0, and so may any share.
+        x: [C, K] in float32, bfloat16 or float16, K and N multiples of 16 bytes. C may be 0, and an expert may have no
+            rows.
         ends: int32 [E] from `expert_ends`. Rows ends[e - 1] to ends[e] are multiplied with weight e.
         weights: E tensors [N, K] of x's dtype, contiguous.
 
-    Backward computes d_x and the gradients of all weights in x's dtype. The gradient of an expert without rows is zero.
-    If a weight has a `main_grad` (Megatron's buffer, usually float32), its gradient is added there after rounding to
-    x's dtype, as in Megatron without fused accumulation, and `grad_added_to_main_grad` is set. Autograd gets the
-    gradient in either case, because with --overlap-grad-reduce Megatron's hook counts the gradients that arrive. The
-    hook drops a gradient whose weight has the mark.
+    Backward computes d_x and the weight gradients in x's dtype. The gradient of an expert without rows is zero.
+    If a weight has a `main_grad` (Megatron's buffer, usually float32), its gradient is added to the buffer after
+    rounding to x's dtype, as in Megatron without fused accumulation, and `grad_added_to_main_grad` is set. Autograd
+    gets the gradient in either case, because with --overlap-grad-reduce Megatron's hook counts the gradients that
+    arrive. The hook drops a gradient whose weight has the mark.
 
-    RuntimeError of torch for other dtypes or widths, and for a second derivative. For bfloat16 on GPUs of compute
+    torch raises RuntimeError for other dtypes or widths, and for a second derivative. For bfloat16 on GPUs of compute
     capability 9 and 10 (torch 2.11), a product is one kernel. Elsewhere, grouped_mm computes one expert after another,
     which is correct but slow; on a GPU, it also waits for `ends`.
     """
@@ -66,7 +67,7 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def _add_to_main_grads(weights: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
-    """Add the gradients to Megatron's buffers. Megatron's hook would add them one weight at a time."""
+    """Adds the gradients to Megatron's buffers. Megatron's hook would add them one weight at a time."""
     theirs: list[tuple[Any, Tensor, Tensor]] = [  # Any: the attributes are Megatron's
         (w, w.main_grad, g) for w, g in zip(weights, gradients, strict=True) if hasattr(w, "main_grad")
     ]
