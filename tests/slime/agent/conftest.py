@@ -1,4 +1,4 @@
-"""Every test of a local sandbox runs with namespaces and without."""
+"""Runs every test of a local sandbox with namespaces and without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.agent.sandbox import LocalSandbox, SandboxError
 @pytest.fixture(params=["namespaces", "processes"])
 def isolation(request, namespaces_work):
     if request.param == "namespaces" and not namespaces_work:
-        # The sandbox refuses to run with less than the caller asked for.
+        # The sandbox is an error if it cannot give the isolation that the caller asked for.
         with pytest.raises(SandboxError, match="refuses") as refusal:
             asyncio.run(LocalSandbox(isolation="namespaces").start())
         pytest.skip(str(refusal.value))

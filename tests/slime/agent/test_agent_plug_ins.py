@@ -1,4 +1,4 @@
-"""The names that plug-ins of slime import below slime.agent, used as they use them."""
+"""The names that slime's plug-ins import below slime.agent, used as the plug-ins use them."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_exec_and_wait_gives_code_and_output():
 
 
 class Elsewhere:
-    """A plug-in's sandbox, over a local one, whose connection ends early."""
+    """A plug-in's sandbox on top of a local sandbox, whose connection ends early."""
 
     sandbox_id = "elsewhere"
 
@@ -241,7 +241,7 @@ def test_make_sandbox_reads_the_environment(monkeypatch):
 
 
 class Service:
-    """The package `e2b`, over a local sandbox. `calls` are those that its AsyncSandbox gets."""
+    """A stand-in for the package `e2b` on top of a local sandbox. `calls` records the calls of its AsyncSandbox."""
 
     class SandboxException(Exception): ...
 
@@ -314,7 +314,7 @@ def test_an_e2b_sandbox_speaks_to_the_package(monkeypatch):
 
 
 class Recorder(Elsewhere):
-    """Runs nothing."""
+    """A sandbox that runs nothing."""
 
     single_user = True
     home = "home-of-agent"

@@ -1,4 +1,4 @@
-"""The command lines for a container's engine, with a stand-in that runs `exec` on this host; no engine was there."""
+"""The command lines for a container's engine, with a stand-in that runs `exec` on this host. No real engine runs."""
 
 from __future__ import annotations
 

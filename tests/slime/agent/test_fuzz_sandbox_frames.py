@@ -1,4 +1,4 @@
-"""Messages between the run's process and a sandbox's owner over generated frames: an answer or the sandbox's end."""
+"""Generated frames between the run's process and a sandbox's owner: each gets an answer or ends the sandbox."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def frames(values: st.SearchStrategy[Any]) -> st.SearchStrategy[bytes]:
 
 
 def test_any_frame_of_an_owner_ends_every_request(fuzz: Callable[..., None]) -> None:
-    """With its result or a SandboxError, and with nothing in the event loop's log."""
+    """Each request ends with its result or a SandboxError, and the event loop logs nothing."""
 
     async def run(case: list[tuple[bytes, int]]) -> None:
         faults: list[Any] = []
@@ -94,7 +94,7 @@ def test_any_frame_of_an_owner_ends_every_request(fuzz: Callable[..., None]) -> 
 def test_any_frame_to_an_owner_is_served_or_ends_the_sandbox(
     fuzz: Callable[..., None], tmp_path: Any
 ) -> None:
-    """Nothing of a sandbox that ended stays: its owner is gone, and its commands with it."""
+    """A sandbox that ended leaves nothing: its owner and its commands are gone."""
     sandbox: LocalSandbox | None = None
     loop = asyncio.new_event_loop()
 

@@ -23,7 +23,7 @@ def test_a_command_gives_its_exit_code_and_both_streams(isolation):
             await sandbox.exec("exit 7", check=True)
         await sandbox.exec("mkdir deep")
         assert (await sandbox.exec("pwd", cwd="deep")).stdout == f"{sandbox.workdir}/deep\n"
-        # A process in the background lives on between commands, as agents' servers do.
+        # A background process lives on between commands, as agents' servers need.
         await sandbox.exec("sleep 0.3 && echo ready > flag &")
         await asyncio.sleep(0.6)
         assert await sandbox.read_file("flag") == "ready\n"
@@ -111,7 +111,7 @@ def test_links_do_not_lead_out(isolation, tmp_path):
                 await sandbox.write_file(path, "x")
         with pytest.raises(ValueError, match="regular file"):
             await sandbox.read_file("pipe")
-        # A link at the place itself is replaced, and its target stays.
+        # A link at the path itself is replaced, and its target stays.
         await sandbox.write_file("file", "new")
         assert await sandbox.read_file("file") == "new"
         assert await sandbox.download(".", tmp_path / "copy") == 1

@@ -12,7 +12,7 @@ from sandbox_cases import DAEMON, PYTHON, SMALL, command, left_behind, run, titl
 from slime.agent.sandbox import Limits
 
 
-@pytest.mark.slow  # a limit that fails takes the machine with it
+@pytest.mark.slow  # a limit that fails affects the whole machine
 def test_a_fork_bomb_ends(isolation):
     before = time.monotonic()
     result = command(isolation, "bomb() { bomb | bomb & }; bomb; sleep 30", timeout=10)
@@ -105,7 +105,7 @@ def test_zombies_are_taken_and_daemons_end_with_the_sandbox(isolation):
     async def body(sandbox):
         name = f"daemon-{sandbox.sandbox_id}"
         await sandbox.exec(DAEMON.format(name=name), env={"SHELL": "x"})
-        # It clears its environment, and its parents are gone.
+        # The process clears its environment, and its parents are gone.
         await sandbox.exec(f"env -i setsid bash -c 'exec -a {name} sleep 1000 &' >/dev/null 2>&1 &")
         end = time.monotonic() + 20
         while titled(name) != 2:

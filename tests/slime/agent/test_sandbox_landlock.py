@@ -1,4 +1,4 @@
-"""Without namespaces, Landlock hides the host's files from a sandbox, and the processes of the run."""
+"""Without namespaces, Landlock hides the host's files and the run's processes from a sandbox."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not landlock.version(), reason="this kernel has 
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder with a prompt file, both of which every user may read."""
+    """Yields a folder with a prompt file, both readable for every user."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         Path(folder).chmod(0o755)
         (Path(folder) / "prompts.jsonl").write_text("the word")
@@ -107,6 +107,6 @@ def test_a_folder_around_a_hidden_place_is_its_other_entries(
 
 
 def test_a_kernel_without_landlock_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its version is 0; a test cannot take Landlock out of the kernel."""
+    """The version is 0; a test cannot remove Landlock from the kernel."""
     monkeypatch.setattr(landlock, "version", lambda: 0)
     assert landlock.ruleset(["/usr"], scoped=True) is None

@@ -1,4 +1,4 @@
-"""Memory and disk that no process shows as its own: each kind ends the sandbox, or the kernel refuses it."""
+"""Memory and disk that belong to no process: each kind ends the sandbox, or the kernel rejects it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_memory_that_no_process_shows_counts(isolation, kind):
 
 @pytest.mark.slow
 def test_without_root_it_counts_too():
-    """No cgroup is in reach there."""
+    """Without root, no cgroup is available."""
     script = (
         f"programs = {ENDED!r}\n"
         "async def one(kind):\n"

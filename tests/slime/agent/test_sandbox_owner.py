@@ -53,7 +53,7 @@ def state(pid):
 
 
 def owners(sandbox):
-    """The processes of the host that own the sandbox, without its first process."""
+    """Returns the host's processes that own the sandbox, without its first process."""
     pids = [sandbox._process.pid]
     children = Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text().split()
     return [os.getpid(), *pids, *(int(child) for child in children[:1])]
@@ -78,7 +78,7 @@ def test_a_command_sees_the_processes_of_its_sandbox_only(namespaces_work):
 
     if namespaces_work:
         parent, count, first = run("namespaces", body).stdout.splitlines()
-        # The shell, ls, grep, and process 1.
+        # The processes are the shell, ls, grep, and process 1.
         assert (parent, int(count), first.split()) == ("1", 4, ["NSpid:", "1"])
 
 
@@ -94,7 +94,7 @@ def test_the_limits_of_another_process_stay(isolation, limit):
 
 
 def test_without_root_the_owner_is_out_of_reach_too(namespaces_work):
-    """Commands, process 1 and the run's process have one user there."""
+    """Commands, process 1 and the run's process have the same user there."""
     script = (
         "import os\n"
         "def state(pid):\n"

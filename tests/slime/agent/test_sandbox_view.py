@@ -1,4 +1,4 @@
-"""What a local sandbox sees of the host, what hosts refuse, and what ends with whom."""
+"""The view of the host inside a local sandbox, hosts without namespaces, and the processes that end together."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_network_is_closed_but_for_the_ports_that_are_allowed(isolation):
             if closed.isolation == "namespaces":
                 assert "Connection refused" in refused.stderr and interfaces == ["lo"]
                 assert "Connection refused" in (await closed.exec(ask.format(allowed))).stderr
-            else:  # said once in the log and in docs/security.md
+            else:  # the log has it once, and docs/security.md explains it
                 assert "welcome" in refused.stdout
             with pytest.raises(ValueError, match="network="):
                 await closed.allow_loopback(allowed)
@@ -103,7 +103,7 @@ TWICE = (
 
 
 def test_a_host_that_refuses_namespaces_is_named_once():
-    """The kernel's own refusal: this process tree may have no further user namespace."""
+    """The kernel itself raises the error: this process tree may have no further user namespace."""
     refuse = "echo 0 > /proc/sys/user/max_user_namespaces"
     inner = subprocess.run(
         [
@@ -134,7 +134,7 @@ def test_a_host_without_bubblewrap_runs_plain_processes_and_says_how_to_install_
 
 @pytest.mark.slow
 def test_without_root_and_namespaces_all_processes_end(tmp_path):
-    """The weakest case: the sandbox shares the user of this process."""
+    """In this weakest case, the sandbox shares the user of this process."""
     script = (
         "import asyncio\n"
         "from slime.agent.sandbox import LocalSandbox, Limits\n"
@@ -152,7 +152,7 @@ def test_without_root_and_namespaces_all_processes_end(tmp_path):
     )
     user = {"user": 54321, "group": 54321, "extra_groups": []} if os.getuid() == 0 else {}
     result = subprocess.run(
-        # The outer limit is for this host: were the sandbox's own to fail, the bomb would end it.
+        # The outer limit protects this host: if the sandbox's limit failed, the fork bomb would end the host.
         ["prlimit", "--nproc=3000", PYTHON if user else sys.executable, "-c", script],
         capture_output=True,
         text=True,
@@ -163,7 +163,7 @@ def test_without_root_and_namespaces_all_processes_end(tmp_path):
     )
     name, reason, *lost = result.stdout.splitlines() or ["", ""]
     assert reason == "processes", result.stderr
-    # Landlock of Linux 6.12 and newer lets no signal of a command reach the owner.
+    # Landlock of Linux 6.12 and newer blocks a command's signals to the owner.
     assert [line.partition(" ")[0] for line in lost] == (["lost"] if landlock.version() < 6 else [])
     assert not left_behind(name)
 
@@ -189,7 +189,7 @@ def test_a_sandbox_ends_with_its_process(isolation):
 
 
 def test_sockets_of_the_host_stay_closed_in_commands(isolation):
-    """A command inherits three descriptors and nothing of this process or of the owner."""
+    """A command inherits three descriptors, and no descriptor of this process or of the owner."""
     with socket.socket() as ours:
         ours.set_inheritable(True)
         assert command(isolation, "ls /proc/$$/fd | tr '\\n' ' '").stdout.split()[:3] == ["0", "1", "2"]

@@ -35,7 +35,7 @@ class Conversations:
 
 
 class Recorder:
-    """A sandbox that keeps the environment of each command."""
+    """A sandbox that records each command's environment."""
 
     home = "home-of-agent"
 
@@ -54,7 +54,7 @@ class Recorder:
 
 @pytest.fixture
 def far():
-    """An address of this host that is not loopback, or else the loopback in its place."""
+    """Returns an address of this host that is not loopback, or else replaces loopback."""
     address = get_host_info()[1]
     if ip_address(address).is_loopback:
         pytest.skip("this host has no other address than loopback")
@@ -65,7 +65,7 @@ RANDOM = secrets.token_hex(32)
 
 
 def test_keys_of_sessions_cannot_be_guessed(far):
-    """An index, a name of the plug-in's own, the key of an earlier session, and one that is not UTF-8."""
+    """The guesses are an index, a plug-in's own name, the key of an earlier session, and a key that is not UTF-8."""
     adapter = AnthropicAdapter(tokenizer=None, sglang_url="http://x", sessions=Conversations())
     handle = run_app_in_thread(adapter.app, host=str(IPv4Address(0)), port=0)
 
@@ -122,7 +122,7 @@ def test_a_harness_gives_the_agent_the_key_of_its_session(monkeypatch):
 
 
 def test_the_server_of_sessions_refuses_a_key_that_is_not_utf8():
-    """And a wrong one, and one of another session, with 401."""
+    """A wrong key, and the key of another session, also get 401."""
     own, other = (
         SimpleNamespace(id=name, api_key=secrets.token_urlsafe(32), url="", wrong_keys=0) for name in "ab"
     )

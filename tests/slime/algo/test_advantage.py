@@ -1,4 +1,4 @@
-"""Advantages, returns and importance weights against numbers worked out by hand."""
+"""Advantages, returns and importance weights, compared with numbers by hand."""
 
 import math
 
@@ -46,14 +46,15 @@ def test_reinforce_plus_plus_baseline_subtracts_the_penalty():
 
 def test_whitening_uses_trained_tokens_only():
     advantages, returns = compute_advantages(flags(normalize_advantages=True), responses(3.0, 0.0))
-    # trained values 3, 3, 0: mean 2, Bessel variance 3
+    # The trained values are 3, 3, 0: mean 2, Bessel variance 3.
     torch.testing.assert_close(advantages[1], torch.tensor([-2 / math.sqrt(3)]), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(advantages[0][:2], torch.full((2,), 1 / math.sqrt(3)), rtol=1e-6, atol=1e-6)
     assert returns[0].tolist() == [3.0, 3.0, 3.0]
 
 
 def test_ppo_estimates_over_the_trained_tokens():
-    """A token of a tool lies between two trained ones: no action, so the second is what follows the first."""
+    """A tool's token is between two trained tokens. It is not an action, so the second trained token follows the
+    first."""
     values = torch.tensor([0.5, 9.0, 0.25])
     response = Response(
         1.0, torch.tensor([1, 0, 1]), torch.tensor([0.0, 0.3, 0.5]), columns={"values": values}

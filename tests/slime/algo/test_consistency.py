@@ -1,4 +1,5 @@
-"""Figures of the train-rollout comparison against hand-computed numbers, and percentiles over split values."""
+"""Figures of the train-rollout comparison with hand-computed numbers, and percentiles over values on several
+workers."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_no_token_gives_zero_sums_and_sums_add_up():
 def test_order_statistics_are_those_of_a_sort(count):
     torch.manual_seed(count)
     values = (torch.randn(count) * torch.randint(-12, 3, (count,)).float().exp2()).abs()
-    values[::3] = values[0]  # ties
+    values[::3] = values[0]  # equal values
     values[-1] = 0.0
     wanted = values.sort()[0]
     ranks = sorted({0, count // 2, count - 1, *percentile_ranks(count)})
@@ -75,7 +76,7 @@ def test_order_statistics_are_those_of_a_sort(count):
 
 
 def test_order_statistics_of_values_that_are_split():
-    """Three workers that meet at every sum, as ranks in an all-reduce do; one of them has no value at all."""
+    """Three workers meet at every sum, as ranks do in an all-reduce; one worker has no value at all."""
     torch.manual_seed(0)
     values = torch.rand(999).square()
     parts = [values[:10], values[10:10], values[10:]]
@@ -97,7 +98,8 @@ def test_order_statistics_of_values_that_are_split():
 
 
 def test_percentile_ranks_by_hand():
-    """Nearest rank: of 1 token itself; of 10 the 5th, 9th and 10th; of 100 the 50th, 90th and 99th."""
+    """The percentiles are nearest ranks: of 1 token that token, of 10 the 5th, 9th and 10th, of 100 the 50th, 90th
+    and 99th."""
     assert percentile_ranks(1) == [0, 0, 0]
     assert percentile_ranks(10) == [4, 8, 9]
     assert percentile_ranks(100) == [49, 89, 98]

@@ -1,4 +1,4 @@
-"""Corrections between engine and trainer, at every level, against numbers worked out by hand."""
+"""Corrections between engine and trainer at every level, compared with numbers by hand."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from slime.algo.policy_loss import policy_loss
 from slime.algo.token_columns import TokenColumns
 
 RATIOS = torch.tensor([2.0, 3.0, 0.5, 4.0, 0.25, 0.1])
-"""Engine and trainer differ by these factors. Sample 0 has the tokens 0 to 3, sample 1 the rest."""
+"""Factors by which engine and trainer differ. Sample 0 has the tokens 0 to 3, sample 1 has the rest."""
 MASK = torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.int32)
-"""The turns: tokens 0 and 1, token 3, tokens 4 and 5. A tool wrote token 2."""
+"""Turns of the tokens: tokens 0 and 1, token 3, tokens 4 and 5. A tool wrote token 2."""
 ROWS = torch.tensor([0, 0, 0, 0, 1, 1])
 TURN = [6.0, 6.0, None, 4.0, 0.025, 0.025]
 SEQUENCE = [24.0, 24.0, None, 24.0, 0.025, 0.025]
@@ -130,10 +130,10 @@ def test_rejection(changes, wanted):
 
 
 def test_weights_and_rejection_multiply_the_loss():
-    """A token of advantage 1 and ratio 1 costs -1; the denominators stay."""
+    """A token with advantage 1 and ratio 1 costs -1; the denominators do not change."""
     given = flags(use_tis=True, tis_level="sequence", tis_clip=10.0, use_rs=True, rs_upper_bound=3.5)
     loss, sums, _ = policy_loss(given, columns())
-    # weights 10, 10, 10, 0.025, 0.025; token 3 is dropped
+    # The weights are 10, 10, 10, 0.025, 0.025; token 3 is dropped.
     assert loss.item() == pytest.approx(-(10 + 10 + 0.025 + 0.025), rel=1e-6)
     assert sums["rs_dropped"].item() == 1 and sums["tis_clipfrac"].item() == 3
     loss, _, _ = policy_loss(flags(use_rs=True, rs_upper_bound=3.5), columns())
@@ -141,7 +141,7 @@ def test_weights_and_rejection_multiply_the_loss():
 
 
 def test_functions_that_scripts_name_give_the_same():
-    """Through --custom-tis-function-path, as slime's scripts name them."""
+    """slime's scripts name these functions in --custom-tis-function-path."""
     names = {"vanilla_tis_function": "truncate", "icepop_function": "mask"}
     assert (vanilla_tis_function.mode.name, icepop_function.mode.name) == ("truncate", "mask")
     for name, mode in names.items():

@@ -1,4 +1,4 @@
-"""Estimators and losses are records: one that a test adds is validated, planned and trained without other code."""
+"""Estimators and losses are records: a record that a test adds is validated, planned and trained without other code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEW = "margin_weighted"
 
 
 def weighted(c: Config, t: TokenColumns, log_probs: torch.Tensor, ppo_kl: torch.Tensor) -> tuple:
-    """-margin A log p, with a margin that the engine gave each token."""
+    """Computes -margin A log p, with a margin per token from the engine."""
     return -t["margin"] * t["advantages"] * log_probs, torch.zeros_like(log_probs)
 
 
@@ -49,7 +49,7 @@ def small_clip(c: Any) -> None:
 
 @pytest.fixture
 def record(monkeypatch) -> Estimator:
-    """The whole of a new estimator, and of a new column of the engine: these two lines in their tables."""
+    """Adds a new estimator and a new column of the engine: one entry in each table is enough."""
     new = Estimator(
         NEW,
         "`A_t = r / 2`",
@@ -68,7 +68,7 @@ def record(monkeypatch) -> Estimator:
 
 
 def test_a_new_estimator_is_trained_with_a_new_column(root, build, record):
-    """The loss of a step equals the one by hand from transformers' log-probs, and its gradient moves the weights."""
+    """The loss of a step equals the loss by hand from transformers' log-probs, and its gradient moves the weights."""
     samples = make_samples()
     for sample in samples:
         sample.columns["margin"] = [1 + 0.1 * i for i in range(sample.response_length)]
@@ -112,7 +112,7 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
         -0.5,
         -1.0,
         1.0,
-    ]  # centred, not divided
+    ]  # they are centred, but not divided
     assert f"| `{NEW}` | `A_t = r / 2` | `margin` |" in docs_algorithms.page()
 
     reads = frozenset({"ref_log_probs", "old_log_probs"})
@@ -130,7 +130,7 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
 
 
 def test_an_estimator_may_read_siblings_and_values(build, record, monkeypatch):
-    """Its record names the columns: the rewards of the group come with the data, the values bring a critic."""
+    """The record names its columns: the rewards of the group come with the data, and values need a critic."""
 
     def above_all(c: Config, response: Response) -> tuple[torch.Tensor, torch.Tensor]:
         best = response.columns["group_rewards"].max()
@@ -146,7 +146,7 @@ def test_an_estimator_may_read_siblings_and_values(build, record, monkeypatch):
     result = trainer.train(0, data)
     assert result.steps[0]["train/critic-value_loss"] == pytest.approx(
         7 / 8
-    )  # of one rollout in 8 nothing is trained
+    )  # one rollout in 8 has no trained token
     rewards: dict[int | None, dict[Any, list[float]]] = {}
     for s in make_samples():
         rewards.setdefault(s.group_index, {}).setdefault(s.rollout_id or s.index, []).append(s.reward)

@@ -1,5 +1,5 @@
-"""Losses, corrections and advantages where log-probs are extreme: in tokens that count, and in others, which may hold
-anything."""
+"""Losses, corrections and advantages at extreme log-probs: in tokens that count, and in masked tokens, which may hold
+any value."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
 
 
 def columns(new: float, other: float) -> TokenColumns:
-    """Two samples of three tokens. A tool wrote the second of each: its policy has the log-prob `new`, and all that its
-    columns hold is `other`."""
+    """Returns two samples of three tokens. A tool wrote each sample's second token: the policy's log-prob there
+    is `new`, and its columns hold `other`."""
     mask = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.int32)
     values = {
         "log_probs": [-1.0, new, -0.5, -2.0, new, -0.1],
@@ -51,7 +51,7 @@ def columns(new: float, other: float) -> TokenColumns:
 
 
 def found(t: TokenColumns, given: Config) -> dict[str, Tensor]:
-    """Loss, metrics and gradients, the tool's tokens included."""
+    """Returns loss, metrics and gradients, including those of the tool's tokens."""
     loss, sums, maxima = policy_loss(given, t)
     loss.backward()
     grads = {"d_log_probs": t.log_probs.grad, "d_entropy": t.entropy.grad}
@@ -139,7 +139,7 @@ def one_token(log_ratio: float, advantage: float, **more: float) -> TokenColumns
 @pytest.mark.parametrize("name", SURROGATES)
 @pytest.mark.parametrize("log_ratio", EXTREME_RATIOS)
 def test_an_extreme_ratio_has_a_finite_loss_and_gradient(name: str, log_ratio: float):
-    """By the fused operator, and by the surrogate's own function, which hooks see."""
+    """Both the fused operator and the surrogate's own function, which hooks see, compute it."""
     for advantage in (1.0, 0.0, -1.0):
         t = one_token(log_ratio, advantage)
         loss, sums, _ = policy_loss(flags(pg_loss_type=name), t)
@@ -156,7 +156,7 @@ def test_an_extreme_ratio_has_a_finite_loss_and_gradient(name: str, log_ratio: f
 @pytest.mark.parametrize(
     ("name", "advantage", "log_ratio", "loss", "gradient"),
     [
-        ("sapo", 1.0, 200.0, -4.0, 0.0),  # tau 1: the gate is at its upper end
+        ("sapo", 1.0, 200.0, -4.0, 0.0),  # tau is 1, and the gate is at its upper end
         ("sapo", -1.0, 200.0, 4 / 1.05, 0.0),
         ("clip_cov", 1.0, 200.0, -1.3, 0.0),  # clipped at 1 + 0.3
         ("clip_cov", -1.0, -200.0, 0.8, 0.0),
@@ -176,7 +176,7 @@ def test_extreme_ratios_by_hand(name: str, advantage: float, log_ratio: float, l
 
 @pytest.mark.parametrize("difference", [89.0, 200.0, 9999.0, INF])
 def test_icepop_drops_a_ratio_that_overflows(difference: float):
-    """And truncation gives it its upper bound: the engine's log-prob is that much lower."""
+    """Truncation sets it to the upper bound. The engine's log-prob is lower by `difference`."""
     for mode, weight in (("mask", 0.0), ("truncate", 2.0)):
         t = one_token(0.0, 1.0, rollout_log_probs=-1.0 - difference)
         given = flags(use_tis=True, tis_mode=mode, tis_clip_low=0.5)
@@ -222,7 +222,7 @@ def test_a_critics_loss_does_not_see_masked_tokens(extreme: float):
     old, returns = torch.tensor([0.5, extreme]), torch.tensor([2.0, -extreme])
     loss, sums, _ = value_loss(values, old, returns, weights, value_clip=0.2)
     loss.backward()
-    # 0.7 is farther from 2 than 1 is: the clipped error counts, which has no gradient
+    # 0.7 is farther from 2 than 1 is, so the clipped error counts, which has no gradient.
     assert loss.item() == pytest.approx(0.5 * 1.3**2) and values.grad.tolist() == [0.0, 0.0]
     assert sums["value_clipfrac"].item() == 0.5
     assert error_sums(values.detach(), returns, weights != 0).tolist() == [1, 2, 4, 1, 1]
@@ -297,7 +297,7 @@ def test_mismatch_metrics_do_not_see_masked_tokens(extreme: float):
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "ppo"])
 def test_a_tools_tokens_discount_nothing(name: str):
-    """Two turns of the model with three tokens of a tool between them, and the same without the tool."""
+    """Two turns of the model with three tool tokens between them have the values of the same turns without a tool."""
     given = flags(kl_coef=0.1, gamma=0.5, lambd=0.9)
     kl, values = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.4, 0.3, 0.2, 0.1])
     alone = Response(1.0, torch.ones(4), kl, {"values": values})
@@ -311,5 +311,5 @@ def test_a_tools_tokens_discount_nothing(name: str):
         torch.testing.assert_close(got[place], want)
     advantages, _ = ESTIMATORS[name].estimate(given, tooled)
     assert advantages[2:5].eq(0).all()
-    if name == "reinforce_plus_plus":  # G = x + 0.5 * the next one's
+    if name == "reinforce_plus_plus":  # G = x + 0.5 * the next token's G
         torch.testing.assert_close(advantages[place], torch.tensor([0.0925, 0.205, 0.45, 0.96]))

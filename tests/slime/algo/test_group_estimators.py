@@ -1,4 +1,4 @@
-"""RLOO and pass@k from the rewards of a group, against numbers worked out by hand and brute force."""
+"""RLOO and pass@k from the rewards of a group, compared with numbers by hand and brute force."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.data.train_data import convert_samples_to_train_data
 
 
 def advantages(data, name, **flags):
-    """The advantage of each sample of train data, as the trainer computes it."""
+    """Returns each sample's advantage in train data, as the trainer computes it."""
     given = Config.from_flat({"advantage_estimator": name, **flags})
     ones = torch.ones(1)
     responses = [
@@ -38,7 +38,7 @@ def test_rloo_subtracts_the_mean_of_the_others():
 
 def test_rloo_counts_the_siblings_of_a_rollout_once():
     samples = [sample(0, 0, 1.0), sample(1, 0, 0.0, rollout_id=9), sample(2, 0, 0.5, rollout_id=9)]
-    # two rollouts of rewards 1 and 0.25
+    # The two rollouts have rewards 1 and 0.25.
     assert advantages(converted("rloo", samples), "rloo")[0] == pytest.approx(0.75)
 
 
@@ -62,21 +62,21 @@ def test_contribution_is_the_mean_over_subsets(k):
 
 
 def test_pass_at_k_of_right_and_wrong_answers():
-    # 2 of 4 right, k = 2: a right answer counts where the other one of the pair is wrong, 2 of 3 pairs
+    # 2 of 4 are right, and k = 2: a right answer counts if the other answer of the pair is wrong, in 2 of 3 pairs.
     assert [contribution(r, [1.0, 0.0, 0.0], 2) for r in (1.0, 0.0)] == pytest.approx([2 / 3, 0.0])
-    # of all groups of 4, the answer is never the only right one
+    # In no group of 4 is the answer the only right one.
     assert contribution(1.0, [1.0, 0.0, 0.0], 4) == 0
 
 
 def test_pass_at_k_of_the_whole_group_is_best_less_second():
     data = converted("pass_at_k", [sample(i, 0, r) for i, r in enumerate([0.25, 2.0, 0.5])])
-    assert data["rewards"] == [0.25, 2.0, 0.5]  # not compared with the group before
+    assert data["rewards"] == [0.25, 2.0, 0.5]  # they are not compared with the group before
     assert advantages(data, "pass_at_k") == pytest.approx([0.0, 1.5, 0.0])
 
 
 def test_pass_at_k_counts_the_siblings_of_a_rollout_once():
     samples = [sample(0, 0, 1.0), sample(1, 0, 1.0, rollout_id=9), sample(2, 0, 4.0, rollout_id=9)]
-    # two rollouts of rewards 1 and 2.5
+    # The two rollouts have rewards 1 and 2.5.
     assert advantages(converted("pass_at_k", samples), "pass_at_k") == pytest.approx([0.0, 1.5, 1.5])
 
 
@@ -87,7 +87,7 @@ def test_pass_at_k_refuses_a_group_of_one():
 
 
 def in_turns(index, rewards, reward=0.0):
-    """Two turns of two tokens with a tool's token between them."""
+    """Returns a sample with two turns of two tokens and a tool's token between them."""
     made = sample(index, 0, reward)
     made.tokens, made.response_length = [1, 5, 6, 7, 8, 9], 5
     made.loss_mask, made.rollout_log_probs = [1, 1, 0, 1, 1], [-1.0] * 5
@@ -98,7 +98,7 @@ def in_turns(index, rewards, reward=0.0):
 def test_grpo_turn_adds_the_advantage_of_the_turn():
     samples = [in_turns(0, [1.0, 0.0], 1.0), in_turns(1, [0.0, 2.0], 0.0)]
     data = converted("grpo_turn", samples)
-    # from turn 0 on: 1 and 2, from turn 1 on: 0 and 2; of two numbers, the normalized ones are -+ 1 / sqrt(2)
+    # The rewards from turn 0 on are 1 and 2, from turn 1 on 0 and 2. Two numbers normalize to -+ 1 / sqrt(2).
     first, second = data["turn_advantages"]
     half = 2**-0.5
     assert first == pytest.approx([-half, -half, 0, -half, -half], abs=1e-4)
@@ -109,7 +109,7 @@ def test_grpo_turn_adds_the_advantage_of_the_turn():
 
 
 def test_the_flags_of_normalization_hold_for_turns_too():
-    """Differences without the division, and the rewards themselves."""
+    """The flags give differences without the division, and the rewards themselves."""
     samples = [in_turns(0, [1.0, 0.0], 1.0), in_turns(1, [0.0, 2.0], 0.0)]
 
     config, hooks = border(advantage_estimator="grpo_turn")

@@ -1,4 +1,4 @@
-"""Every objective against numbers worked out by hand, and every hook against what it was promised."""
+"""Every objective compared with numbers by hand, and the arguments of every hook."""
 
 import math
 from dataclasses import replace
@@ -15,17 +15,18 @@ CLIP = dict(eps_clip=0.2, eps_clip_high=0.3)
 
 
 def flags(**changes):
-    """The configuration with clips of 0.2 and 0.3, and these fields."""
+    """Returns the configuration with clips of 0.2 and 0.3, and these fields."""
     return Config.from_flat({"eps_clip_high": 0.3, "opsm_delta": 0.1, **changes})
 
 
 def columns(**changes):
-    """Two samples of 2 and 1 tokens; the second token of the first is masked out. Ratios 2, 5 (masked), 0.5."""
+    """Returns two samples of 2 and 1 tokens; the second token of the first is masked out. The ratios are 2, 5
+    (masked), 0.5."""
     old = torch.log(torch.tensor([0.2, 0.1, 0.4]))
     new = torch.log(torch.tensor([0.4, 0.5, 0.2])).requires_grad_()
     table = dict(
         loss_masks=torch.tensor([1, 0, 1], dtype=torch.int32),
-        loss_denominators=torch.full((3,), 2.0),  # one trained token a sample, two rollouts
+        loss_denominators=torch.full((3,), 2.0),  # one trained token per sample, two rollouts
         advantages=torch.tensor([1.0, 1.0, -1.0]),
         old_log_probs=old,
         ref_log_probs=torch.log(torch.tensor([0.1, 0.1, 0.2])),
@@ -73,7 +74,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens():
         old_log_probs=torch.log(torch.tensor([0.2, 0.1, 0.1])),
     )
     loss, _, _ = policy_loss(flags(eps_clip_c=3.0), t)
-    # r = 9 with A = -1 would cost 9; the dual clip stops at 3
+    # R = 9 with A = -1 would cost 9; the dual clip stops at 3.
     assert loss.item() == pytest.approx((-1.0 + 3.0) / 2)
 
 
@@ -131,7 +132,7 @@ def test_mismatch_metrics_do_not_change_the_loss():
 
 def test_opsm_drops_bad_samples_that_moved_far():
     loss, sums, _ = policy_loss(flags(use_opsm=True), columns())
-    # sample 1 has A < 0 and sequence KL log 2 > 0.1
+    # Sample 1 has A < 0, and its sequence KL log 2 exceeds 0.1.
     assert loss.item() == pytest.approx(-1.3 / 2)
     assert sums["opsm_clipfrac"].item() == pytest.approx(0.5)
 

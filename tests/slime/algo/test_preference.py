@@ -1,4 +1,5 @@
-"""DPO on the trainer: loss and metrics of pairs by hand, against transformers, and several ranks against one."""
+"""DPO on the trainer: loss and metrics of pairs by hand, compared with transformers, and several ranks compared with
+one."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ DPO = {
 
 
 def make_pairs(seed: int = 0, pairs: int = 8) -> list[Sample]:
-    """Chosen and rejected responses of different lengths to one prompt, with gaps in their masks."""
+    """Returns chosen and rejected responses of different lengths to the same prompt, with gaps in their masks."""
     rng = random.Random(seed)
     samples = []
     for index in range(pairs):
@@ -56,7 +57,7 @@ def make_pairs(seed: int = 0, pairs: int = 8) -> list[Sample]:
 
 
 def log_ratios(root: Path, samples: list[Sample]) -> list[float]:
-    """Of each sample: the sum over its trained tokens of the log-prob minus the reference's."""
+    """Returns, per sample, the sum over its trained tokens of the log-prob minus the reference's log-prob."""
     models = [transformers.AutoModelForCausalLM.from_pretrained(root / n) for n in ("policy", "reference")]
     found = []
     for sample in samples:
@@ -92,7 +93,7 @@ def test_the_first_loss_by_hand(root, build, smoothing):
 
 
 def test_the_gradient_is_that_of_the_formula(root, build):
-    """One step of SGD's direction: Adam with a large epsilon moves a weight by lr * gradient."""
+    """Adam with a large epsilon moves a weight by lr * gradient, like one step of SGD."""
     trainer = build(**DPO)
     before = exported(trainer)
     samples = make_pairs()
@@ -109,7 +110,7 @@ def test_the_gradient_is_that_of_the_formula(root, build):
     name = "model.layers.1.mlp.down_proj.weight"
     grad = dict(model.named_parameters())[name].grad
     norm = sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5
-    grad = grad * min(1.0, 1.0 / norm)  # --clip-grad 1
+    grad = grad * min(1.0, 1.0 / norm)  # --clip-grad is 1
     moved = before[name] - exported(trainer)[name]
     torch.testing.assert_close(moved, 0.5 * grad / (grad.abs() + 1), rtol=0, atol=1e-5)
 
@@ -144,7 +145,7 @@ SHORT = ["sp", "dp"]
 
 
 def run(root: Path, flags: dict[str, Any], rank: int, ranks: int, name: str) -> dict[str, Any]:
-    """Two rollouts of two optimizer steps each."""
+    """Runs two rollouts of two optimizer steps each."""
     given = DPO | flags | {"global_batch_size": 4}
     reward = given["loss_type"] == "reward_model"
     if reward:
@@ -195,7 +196,7 @@ REWARD = DPO | {"loss_type": "reward_model", "debug_train_only": True}
 
 
 def with_head(trainer: MegatronTrainer) -> None:
-    """A head that is not 0."""
+    """Sets a head that is not 0."""
     head = getattr(last_part(trainer.policy.model), "value_head", None)
     if head is not None:
         head.weight.data.copy_(torch.randn(1, 32, generator=torch.Generator().manual_seed(3)) / 4)
@@ -210,7 +211,7 @@ def scored(samples: list[Sample]) -> list[Sample]:
 
 
 def test_a_reward_model_by_hand_and_in_transformers(build, tmp_path):
-    """The directory of --save-hf scores as the loss did."""
+    """The directory of --save-hf gives the scores of the loss."""
     out = tmp_path / "hf"
     trainer = build(**REWARD, save=str(tmp_path / "save"), save_hf=str(out), lr=0.0)
     assert list(trainer.models) == ["policy"] and loss_head(trainer.config)[0].name == "value head"
@@ -266,7 +267,8 @@ def test_a_reward_model_on_two_ranks(root, names):
 
 
 def test_a_reference_of_its_own_is_noted(root):
-    """--ref-load gives the policy's first weights, too, unless --load names some: DPO would train its reference."""
+    """--ref-load also gives the policy's first weights, unless --load names some. DPO would then train its
+    reference."""
 
     def noted(**flags: Any) -> list[str]:
         notes = make_config(root, loss_type="dpo", **flags).notes

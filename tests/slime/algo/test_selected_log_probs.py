@@ -1,4 +1,4 @@
-"""The interface of upstream vime's providers: the records, the fallback in both modes, the checks of a result."""
+"""The interface of upstream vime's providers: the records, the fallback in both modes, and the checks of a result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime.algo.selected_log_probs import (
 
 T, V, H = 3, 5, 4
 ANSWER: dict[str, object] = {}
-"""What `provider` returns or raises, set by a test."""
+"""The result or the error of `provider`, set by a test."""
 
 
 def request(**changes) -> SelectedLogprobRequest:
@@ -94,7 +94,7 @@ def ask(mode="auto", path=f"{__name__}.provider", **changes):
 
 
 def test_the_paths_of_upstream_are_one_module():
-    """`vime.backends` is a module of this project, and the path below it is slime's."""
+    """`vime.backends` is a module of this project, and the modules below it are slime's."""
     importlib.import_module("vime")
     modules = [
         importlib.import_module(f"{root}.backends.megatron_utils.selected_logprob_provider")

@@ -1,4 +1,4 @@
-"""The policy losses of --pg-loss-type against numbers worked out by hand, and their gradients."""
+"""The policy losses of --pg-loss-type, compared with numbers by hand, and their gradients."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from slime.algo.token_columns import TokenColumns
 
 LOG = math.log
 WHOLE = {"loss_masks": torch.tensor([1, 1, 1]), "loss_denominators": torch.tensor([4.0, 4.0, 2.0])}
-"""All three tokens count: ratios 2, 5 (advantage 1), and 0.5 (advantage -1) alone in its sample; two samples."""
+"""Three tokens, which all count. The ratios are 2, 5 (advantage 1) in one sample, and 0.5 (advantage -1) in another."""
 
 
 def trained(name, t, **fields):
-    """(loss, gradient of the log-probs, metrics) of a policy loss."""
+    """Returns (loss, gradient of the log-probs, metrics) of a policy loss."""
     loss, sums, _ = policy_loss(flags(pg_loss_type=name, **fields), t)
     loss.backward()
     return loss.item(), t.log_probs.grad, {key: value.item() for key, value in sums.items()}
@@ -37,7 +37,7 @@ def test_the_flag_replaces_the_loss_of_the_estimator():
 
 def test_reinforce():
     loss, gradient, _ = trained("reinforce", columns())
-    # token 0: -1 * log 0.4; token 2: 1 * log 0.2; two rollouts of one trained token
+    # token 0: -1 * log 0.4; token 2: 1 * log 0.2; two rollouts with one trained token
     assert loss == pytest.approx((-LOG(0.4) + LOG(0.2)) / 2)
     torch.testing.assert_close(gradient, torch.tensor([-0.5, 0.0, 0.5]))
 
@@ -63,7 +63,7 @@ def test_gmpo():
     # sample 0: log-ratios log 2, and log 5 clipped to log 4: sqrt(8); sample 1: 0.5 is not below 0.4
     assert loss == pytest.approx((-math.sqrt(8) + 0.5) / 2, rel=1e-6)
     assert sums["pg_clipfrac"] == pytest.approx(1 / 4)
-    # token 0 has half of its sequence's gradient, token 1 is clipped
+    # Token 0 has half of its sequence's gradient, token 1 is clipped.
     torch.testing.assert_close(gradient, torch.tensor([-math.sqrt(8) / 2 / 2, 0.0, 0.25]))
 
 
@@ -99,7 +99,7 @@ def test_clip_cov_and_kl_cov_treat_chosen_tokens_apart():
 
 ADVANTAGES = torch.tensor([2.0, 2.0, 0.0, 0.0])
 OLD = torch.tensor([-1.0, -3.0, -1.0, -3.0])
-"""Centred: advantages 1, 1, -1, -1 and log-probs 1, -1, 1, -1, so that covariances are 1, -1, -1, 1."""
+"""Centred advantages 1, 1, -1, -1 and log-probs 1, -1, 1, -1, whose covariances are 1, -1, -1, 1."""
 
 
 def test_covariance_by_hand():
@@ -117,7 +117,7 @@ def test_kl_cov_chooses_the_largest():
     advantages = torch.tensor([4.0, 2.0, 0.0, 0.0])  # centred: 2.5, 0.5, -1.5, -1.5
     assert choice("kl_cov", advantages, kl_cov_ratio=0.25).tolist() == [1, 0, 0, 0]
     assert choice("kl_cov", advantages, kl_cov_ratio=0.5).tolist() == [1, 0, 0, 1]
-    # the others have a negative covariance
+    # The other tokens have a negative covariance.
     assert choice("kl_cov", advantages, kl_cov_ratio=1.0).tolist() == [1, 0, 0, 1]
 
 
@@ -139,7 +139,7 @@ def test_draws_are_uniform_and_differ():
 
 
 def test_ranks_choose_as_one(monkeypatch):
-    """Two workers that meet at every sum, as ranks in an all-reduce do; the first has no token in the band."""
+    """Two workers meet at every sum, as ranks do in an all-reduce; the first has no token in the band."""
     generator = torch.Generator().manual_seed(0)
     advantages, old = torch.randn(2, 200, generator=generator)
     keys = torch.arange(200)
@@ -171,7 +171,7 @@ def test_ranks_choose_as_one(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name, record in SURROGATES.items() if not record.reads_sequences])
 def test_blocks_of_tokens_add_up(name):
-    """As the one-pass operator calls the loss: some tokens at a time, beside the lengths of whole responses."""
+    """The one-pass operator calls the loss with some tokens at a time, and with the lengths of whole responses."""
     given = flags(
         pg_loss_type=name,
         sapo_tau_pos=1.0,

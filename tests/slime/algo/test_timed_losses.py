@@ -1,4 +1,4 @@
-"""The benchmark of operators times every policy loss of single tokens inside linear_token_loss."""
+"""The benchmark of operators times every per-token policy loss inside linear_token_loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_each_loss_is_checked_and_compared_with_grpo_loss(tmp_path: Path) -> Non
     assert [(pair.ours["upstream"], pair.rival["upstream"]) for pair in pairs] == [
         (n, "grpo") for n in LOSSES
     ]
-    # the trainer's clipped term is rl_kernel.grpo_loss: the same gradients
+    # The trainer's clipped term is rl_kernel.grpo_loss, so the gradients are equal.
     assert found["clip"]["errors"]["d_hidden"] == pytest.approx(found["grpo"]["errors"]["d_hidden"], rel=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Losses over top-k ids against numbers worked out by hand: centred scores, forward KL and Jensen-Shannon."""
+"""Losses over top-k ids, compared with numbers by hand: centred scores, forward KL and Jensen-Shannon."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = torch.ones(1, 3, dtype=torch.bool)
 
 
 def coefficients(p, q, known=None, **fields):
-    """The factor of each log-prob in the centering term: its gradient."""
+    """Returns each log-prob's factor in the centering term, which is its gradient."""
     log_p = p.log().requires_grad_()
     known = torch.ones_like(p, dtype=torch.bool) if known is None else known
     centering(flags(**fields).off_policy, log_p, q.log(), known).sum().backward()
@@ -28,14 +28,14 @@ def coefficients(p, q, known=None, **fields):
 
 
 def test_centering_by_hand():
-    # of the first two ids; tails 0.1 and 0.25, rho = 0.4: 0.6 - 0.4 * 0.5 and 0.3 - 0.4 * 0.25
+    # For the first two ids, the tails are 0.1 and 0.25, and rho = 0.4: 0.6 - 0.4 * 0.5 and 0.3 - 0.4 * 0.25.
     assert coefficients(P[:, :2], Q[:, :2]) == pytest.approx([0.4, 0.2])
-    # TIS: both weights are 5/6, so w q = p; the tail's 1 / rho = 2.5 is clipped to 2: alpha = 0.8
+    # With TIS both weights are 5/6, so w q = p; the tail's 1 / rho = 2.5 is clipped to 2: alpha = 0.8.
     assert coefficients(P[:, :2], Q[:, :2], use_tis=True) == pytest.approx([0.1, 0.05], rel=1e-5)
-    # IcePop: 2.5 is out of bounds, so the tail has no weight
+    # With IcePop 2.5 is out of bounds, so the tail has no weight.
     masked = {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.5}
     assert coefficients(P[:, :2], Q[:, :2], **masked) == pytest.approx([0.5, 0.25])
-    # an id that is not there counts as a part of the tail
+    # A missing id counts as a part of the tail.
     one = torch.tensor([[True, False]])
     assert coefficients(P[:, :2], Q[:, :2], one) == pytest.approx([0.6 - 0.4 / 0.5 * 0.5, 0.0])
 
@@ -45,7 +45,7 @@ def test_on_policy_scores_stay_as_they_are():
 
 
 def test_over_all_ids_the_expectation_is_exact():
-    """d/dlogits of the term is that of E_q[log p], and the mean of the loss over q has no gradient."""
+    """d/dlogits of the term equals that of E_q[log p], and the mean of the loss over q has no gradient."""
     logits = torch.tensor([[0.3, -0.2, 0.9]], requires_grad=True)
     log_p = torch.log_softmax(logits, 1)
     (found,) = torch.autograd.grad(
@@ -59,7 +59,7 @@ def test_over_all_ids_the_expectation_is_exact():
 
 
 def top_columns(**more):
-    """The tokens of `columns` with two ids each; p of them and q."""
+    """Returns the tokens of `columns` with two ids each, and their p and q."""
     p = torch.tensor([[0.4, 0.1], [0.5, 0.2], [0.2, 0.3]])
     q = torch.tensor([[0.3, 0.2], [0.5, 0.2], [0.4, 0.1]])
     found = columns(
@@ -76,7 +76,8 @@ def test_the_loss_of_a_batch_by_hand():
     assert surrogate_of(given.algorithm) is CENTRED and CENTRED.name == "reinforce"
     loss, sums, _ = policy_loss(given, t)
     loss.backward()
-    # token 0: tails are equal, 0.3 - 0.4 and 0.2 - 0.1; token 2: also equal, 0.4 - 0.2 and 0.1 - 0.3; advantages 1, -1
+    # Token 0 has equal tails, 0.3 - 0.4 and 0.2 - 0.1; token 2 too, 0.4 - 0.2 and 0.1 - 0.3. The advantages are 1 and
+    # -1.
     terms = -0.1 * math.log(0.4) + 0.1 * math.log(0.1), 0.2 * math.log(0.2) - 0.2 * math.log(0.3)
     wanted = (-(math.log(0.4) - terms[0]) + (math.log(0.2) - terms[1])) / 2
     assert loss.item() == pytest.approx(wanted) and sums["pg_loss"].item() == pytest.approx(wanted)
@@ -85,7 +86,7 @@ def test_the_loss_of_a_batch_by_hand():
 
 
 def test_the_weight_of_a_token_is_not_counted_twice():
-    """The present policy's ratio to the engine: 4 and 0.5, clipped to 2 and 0.5."""
+    """The present policy's ratios to the engine are 4 and 0.5, clipped to 2 and 0.5."""
     t = top_columns()
     policy_loss(flags(use_score_centering=True, use_tis=True), t)[0].backward()
     torch.testing.assert_close(t.log_probs.grad, torch.tensor([-0.5 * 2, 0.0, 0.5 * 0.5]))
@@ -108,7 +109,7 @@ def test_divergences_by_hand():
 
 
 def test_the_gradient_of_the_forward_kl_is_the_difference_of_probabilities():
-    """In the logits of the known ids; the others share what is left, in the policy's proportions."""
+    """The gradient is in the logits of the known ids; the other ids share the rest, in the policy's proportions."""
     logits = torch.tensor([[0.3, -0.2, 0.9, 0.1]], requires_grad=True)
     log_p = torch.log_softmax(logits, 1)
     teacher = torch.tensor([[0.5, 0.3]])
@@ -136,7 +137,7 @@ def test_the_term_in_the_policy_loss():
     assert distillation_term(opd(opd_loss_type="reverse_kl"), t) is None
     assert distillation_term(opd(use_opd=False), t) is None
     found = distillation_term(opd(), t)
-    # token 0 has one id: classes of 0.5 and 0.5 against 0.4 and 0.6
+    # Token 0 has one id: its classes are 0.5 and 0.5, compared with 0.4 and 0.6.
     first = 0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.6)
     third = 0.5 * math.log(0.5 / 0.2) + 0.3 * math.log(0.3 / 0.6)
     assert found[0].item() == pytest.approx(first, rel=1e-4)
@@ -147,7 +148,7 @@ def test_the_term_in_the_policy_loss():
 
 
 def test_nothing_is_infinite_where_the_rest_is_nothing():
-    """A policy or teacher whose top-k has all of the probability, and rows without an id."""
+    """The cases are a policy or teacher whose top-k has all of the probability, and rows without an id."""
     known = torch.tensor([[True, True], [False, False]])
     log_p = torch.tensor([[0.6, 0.4], [1.0, 1.0]]).log().requires_grad_()
     log_t = torch.tensor([[0.3, 0.3], [1.0, 1.0]]).log()

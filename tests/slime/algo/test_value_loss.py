@@ -1,4 +1,4 @@
-"""The value loss and the explained variance against numbers worked out by hand."""
+"""The value loss and the explained variance, compared with numbers by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def test_value_loss_by_hand():
     old, returns = torch.tensor([0.5, 0.0, 0.1, 0.0]), torch.tensor([2.0, 0.5, 1.0, 0.0])
     weights = torch.tensor([0.5, 0.25, 0.25, 0.0])
     loss, sums, maxima = value_loss(values, old, returns, weights, value_clip=0.2)
-    # clipped to 0.7, 0.2, 0.0, 0.2: errors max(1, 1.69), max(2.25, 0.09), 1, and one token of weight 0
+    # The values are clipped to 0.7, 0.2, 0.0, 0.2: errors max(1, 1.69), max(2.25, 0.09), 1, and one token of weight
+    # 0.
     assert loss.item() == pytest.approx(0.5 * 1.69 + 0.25 * 2.25 + 0.25)
     assert sums["value_loss"].item() == pytest.approx(loss.item())
     assert sums["value_clipfrac"].item() == pytest.approx(0.75) and not maxima
@@ -26,7 +27,7 @@ def test_explained_variance_by_hand():
     returns, mask = torch.tensor([1.0, 2.0, 3.0, 9.0]), torch.tensor([1, 1, 1, 0])
     exact = error_sums(returns.clone(), returns, mask)
     constant = error_sums(torch.full((4,), 7.0), returns, mask)
-    # errors 0.5, 0, -0.5: variance 1/6 of 2/3
+    # The errors are 0.5, 0, -0.5, with variance 1/6 compared with 2/3.
     near = error_sums(torch.tensor([0.5, 2.0, 3.5, 0.0]), returns, mask)
     assert [explained_variance(x) for x in (exact, constant, near)] == pytest.approx([1.0, 0.0, 0.75])
     parts = [

@@ -18,7 +18,7 @@ from slime.rollout.stream.concurrency import Concurrency, Window, next_limit
             Window(512, seconds=100, queued_s=1, full=True),
             544,
         ),  # 1% of the time in queues: plus 512 / 16
-        (512, Window(512, seconds=100, queued_s=1, full=False), 512),  # nothing waited for the limit
+        (512, Window(512, seconds=100, queued_s=1, full=False), 512),  # no request waited for the limit
         (512, Window(512, seconds=100, queued_s=5, full=True), 512),  # between the two
         (512, Window(512, seconds=100, queued_s=11, full=True), 460),  # 512 * 0.9
         (512, Window(512, seconds=100, queued_s=0, preempted=1, full=True), 512),
@@ -55,8 +55,8 @@ def test_without_queue_times_nothing_changes():
 
 
 async def work(limit, queue_of, number):
-    """The most samples that ran at once, and the limit after each window. `queue_of` says a request's queue time from
-    how many run."""
+    """Returns the most samples that ran at once, and the limit after each window. `queue_of` gives a request's queue
+    time for a number of running requests."""
     running, most, limits = 0, 0, []
 
     async def one():
@@ -75,7 +75,7 @@ async def work(limit, queue_of, number):
 
 
 def test_the_limit_finds_what_an_engine_takes():
-    """An engine with room for 24 requests: what is above it waits."""
+    """The engine has room for 24 requests, and further requests wait."""
     limit = Concurrency(16, adapts=True)
     most, limits = asyncio.run(work(limit, lambda running: 0.0 if running <= 24 else 0.5, 1500))
     assert 24 < most <= 27
@@ -106,7 +106,7 @@ def test_the_limit_follows_the_number_of_engines():
         limit = Concurrency(4)
         for _ in range(4):
             await limit.acquire()
-        limit.scale(2)  # one of two engines has left: none of the four is ended for it
+        limit.scale(2)  # one of two engines has left; none of the four requests is aborted
         limit.release()
         limit.release()
         assert limit.limit == 2 and limit.locked()

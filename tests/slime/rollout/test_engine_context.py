@@ -34,7 +34,8 @@ def test_a_response_ends_where_the_engines_context_is_full(tmp_path):
     sample = run(args, Sample(prompt="q len=5 :"))  # 9 tokens
     assert (sample.response, sample.status) == ("ab", STATUS.TRUNCATED)
     assert state.engine.calls[0][1]["max_new_tokens"] == 2
-    assert run(args, sample) is sample and len(state.engine.calls) == 1  # the context is full: no request
+    # The context is full, so there is no request.
+    assert run(args, sample) is sample and len(state.engine.calls) == 1
     with pytest.raises(
         ValueError, match=r"max_position_embeddings must leave room .* got 11 for 11 prompt tokens"
     ):
@@ -57,7 +58,7 @@ def test_the_flag_of_the_engine_counts_before_the_models_config(tmp_path):
 
 
 def test_a_request_never_asks_for_more_than_is_left(tmp_path):
-    """An engine refuses a request with more min_new_tokens than max_new_tokens."""
+    """An engine rejects a request with more min_new_tokens than max_new_tokens."""
     args, state = of_context(tmp_path, 99, rollout_max_response_len=6)
     params = {**params_of(args), "min_new_tokens": 4}
     asked = []
@@ -76,7 +77,7 @@ def test_a_request_never_asks_for_more_than_is_left(tmp_path):
     "limit", ["rollout_max_response_len", "rollout_max_context_len", "the engine's context"]
 )
 def test_masked_samples_without_room_are_truncated_and_not_trained(tmp_path, limit):
-    """A run that resumes with a shorter limit ended at each start: such a sample gets no token to train on."""
+    """A resumed run may have a shorter limit. Such a sample gets no trained token, and the run continues."""
     shorter = {"rollout_max_response_len": 2, "rollout_max_context_len": 4}
     flags = {"partial_rollout": True, "mask_offpolicy_in_partial_rollout": True}
     args, state = of_context(tmp_path, 4 if limit not in shorter else 99, **flags)

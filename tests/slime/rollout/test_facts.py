@@ -1,4 +1,4 @@
-"""What a rollout records for a comparison, how it travels, and what the manager does with a bad rollout."""
+"""The facts that a rollout records for a comparison, their transport, and the manager's errors for a bad rollout."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_generate_function_that_samples_otherwise_is_noticed(build):
 
 
 def test_parameters_that_are_left_out_are_those_of_the_engine():
-    """A request without a temperature is answered at 1, whatever the run's flag says."""
+    """A request without a temperature is answered at 1, whatever the run's flag is."""
     args = make_args(rollout_temperature=0.5)
     make_state(args)
     sample = Sample(prompt="q: len=2 :", index=1)
@@ -101,7 +101,7 @@ def test_parameters_that_are_left_out_are_those_of_the_engine():
 def test_replayed_samples_carry_the_facts_of_their_file(build, tmp_path):
     template = str(tmp_path / "saved" / "{rollout_id}.pt")
     batch = build("off", save_debug_rollout_data=template, rollout_temperature=0.8).generate(0)
-    replay = build(load_debug_rollout_data=template)  # at temperature 1 by its own flags
+    replay = build(load_debug_rollout_data=template)  # its own flags have temperature 1
     again = replay.generate(0).rank_data[0]
     assert [record["temperature"] for record in again[COLUMN]] == [0.8] * 4
     assert [record["token_ids"] for record in again[COLUMN]] == [

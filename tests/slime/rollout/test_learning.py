@@ -1,4 +1,4 @@
-"""The figures of a rollout that say whether it can teach anything."""
+"""The figures of a rollout that show whether it can teach anything."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def figures(made: list[list[Sample]], **flags: Any) -> dict[str, float]:
     [
         ([[0, 0], [1, 1]], {}, 1.0),
         ([[0, 1], [1, 1]], {}, 0.5),
-        ([[0.1 + 0.2, 0.3], [1, 1]], {}, 0.5),  # differ in the last bit, as advantages do
+        ([[0.1 + 0.2, 0.3], [1, 1]], {}, 0.5),  # they differ in the last bit, as advantages do
         ([[{"score": 1}, {"score": 1}]], {"reward_key": "score"}, 1.0),
         ([[0, 0], [1, 1]], {"advantage_estimator": "reinforce_plus_plus"}, 0.0),
         ([[1, 1], [1, 1]], {"advantage_estimator": "ppo"}, 1.0),

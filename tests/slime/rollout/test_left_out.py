@@ -1,5 +1,5 @@
-"""Samples of a batch that fill no optimizer step, from plug-ins and saved files, those that the run keeps, and those
-that the border refuses."""
+"""Samples of a batch that fill no optimizer step, from plug-ins and saved files; samples that the run keeps; and
+samples that the border check rejects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slime.types import Sample
 
 @pytest.fixture
 def build(checkpoint, tmp_path):
-    """Managers of batches of 16 samples, or of what the tests say."""
+    """Builds managers of batches of 16 samples, or of the size that a test gives."""
     made = []
 
     def build_one(**flags) -> RolloutManager:
@@ -53,7 +53,7 @@ def build(checkpoint, tmp_path):
 
 
 def fifteen_samples(args, rollout_id, data_source, evaluation=False):
-    """Groups of 5, 5, 3 and 2 samples."""
+    """Returns groups of 5, 5, 3 and 2 samples."""
     made, groups = itertools.count(), []
     for number, size in enumerate((5, 5, 3, 2)):
         groups.append([Sample(index=next(made), group_index=number, prompt="q") for _ in range(size)])
@@ -65,7 +65,7 @@ def fifteen_samples(args, rollout_id, data_source, evaluation=False):
 
 @pytest.mark.parametrize("source", ["plug-in", "saved", "subsampled"])
 def test_samples_that_fill_no_step_are_counted(build, tmp_path, caplog, source):
-    """They were dropped without a line."""
+    """The log has a line for them."""
     template = str(tmp_path / "{rollout_id}.pt")
     manager = build(rollout_function_path="test_left_out.fifteen_samples", save_debug_rollout_data=template)
     left, groups = 7, [2, 3]
@@ -90,7 +90,7 @@ def test_samples_that_fill_no_step_are_counted(build, tmp_path, caplog, source):
     ("keep", "kept"), [(16, range(15)), (9, [*range(5), *range(10, 13)]), (3, range(10, 13))]
 )
 def test_whole_groups_are_kept_and_the_trainer_gets_their_places(build, tmp_path, keep, kept):
-    """Groups of 5, 5, 3 and 2 samples. Rewards of the third differ."""
+    """The groups have 5, 5, 3 and 2 samples. Rewards of the third group differ."""
     manager = build(rollout_function_path="test_left_out.unequal_samples", save_samples=keep)
     (data,) = manager.generate(0).rank_data
     found = list(read_samples(tmp_path / "run", 0))
@@ -118,12 +118,12 @@ FAULT = ""
 
 
 def hooks():
-    """This module as the run imports it."""
+    """Returns this module as the run imports it."""
     return importlib.import_module("test_left_out")
 
 
 def faulty_samples(args, rollout_id, data_source, evaluation=False):
-    """16 samples with 15 response tokens. Those of the first group have the fault."""
+    """Returns 16 samples with 15 response tokens. Those of the first group have the fault."""
     groups = [[Sample(index=4 * g + i, group_index=g, prompt="q") for i in range(4)] for g in range(4)]
     for sample in (sample for group in groups for sample in group):
         sample.tokens = [97] * 16
@@ -160,8 +160,7 @@ def faulty_samples(args, rollout_id, data_source, evaluation=False):
 def test_what_the_border_refuses_is_named_before_metrics_and_records(
     build, tmp_path, monkeypatch, fault, said, distilled
 ):
-    """The records of samples raised `zip() argument 3 is shorter than arguments 1-2`, and so did the metrics of a
-    teacher."""
+    """The error comes before the sample records and the teacher's metrics, whose `zip()` error would name no sample."""
     monkeypatch.setattr(hooks(), "FAULT", fault)
     flags = (
         {"use_opd": True, "opd_teacher_url": ["http://127.0.0.1:9"], "opd_type": "vllm"} if distilled else {}
@@ -174,7 +173,7 @@ def test_what_the_border_refuses_is_named_before_metrics_and_records(
 
 
 def test_no_log_probs_at_all_is_one_warning_and_no_tokens_none(build, monkeypatch, caplog):
-    """The warning came also before the error of a sample without tokens."""
+    """A sample without tokens is an error, and this warning does not come first."""
     monkeypatch.setattr(hooks(), "FAULT", "no tokens")
     once.forget()
     manager = build(rollout_function_path="test_left_out.without_log_probs")
@@ -194,7 +193,7 @@ def without_log_probs(args, rollout_id, data_source, evaluation=False):
 
 
 def test_samples_of_a_conversion_hook_are_kept_as_they_are(build, tmp_path, monkeypatch):
-    """It may take samples that fit no other rule."""
+    """The hook may return samples that fit no other rule."""
     monkeypatch.setattr(hooks(), "FAULT", "few log-probs")
     manager = build(
         rollout_function_path="test_left_out.faulty_samples",

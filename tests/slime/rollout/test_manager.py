@@ -1,4 +1,4 @@
-"""The rollout manager: from prompts to the data of each rank, its hooks, and the data position of checkpoints."""
+"""The rollout manager: from prompts to each rank's data, its hooks, and the data position of checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FACTS = {"vllm_router_ip": "127.0.0.1", "vllm_router_port": 30000}
 
 @pytest.fixture
 def build(checkpoint, tmp_path):
-    """Managers over 6 prompts "a len=1 :" ... "f len=6 :"; each rank's data stays as it is instead of going to Ray."""
+    """Builds managers over 6 prompts "a len=1 :" ... "f len=6 :". Each rank's data stays here instead of in Ray."""
     made = []
     LOGGED.clear()
 
@@ -69,7 +69,7 @@ def prompts(batch) -> list[str]:
 
 
 def test_a_rollout(build):
-    """Prompts of 9 tokens; responses of 1 + 1 and 2 + 1 letters and end marks."""
+    """The prompts have 9 tokens, the responses 1 + 1 and 2 + 1 letters and end marks."""
     manager = build()
     batch = manager.generate(0)
     (data,) = batch.rank_data
@@ -120,7 +120,7 @@ async def first_two_equal(args, sample):
 
 
 def test_samples_that_fill_no_step_are_no_work(build):
-    """Four samples, steps of three: the fourth is generated and not trained on."""
+    """There are four samples in steps of three: the fourth is generated and not trained on."""
     batch = build(global_batch_size=3).generate(0)
     assert batch.metrics["rollout/samples_left_out"] == 1
     assert "rollout/samples_left_out" not in build().generate(0).metrics
@@ -145,7 +145,7 @@ def test_data_parallel_ranks(build):
 
 
 def test_each_group_of_trainer_ranks_has_all_samples(build):
-    """A critic on ranks of its own: the parts of the policy's ranks, then those of the critic's."""
+    """A critic has separate ranks: first come the parts of the policy's ranks, then those of the critic's."""
     flags = {"advantage_estimator": "ppo", "actor_num_gpus_per_node": 1}
     batch = build(**flags, critic_num_gpus_per_node=2).generate(0)
     assert [sorted(data["partition"]) for data in batch.rank_data] == [[0, 1, 2, 3], [0, 2], [1, 3]]
@@ -217,7 +217,7 @@ def test_custom_rewards_and_conversion(build):
 def test_custom_rollout_log(build):
     manager = build(custom_rollout_log_function_path="test_manager.record_and_say_done")
     left = {name for name in manager.generate(1).metrics if not name.startswith("rl_kernel/")}
-    of_the_process = {"perf/make_data_time", "perf/rollout_rss_gib"}  # the hook cannot know them
+    of_the_process = {"perf/make_data_time", "perf/rollout_rss_gib"}  # the hook cannot compute them
     assert left == {"rollout/raw_reward", *of_the_process}  # slime's trainer logs it
     ((rollout_id, args, samples, extra, seconds),) = LOGGED
     assert rollout_id == 1 and args is manager.args and seconds > 0
@@ -226,7 +226,7 @@ def test_custom_rollout_log(build):
     other = build(custom_rollout_log_function_path="test_manager.record_only")
     assert (
         other.generate(0).metrics["rollout/raw_reward"] == 0.5
-    )  # not told that nothing more shall be logged
+    )  # it does not report that nothing more shall be logged
 
 
 def test_evaluation_and_its_log_hook(build, tmp_path):
@@ -246,7 +246,7 @@ def test_evaluation_and_its_log_hook(build, tmp_path):
 
 
 def logged_rows(run_dir, key: str) -> dict[int, dict[str, float]]:
-    """step -> its metrics in metrics.jsonl. Each metric stands once."""
+    """Returns step -> its metrics in metrics.jsonl. Each metric must occur once."""
     found: dict[int, dict[str, float]] = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -258,8 +258,8 @@ def logged_rows(run_dir, key: str) -> dict[int, dict[str, float]]:
 
 
 def test_a_plug_in_of_slime_logs_a_rollout_and_an_evaluation(build, tmp_path):
-    """examples/plugins/answer_metrics.py through the driver's reporter, to metrics.jsonl and TensorBoard: what the run
-    would have logged itself, under the same step, and its own figures."""
+    """examples/plugins/answer_metrics.py logs through the driver's reporter to metrics.jsonl and TensorBoard. The
+    files have the run's own metrics under the same step, and the plug-in's figures."""
     rows = [{"input": "x len=2 :", "label": "x"}, {"input": "y len=9 :", "label": "y"}]
     flags = {
         "eval_prompt_data": ["tiny", write_lines(tmp_path / "eval.jsonl", rows)],
@@ -302,7 +302,7 @@ def test_a_plug_in_of_slime_logs_a_rollout_and_an_evaluation(build, tmp_path):
 
 
 def log_beside(rollout_id, args, samples, extra, time):
-    """Adds to the run's own metrics, here and from a thread of its own."""
+    """Adds to the run's own metrics, in this thread and in a separate one."""
     own = {"mine/samples": np.float32(len(samples)), "rollout/step": rollout_id}
     logging_utils.log(args, own, step_key="rollout/step")
     later = {"mine/at": torch.tensor(0.25), "train/step": 7}
@@ -332,15 +332,15 @@ def test_what_else_a_plug_in_logs_goes_with_the_next_answer(build, tmp_path):
     evaluated = manager.evaluate(2)
     assert "eval/tiny" in evaluated.metrics
     assert evaluated.logged == [Logged({"mine/eval": 1.0}, 2, "rollout/step")]
-    assert manager.generate(2).logged[1].metrics == {"mine/samples": 4.0}  # nothing comes twice
+    assert manager.generate(2).logged[1].metrics == {"mine/samples": 4.0}  # each metric comes once
 
 
 def test_data_position_is_saved_and_loaded(build, tmp_path):
-    """Where a checkpoint follows. A manager that loads rollout 2 continues with the third pair of prompts."""
+    """A checkpoint includes the position. A manager that loads rollout 2 continues with the third pair of prompts."""
     folder = tmp_path / "ckpt"
     flags = {"save": str(folder), "load": str(folder), "save_interval": 2}
     manager = build(**flags)
-    manager.load(0)  # nothing there yet: starts fresh
+    manager.load(0)  # there is no position yet, so it starts fresh
     batches = [manager.generate(i, saves=i > 0) for i in range(3)]
     names = sorted(path.name for path in (folder / "rollout").iterdir())
     assert names == ["data_state_1.json", "data_state_2.json"]
@@ -357,8 +357,8 @@ def test_data_position_is_saved_and_loaded(build, tmp_path):
 
 @pytest.mark.parametrize(("staleness", "left"), [(0, [0, 3, 4]), (1, [0, 2, 3, 4])])
 def test_positions_of_rollouts_that_may_be_the_last(build, tmp_path, staleness, left):
-    """Ctrl-C saves the last step: the position of each rollout that it may be stays, and older ones go, but for those
-    of a checkpoint."""
+    """Ctrl-C saves the last step. So the manager keeps positions of rollouts that may be the last, and removes
+    older positions except those of a checkpoint."""
     flags = {"save": str(tmp_path), "load": str(tmp_path), "max_staleness": staleness, "colocate": False}
     manager = build(**flags)
     for rollout in range(5):

@@ -1,6 +1,6 @@
-"""The plug-ins of examples/plugins as they are, and the small modules that plug-ins import.
+"""The unchanged plug-ins of examples/plugins, and the small modules that plug-ins import.
 
-Those that read tensors of trainer ranks run in test_trainer_parallel.py.
+Plug-ins that read tensors of trainer ranks run in test_trainer_parallel.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STATUS = Sample.Status
 
 
 def rollout(args, source, **added):
-    """A rollout with the keys that --custom-config-path adds to `args`."""
+    """Runs a rollout with the keys that --custom-config-path adds to `args`."""
     vars(args).update(added)
     state = make_state(args)
     try:
@@ -76,7 +76,8 @@ def test_a_retried_sample_is_reset_and_rebuilt():
     assert len({seed for _, _, seed in calls}) == 3
     assert sample.response == "abcd" and sample.response_length == 4 and sample.loss_mask == [1] * 4
     assert sample.rollout_log_probs == pytest.approx([-0.1, -0.2, -0.1, -0.2])
-    assert sample.prefix_cache_info.total_prompt_tokens == len(sample.tokens) - 2  # of the last attempt alone
+    # From the last attempt only.
+    assert sample.prefix_cache_info.total_prompt_tokens == len(sample.tokens) - 2
     assert Sample.from_dict(sample.to_dict()).attempts == 3
     sample.check()
 

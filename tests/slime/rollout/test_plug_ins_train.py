@@ -1,6 +1,6 @@
-"""Plug-ins in the shapes of slime's examples train a step: what they return goes through the border to the trainer.
+"""Plug-ins in the shapes of slime's examples train a step: their results pass the border check and reach the trainer.
 
-A server answers /generate as the gateway does. A real engine does so in tests/e2e/engines/agent_cases.py.
+A server answers /generate as the gateway does. tests/e2e/engines/agent_cases.py has a real engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WRITTEN = "ab?"
 
 @pytest.fixture(scope="module")
 def router() -> Iterator[int]:
-    """The port of a server that writes WRITTEN to every prompt, with log-probs."""
+    """Yields the port of a server that answers WRITTEN to every prompt, with log-probs."""
 
     async def generate(request: web.Request) -> web.Response:
         prompt = (await request.json())["input_ids"]

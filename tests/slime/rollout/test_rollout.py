@@ -41,7 +41,7 @@ def prompts_of(groups) -> list[str]:
 
 
 async def parity_reward(args, sample):
-    """Odd and even samples differ, unless the prompt says that all are the same."""
+    """Returns different rewards for odd and even samples, unless the prompt asks for equal rewards."""
     for word, reward in (("easy", 1.0), ("hard", 0.0)):
         if word in sample.prompt:
             return reward
@@ -61,7 +61,7 @@ def test_a_plain_rollout_is_complete_sorted_and_repeatable():
     assert all(s.status is STATUS.COMPLETED for group in groups for s in group)
     assert outputs[0].metrics.keys() == {
         f"perf/request/e2e_latency/{k}" for k in ("mean", "median", "max", "min")
-    }  # the double does not say how long a request waited: no zero is made up
+    }  # the double reports no waiting time, and no zero replaces it
     as_dicts = [[[s.to_dict() for s in group] for group in output.samples] for output in outputs]
     assert as_dicts[0] == as_dicts[1]
     assert current_state().engine.aborts == 0 and current_state().progress == (4, 4)
@@ -81,7 +81,7 @@ def test_dynamic_filter_drops_counts_and_refills():
         "rollout/dynamic_filter/drop_zero_std_1.0": 2,
         "rollout/dynamic_filter/drop_zero_std_0.0": 1,
     }
-    # 2 drawn, both dropped -> 2 more, one dropped -> 2 more, of which one is enough.
+    # 2 are drawn and both dropped -> 2 more, one dropped -> 2 more, and one more is enough.
     assert source.drawn == 6 and output.metrics["rollout/partial/groups_discarded"] == 1
 
 
@@ -92,7 +92,7 @@ def test_fallback_filter_does_not_draw_again():
         over_sampling_batch_size=3,
     )
     output = generate(args, source)
-    # Of three groups one can be spared: "easy" goes, then "hard" is needed.
+    # One of three groups may be dropped: "easy" is dropped, then "hard" is needed.
     assert prompts_of(output.samples) == ["hard", "a"] and source.drawn == 3
     assert output.metrics["rollout/dynamic_filter/drop_zero_std_1.0"] == 1
 
@@ -138,7 +138,7 @@ def test_a_filter_that_drops_everything_is_an_error(monkeypatch):
 
 @pytest.mark.parametrize(("dropped", "states"), [(5, []), (6, ["begin", "end"]), (9, ["begin", "end"])])
 def test_three_batches_of_dropped_groups_are_recorded(tmp_path, monkeypatch, dropped, states):
-    """Before they end the run: 32 batches may take hours."""
+    """The record comes before they end the run, because 32 batches may take hours."""
     left = iter([False] * dropped)
     monkeypatch.setattr(sys.modules[__name__], "refuse_all", lambda args, samples, **kwargs: next(left, True))
     flags = {"dynamic_sampling_filter_path": "test_rollout.refuse_all", "run_dir": str(tmp_path)}
@@ -190,7 +190,7 @@ def test_partial_rollout_continues_in_the_next_rollout():
 
 
 def test_tokens_of_a_partial_rollout_beyond_its_limit_are_counted_and_masked():
-    """Of five tokens of the group that was cut off two rollouts ago, two are older than one rollout."""
+    """The group was cut off two rollouts ago, and two of its five tokens are older than one rollout."""
     args, source = setup(["a", "slow len=4 :", "b"], over_sampling_batch_size=3, partial_rollout=True)
     args.stale_samples = "mask"
     generate(args, source, rollout_id=0)
@@ -334,7 +334,7 @@ def test_batch_hooks():
 
 
 def test_partial_samples_survive_a_restart(tmp_path):
-    """Save after a rollout with a straggler; a new process continues it with the same seed and tokens."""
+    """A rollout with a straggler is saved, and a new process continues the straggler with the same seed and tokens."""
     data = write_lines(tmp_path / "d.jsonl", [{"prompt": p} for p in ("a", "slow len=4 :", "b", "c")])
     flags = {"prompt_data": data, "save": str(tmp_path), "load": str(tmp_path), "partial_rollout": True}
     outputs = []

@@ -226,7 +226,7 @@ def test_rollout_metrics_by_hand():
         "perf/longest_effective_sample_non_generation_time": 2.0,
         "perf/longest_effective_sample_tokens_per_sec_without_non_generation": 4.0,
     }
-    groups[1][1].non_generation_time = 5.0  # most of it in earlier rollouts
+    groups[1][1].non_generation_time = 5.0  # most of the time was in earlier rollouts
     later = rollout_metrics(config_of(), groups, rollout_time_s=4.0)
     assert later["perf/longest_sample_non_generation_time"] == 5.0
     assert not [name for name in later if name.endswith("without_non_generation")]
@@ -258,7 +258,7 @@ def test_a_small_negative_reward_is_counted_as_zero():
 
 
 def test_pass_rate_by_hand():
-    # Groups of 4 with 1 and 2 right: pass@1 = (1/4 + 2/4) / 2, pass@2 = (1 - 3/6 + 1 - 1/6) / 2, pass@4 = 1.
+    # The groups of 4 have 1 and 2 right: pass@1 = (1/4 + 2/4) / 2, pass@2 = (1 - 3/6 + 1 - 1/6) / 2, pass@4 = 1.
     rates = pass_rate([[1, 0, 0, 0], [0, 1.0, 1.0, 0.5]])
     assert rates == pytest.approx({"pass@1": 0.375, "pass@2": 2 / 3, "pass@4": 1.0})
     assert statistics_of([3.0, 1.0]) == {"mean": 2.0, "median": 2.0, "max": 3.0, "min": 1.0}
@@ -272,7 +272,7 @@ def test_pass_rate_by_hand():
         ("a" * 100, True),
         ("start " + "so I check it again. " * 5, True),
         ("so I check it again. " * 3, False),
-        ("x" + "abcdefghij" * 10 + "abc", True),  # cut in the middle of the unit
+        ("x" + "abcdefghij" * 10 + "abc", True),  # the text is cut in the middle of the unit
         ("a" * 200 + " end", False),
         ("".join(chr(33 + i % 90) for i in range(180)), False),
         ("".join(chr(33 + (i * i) % 90) for i in range(150)) * 4, True),
@@ -283,7 +283,7 @@ def test_repetition(text, loops):
 
 
 def test_repetition_of_any_text():
-    """Beside the definition, unit by unit, over texts of few letters, in which loops are common."""
+    """The result equals the definition, unit by unit, over texts of few letters, in which loops are common."""
 
     def by_definition(text: str) -> bool:
         lengths = {unit: max(100, 4 * unit) for unit in range(1, 201)}

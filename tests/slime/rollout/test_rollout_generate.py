@@ -78,7 +78,8 @@ def test_token_budget_counts_what_is_there():
     args, state = setup(rollout_max_response_len=2)
     sample = run(args, Sample(prompt="q len=5 :"))
     assert (sample.response, sample.status) == ("ab", STATUS.TRUNCATED)
-    assert run(args, sample) is sample and len(state.engine.calls) == 1  # nothing left: no request
+    # Nothing is left, so there is no request.
+    assert run(args, sample) is sample and len(state.engine.calls) == 1
 
     args, state = setup(rollout_max_response_len=100, rollout_max_context_len=12)
     assert run(args, Sample(prompt="q len=5 :")).response == "abc"  # 9 prompt tokens leave 3
@@ -142,7 +143,7 @@ def test_offpolicy_tokens_can_be_masked():
     run(args, sample, generate_and_rm)
     assert sample.loss_mask == [0, 0, 1, 1, 1] and not sample.remove_sample
     assert sample.reward == 5.0
-    # One that had finished under older weights counts in its group but is not trained on.
+    # A sample that finished under older weights counts in its group but is not trained on.
     run(args, sample, generate_and_rm)
     assert sample.loss_mask == [0] * 5 and sample.remove_sample
     sample.check()
@@ -314,7 +315,7 @@ def wrong(args, sample):
 
 @dataclass
 class Marker:
-    """A plain dataclass compares by its fields and so has no hash."""
+    """A plain dataclass, which compares by its fields and so has no hash."""
 
     mark: str
 

@@ -1,4 +1,4 @@
-"""Loss masks of conversations, checked token by token, and the SFT rollout on top of them."""
+"""Loss masks of conversations, checked token by token, and the SFT rollout that uses them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slime.rules.resolve import resolve
 from slime.types import Sample
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
 
-# Like Qwen2.5: a system turn of its own when the conversation has none.
+# Like Qwen2.5, this template adds a system turn if the conversation has no system turn.
 DEFAULT_SYSTEM = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{% endif %}"
     + CHATML
 )
-# Like Qwen3: the last assistant turn shows (maybe empty) thoughts, those before the last user turn lose theirs.
+# Like Qwen3, the last assistant turn shows (maybe empty) thoughts, and turns before the last user turn lose theirs.
 THINKING = (
     "{% set ns = namespace(last=-1) %}"
     "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -30,7 +30,7 @@ THINKING = (
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
     "{% endif %}"
 )
-# Like the R1 distillations: asks for thoughts, shows none of them.
+# Like the R1 distillations, this template asks for thoughts and shows no thoughts.
 DISTILL = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}{% else %}"
     "{{ '<｜Assistant｜>' + m['content'].split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}"
@@ -47,7 +47,7 @@ def assistant(text, **extra):
 
 
 def trained_text(tokenizer, ids, mask) -> list[str]:
-    """The stretches that the mask keeps, as text."""
+    """Returns the stretches that the mask keeps, as text."""
     pieces, previous = [], 0
     for token, keep in zip(ids, mask, strict=True):
         if keep and not previous:
@@ -70,14 +70,15 @@ def test_two_turns_token_by_token():
     tokenizer = make_tokenizer()
     assert ids == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert pieces == ["yo<|im_end|>", "6<|im_end|>"]
-    # user turn: start u s e r \n h i end \n = 10; opening: start assistant \n = 11; "yo" end = 3; \n = 1; ...
+    # The user turn has start u s e r \n h i end \n = 10; the opening start assistant \n = 11; "yo" end = 3; \n = 1;
+    # ...
     assert mask == [0] * 21 + [1] * 3 + [0] * (1 + 9 + 11) + [1] * 2 + [0]
     generator = MultiTurnLossMaskGenerator(tokenizer)
     assert generator.get_response_lengths([mask, [0, 0], [1]]) == [len(mask) - 21, 0, 1]
 
 
 def test_prompt_ends_where_generation_would_begin():
-    """The ids before the first trained token are those of the prompt at rollout, even if content starts oddly."""
+    """The ids before the first trained token are those of the prompt at rollout, even if content starts unusually."""
     messages = [user("hi"), assistant("\n\nyo")]
     _, _, ids, mask = masked(CHATML, messages)
     prompt = make_tokenizer().apply_chat_template(
@@ -132,14 +133,14 @@ def test_thinking_template():
     text, pieces, _, _ = masked(THINKING, messages, "qwen3")
     assert pieces == ["b<|im_end|>", "<think>\nhm\n</think>\n\nd<|im_end|>"]
     assert "why" not in text
-    # Without thoughts of its own the last turn gets empty ones: the model writes them, unless they are in its prompt.
+    # A last turn without thoughts gets empty thoughts: the model writes them, unless they are in its prompt.
     assert masked(THINKING, [user("a"), assistant("b")], "qwen3")[1] == ["<think>\n\n</think>\n\nb<|im_end|>"]
     off = {"template_kwargs": {"enable_thinking": False}}
     assert masked(THINKING, [user("a"), assistant("b")], "qwen3", **off)[1] == ["b<|im_end|>"]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
-    """Thoughts before a tool call are shown until the next question, so no one sequence holds both answers."""
+    """Thoughts before a tool call are shown until the next question, so no single sequence holds both answers."""
     tool = {"role": "tool", "content": "3"}
     chain = [user("a"), assistant("<think>use a tool</think>call"), tool, assistant("<think>ok</think>3")]
     assert masked(THINKING, chain, "qwen3")[1] == [
@@ -214,7 +215,7 @@ def with_model(tmp_path, template, context=4096):
 
 
 def test_a_conversation_without_a_mask_is_found_in_the_file(tmp_path):
-    """It was found when its step came, without file and line."""
+    """The error comes at the start with file and line, not at the conversation's step."""
     chain = [user("a"), assistant("<think>use a tool</think>call"), user("b"), assistant("4")]
     good = {"messages": [user("a"), assistant("b")]}
     path = write_lines(tmp_path / "d.jsonl", [good, {"messages": chain}, good])
@@ -240,7 +241,7 @@ def test_a_conversation_without_a_mask_is_found_in_the_file(tmp_path):
 
 
 def test_a_conversation_beyond_the_models_context_is_found_in_the_file(tmp_path, caplog):
-    """Its tokens beyond max_position_embeddings were trained without a word."""
+    """Otherwise its tokens beyond max_position_embeddings would be trained silently."""
     rows = [{"messages": [user("a"), assistant("b" * n)]} for n in (3, 7, 5)]  # 22 more tokens each
     flags = with_model(tmp_path, CHATML, 27) | {"prompt_data": write_lines(tmp_path / "d.jsonl", rows)}
     with pytest.raises(
@@ -266,7 +267,8 @@ def test_sft_errors_name_the_sample(tmp_path):
 
 
 def test_held_out_conversations_are_made_as_those_of_training(tmp_path):
-    """Without a draw from the data source; twice the same samples; with the columns of the evaluation's flags."""
+    """They are made without a draw from the data source, equal each time, and with the columns of the evaluation's
+    flags."""
     conversation = [user("1+1="), assistant("2"), user("2+2="), assistant("4")]
     rows = [{"messages": conversation}, {"messages": conversation[:2]}]
     held = [{"chat": row["messages"]} for row in rows]
@@ -296,7 +298,7 @@ def test_held_out_conversations_are_made_as_those_of_training(tmp_path):
 
 
 def wrapped(args, rollout_id, data_source, evaluation=False):
-    """A function of a user around ours."""
+    """A user's function that calls ours."""
     return generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
 
 
@@ -306,7 +308,7 @@ def none_held_out(args, rollout_id, data_source, evaluation=False):
 
 @pytest.mark.parametrize("kind", ["sft_loss", "custom_loss", "none"])
 def test_the_manager_hands_held_out_samples_to_the_trainer(checkpoint, tmp_path, kind):
-    """One part per data-parallel rank, of a function of a user too. A loss on rewards cannot take them."""
+    """Each data-parallel rank gets one part, also from a user's function. A loss on rewards cannot use them."""
     rows = [{"messages": [user("a"), assistant("b" * n)]} for n in (3, 7, 5)]
     path = write_lines(tmp_path / "d.jsonl", rows)
     flags = {"loss_type": kind, "input_key": "messages", "prompt_data": path, "eval_interval": 1}

@@ -1,4 +1,4 @@
-"""Sampling parameters have the right type and range before a request leaves, whoever set them."""
+"""Sampling parameters from any source have the right type and range before a request is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A served teacher against a local HTTP server that speaks SGLang's and vLLM's protocol."""
+"""A served teacher, with a local HTTP server that uses SGLang's and vLLM's protocol."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ ROUTES = {"/generate": as_sglang, "/v1/completions": as_vllm, "/teacher/generate
 
 
 keys: list[str | None] = []
-"""What the requests were authorised with."""
+"""Authorization headers of the requests."""
 
 
 def with_server(ask: Callable[[str], Awaitable[Any]], change: Callable[[Any], Any] = lambda x: x) -> Any:
-    """What `ask` returns, given the server's address. `change` spoils an answer."""
+    """Returns the result of `ask` for the server's address. `change` damages an answer."""
 
     async def handler(request: web.Request) -> web.Response:
         keys.append(request.headers.get("Authorization"))
@@ -113,7 +113,7 @@ WANTED = [log_prob(t) for t in (4, 1, 5)]
     ],
 )
 def test_finished_samples_get_log_probs(kind: str, path: str) -> None:
-    whole = sample(tokens=[4, 1, 5])  # no prompt: nothing predicts the first token
+    whole = sample(tokens=[4, 1, 5])  # without a prompt, nothing predicts the first token
     others = [sample(status=Sample.Status.ABORTED), sample(teacher_log_probs=[0.0] * 3)]
     empty = sample(tokens=[3, 1], response_length=0)
     done = [sample(), sample(tokens=[7, 4, 1, 5]), empty]
@@ -148,7 +148,7 @@ def test_the_most_probable_tokens_come_with_them(kind: str) -> None:
 
 
 class Engine:
-    """An engine of the run: every token has the log-prob `value`."""
+    """An engine of the run whose tokens all have the log-prob `value`."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -226,7 +226,7 @@ def test_the_hooks_of_slimes_scripts() -> None:
             "sampling_params": {"max_new_tokens": 0},
         }
     )
-    of_plug_in = sample(reward=answer)  # a reward function of a plug-in returns the server's answer
+    of_plug_in = sample(reward=answer)  # a plug-in's reward function returns the server's answer
     assert opd.post_process_rewards(args(""), [of_plug_in, alone]) == ([0.0, 0.0], [0.0, 0.0])
     assert of_plug_in.teacher_log_probs == WANTED
 

@@ -1,4 +1,5 @@
-"""The stream with rollouts ahead: batches of what finished first, bounded age, evaluation beside it, and a restart."""
+"""The stream with rollouts ahead: batches of the first finished groups, bounded age, evaluation meanwhile, and a
+restart."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def until(condition: Callable[[], bool], limit_s: float = 10.0) -> bool:
 
 
 class Run:
-    """What the loop does with a rollout manager: it asks for rollouts, and changes the weights after each."""
+    """Uses a rollout manager as the loop does: requests rollouts, and changes the weights after each rollout."""
 
     def __init__(self, prompts: list[str], *, source: object = None, **flags: object) -> None:
         self.args = make_args(
@@ -70,7 +71,7 @@ def test_a_batch_takes_what_finishes_first_and_the_rest_goes_on():
     third = run.ask(2, 1)
     threading.Timer(0.1, run.engine.released.add, "1").start()
     output = second()
-    assert prompts_of(output) == [ONE, "d"]  # drawn at weights 0: rollout 1 is the last that may have it
+    assert prompts_of(output) == [ONE, "d"]  # drawn at weights 0, so rollout 1 is the last that may have it
     assert output.samples[0][0].weight_versions == [0, 1] and run.engine.aborts == 0
     assert (
         output.metrics["rollout/staleness/max"] == 1 and output.metrics["rollout/staleness/over_limit"] == 0
@@ -84,7 +85,7 @@ def test_events_say_how_long_each_group_generates(tmp_path):
     run = Run([ONE, "b", "c", "d", "e", "f"], run_dir=str(tmp_path))
     first, second = run.ask(0, 0), run.ask(1, 0)
     first()
-    assert until(lambda: run.engine.running == 2)  # both samples of the group that is held
+    assert until(lambda: run.engine.running == 2)  # both samples of the held group
     assert [group for kind, group in told(tmp_path) if kind == "ended"].count(0) == 0
     run.engine.released.add("1")
     second()
@@ -96,12 +97,13 @@ def test_events_say_how_long_each_group_generates(tmp_path):
 
 
 def told(run_dir: Path) -> list[tuple[str, int]]:
-    """(kind, group) of the events about groups."""
+    """Returns (kind, group) of the events about groups."""
     return [(event.kind, group) for event in read_events(run_dir) for group in event.get("groups", ())]
 
 
 def test_a_batch_waits_for_old_groups_that_later_batches_have_no_room_for():
-    """Four groups of weights 0 run when two of weights 1 are ready. Rollout 2 has room for two of the four only."""
+    """Four groups of weights 0 run when two groups of weights 1 are ready. Rollout 2 has room for only two of the
+    four."""
     run = Run(["a", "b", ONE, ONE, ONE, ONE, "g", "h"], max_staleness=2)
     asked = [run.ask(rollout_id, 0) for rollout_id in range(3)]
     assert prompts_of(asked[0]()) == ["a", "b"]
@@ -122,7 +124,7 @@ def test_no_more_groups_are_drawn_than_the_loop_has_asked_for():
     asked()
 
 
-@pytest.mark.parametrize("default", [None, 2])  # --over-sampling-batch-size: of a plug-in's args, of a run
+@pytest.mark.parametrize("default", [None, 2])  # --over-sampling-batch-size: a plug-in's args, a run's flags
 def test_dropped_groups_are_replaced_one_by_one(default):
     flags = {"dynamic_sampling_filter_path": "test_stream.drop_x", "over_sampling_batch_size": default}
     run = Run(["x", "b", "c", "d", "e", "f"], **flags)
@@ -133,7 +135,7 @@ def test_dropped_groups_are_replaced_one_by_one(default):
 
 @pytest.mark.parametrize("policy", ["drop", "mask", "keep"])
 def test_groups_beyond_the_limit_are_counted_and_dropped_masked_or_kept(policy):
-    """Over-sampling draws six groups at weights 0. Rollouts 0 and 1 take four of them."""
+    """Over-sampling draws six groups at weights 0. Rollouts 0 and 1 take four groups."""
     run = Run(list("abcdefghij"), over_sampling_batch_size=6, stale_samples=policy)
     first, second = run.ask(0, 0), run.ask(1, 0)
     assert prompts_of(first()) + prompts_of(second()) == list("abcd")
@@ -166,7 +168,7 @@ def test_an_evaluation_runs_beside_a_rollout_that_does_not_end():
     run.engine.released.add("1")
     output = rollout()
     assert prompts_of(output) == [ONE, ONE]
-    assert run.state.request_figures == {}  # those of the evaluation are not the rollout's
+    assert run.state.request_figures == {}  # the evaluation's figures do not belong to the rollout
 
 
 def test_an_error_in_a_group_that_runs_ahead_ends_the_next_batch():

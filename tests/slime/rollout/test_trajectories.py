@@ -29,7 +29,7 @@ def part(reward, group, rollout=None, *, status=STATUS.COMPLETED, **metadata):
 
 
 def fanned_out():
-    """Two trajectories per group: one of three samples with reward 1, and one sample with reward 0; and two of 1."""
+    """Returns two trajectories per group: three samples with reward 1, and one sample with reward 0; and two of 1."""
     mixed = [*(part(1.0, 0, 7, data_source="a") for _ in range(3)), part(0.0, 0, data_source="a")]
     mixed[2].status = STATUS.TRUNCATED
     return [mixed, [part(1.0, 1, 8, data_source="b"), part(1.0, 1, 9, data_source="b")]]
@@ -64,7 +64,7 @@ def test_the_curriculum_counts_trajectories():
 
 
 def one_in_three(args, sample, sampling_params):
-    """The first response of a prompt has three parts of reward 1, the second one of reward 0."""
+    """Returns three parts with reward 1 for a prompt's first response, and one with reward 0 for the second."""
     made = []
     for reward in (1.0, 1.0, 1.0) if sample.index % 2 == 0 else (0.0,):
         one = part(reward, sample.group_index, status=STATUS.TRUNCATED if reward else STATUS.COMPLETED)

@@ -1,4 +1,4 @@
-"""A user's function that raises anything, never returns, or blocks the event loop. Each hung a run, or slowed it."""
+"""A user's function may raise anything, never return, or block the event loop, without stopping or slowing the run."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ ERRORS = {
 
 @pytest.fixture(autouse=True)
 def release():
-    """Threads of rewards that never return end with their test."""
+    """Ends the threads of rewards that never return together with their test."""
     RELEASE.clear()
     yield
     RELEASE.set()
 
 
 def scored(**flags):
-    """One group of four samples, in the loop thread that a run uses."""
+    """Scores one group of four samples in the loop thread that a run uses."""
     args = make_args(**flags)
     state = make_state(args)
     group = [Sample(prompt="q: len=2 :", index=i, group_index=1) for i in range(4)]
@@ -153,7 +153,7 @@ def test_a_cancelled_reward_stays_cancelled():
 
 
 class _Refuses(BaseHTTPRequestHandler):
-    """Answers as the run's router does without the key, or as a stranger."""
+    """A server that answers as the run's router does without the key, or as a foreign server."""
 
     def do_POST(self):
         body = json.dumps(
@@ -165,7 +165,7 @@ class _Refuses(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format, *args):
-        """Nothing is printed."""
+        """Prints nothing."""
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ KEYLESS = (
 
 @pytest.mark.parametrize("name", ["with_aiohttp", "reads_the_answer", "with_urllib", "hides_the_cause"])
 def test_a_client_without_the_key_is_named(router, name):
-    """The error was the client's alone, such as KeyError: 'text'."""
+    """The client's own error, such as KeyError: 'text', would not name the cause."""
     with pytest.raises(RuntimeError, match=rf"{name} failed on sample \d of group 1: ") as error:
         scored(custom_generate_function_path=f"test_user_code.{name}", rm_url=router, rm_type="random")
     assert KEYLESS in str(error.value)
@@ -261,7 +261,7 @@ def test_the_servers_of_a_run_name_the_function_that_adds_the_key():
 
 
 def divides(args, sample):
-    """The response is long: its middle is left out."""
+    """Returns a long response, whose middle the error leaves out."""
     sample.response = "<think>" + "x" * 1000 + "</think> 7"
     return json_value(sample) / 0
 
@@ -280,7 +280,7 @@ def returns_text(args, sample):
 
 @pytest.mark.parametrize("name", ["divides", "divides_async"])
 def test_an_error_of_a_reward_names_line_label_and_response(name):
-    """In the middle of a run only the sample's number was there."""
+    """The sample's number alone does not help in the middle of a run."""
     with pytest.raises(ValueError) as error:
         scored(custom_rm_path=f"test_user_code.{name}")
     line = next(
@@ -296,7 +296,7 @@ def test_an_error_of_a_reward_names_line_label_and_response(name):
 
 
 def test_an_error_names_the_line_of_the_users_code(tmp_path, monkeypatch):
-    """Not those of Python or of a library that the user has called, nor those of this project."""
+    """The line is not in Python, in a library that the user has called, or in this project."""
     lines = ["import json", "", "def parse(text):", "    return json.loads(text)", ""]
     lines += ["async def generate(args, sample, sampling_params):", "    return parse('{')"]
     file = tmp_path / "my_agent.py"

@@ -1,4 +1,4 @@
-"""The version of each token: over partial rollouts and sessions, in saved rollouts, in staleness, and in the loss."""
+"""Each token's version: over partial rollouts and sessions, in saved rollouts, in staleness, and in the loss."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ANSWER = GenerateResult([5, 6, 7], [-0.1, -0.2, -0.3], "abc", "stop", [3, 4], ve
 
 
 def mixed(index: int = 0, reward: float = 0.0, **fields: object) -> Sample:
-    """Two tokens of version 0, two of a tool, three of version 1."""
+    """Returns a sample with two tokens of version 0, two of a tool, three of version 1."""
     sample = Sample(index=index, group_index=0, tokens=[9], reward=reward, weight_versions=[0, 1], **fields)
     for version, count in ((0, 2), (None, 2), (1, 3)):
         if version is None:
@@ -59,7 +59,8 @@ def test_an_answer_tells_the_version_of_each_token():
     assert ANSWER.token_columns == {VERSIONS: [3, 3, 4]}
     assert replace(ANSWER, columns={"margin": [0.0] * 3}).token_columns.keys() == {"margin", VERSIONS}
     assert replace(ANSWER, weight_versions=[4], version_starts=None).token_columns == {VERSIONS: [4, 4, 4]}
-    assert replace(ANSWER, version_starts=None).token_columns == {}  # no guess where it changed
+    # The position of the change is not guessed.
+    assert replace(ANSWER, version_starts=None).token_columns == {}
     with pytest.raises(ValueError, match="shorter"):
         _ = replace(ANSWER, version_starts=[0]).token_columns
     gap, sample = replace(ANSWER, version_starts=[1, 2]), Sample(tokens=[1])
@@ -104,7 +105,7 @@ def test_a_session_keeps_the_versions_of_its_answers():
     tree.add(Turn(first, [], [8, 8], {"role": "assistant"}, later, True))
     (one, _), (other, _) = tree.samples(Sample(index=0))
     assert token_versions(one) == [3, 3, 4, UNKNOWN_VERSION, 5, 5, 5]
-    # the first answer is trained on in the other sample
+    # The first answer is trained on in the other sample.
     assert token_versions(other) == [*[UNKNOWN_VERSION] * 5, 5, 5, 5]
 
 
@@ -116,8 +117,8 @@ def test_a_response_that_a_hook_has_changed_has_no_versions():
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_staleness_of_tokens_by_hand(masks):
-    """Rollout 2 may have tokens of version 1. Of the first sample, two of five trained tokens are older; the second
-    does not know its own, so that all of them count as its oldest; the third is new."""
+    """Rollout 2 may have tokens of version 1. In the first sample, two of five trained tokens are older. The second
+    sample lacks its tokens' versions, so they all count as its oldest. The third sample is new."""
     known, unknown, new = mixed(), mixed(1), mixed(2)
     unknown.columns = {}
     new.columns[VERSIONS], new.weight_versions = [2] * 7, [2]
@@ -147,8 +148,8 @@ def test_a_removed_sample_has_no_trained_tokens():
 
 
 def test_tokens_of_several_versions_are_corrected_by_their_own_log_probs():
-    """Each token's weight is the trainer's old probability by that with which its own weights sampled it: 0.4 / 0.8 of
-    version 0, and 0.6 / 0.4 of version 1."""
+    """A token's weight is the trainer's old probability divided by the probability under the weights that sampled it:
+    0.4 / 0.8 for version 0, and 0.6 / 0.4 for version 1."""
     sampled = {0: 0.8, 1: 0.4}
     samples = [mixed(i, reward=float(i)) for i in range(2)]
     for sample in samples:

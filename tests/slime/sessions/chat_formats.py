@@ -1,8 +1,9 @@
-"""The chat formats of five families: a template in our words, and the same format written down once more in Python.
+"""The chat formats of five families: a template in the project's own words, and the same format a second time in
+Python.
 
 The facts are those of the templates that the models are published with: Qwen3 (Qwen/Qwen3-8B), GLM-4.5
 (zai-org/GLM-4.5), Llama 3.1 (meta-llama/Llama-3.1-8B-Instruct), SmolLM2 (HuggingFaceTB/SmolLM2-135M-Instruct) and
-gpt-oss (openai/gpt-oss-20b). TRL ships four of them; where it is installed, the drift test takes those too.
+gpt-oss (openai/gpt-oss-20b). TRL ships four of these templates; if it is installed, the drift test uses them too.
 """
 
 from __future__ import annotations
@@ -132,31 +133,31 @@ GPT_OSS = """\
 
 @dataclass(frozen=True)
 class Format:
-    """What a family's template does between two turns of the model, without the template."""
+    """The text that a family's template writes between two turns of the model, computed without the template."""
 
     name: str
     template: str
     special: tuple[str, ...]
     eos: str
     opening: str
-    """Of the model's turn."""
+    """Opening of the model's turn."""
     user: Callable[[str], str]
     results: Callable[[list[str]], str]
-    """The results of the tools of one turn."""
+    """Text for the tools' results in one turn."""
     answer: Callable[[str, str, list[dict[str, object]]], str]
-    """What the model writes for a thought, a content and calls, without its end."""
+    """Text that the model writes for a thought, a content and calls, without its end."""
     ends: tuple[str, ...]
-    """With which the model may end an answer."""
+    """Texts with which the model may end an answer."""
     call_ends: tuple[str, ...]
     closing: tuple[str, str]
-    """What the template adds after a turn that was cut off: an answer, a call."""
+    """Text that the template adds after a turn that was cut off: an answer, a call."""
     glue: str = ""
-    """What it adds after a turn that the model ended."""
+    """Text that the template adds after a turn that the model ended."""
     tools: bool = True
     calls: int = 2
-    """The most calls of a turn."""
+    """Largest number of calls in a turn."""
     published: str = ""
-    """The file that TRL has of it."""
+    """The file of this template in TRL."""
 
 
 def _call(call: dict[str, object], arguments: str) -> str:
@@ -266,7 +267,7 @@ FORMATS = (
 
 
 def published(name: str) -> str | None:
-    """A template of an installed TRL."""
+    """Returns a template of an installed TRL."""
     found = importlib.util.find_spec("trl")
     if found is None or found.origin is None:
         return None

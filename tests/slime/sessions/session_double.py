@@ -1,4 +1,4 @@
-"""An engine that says what a test wants, a parser of Qwen's tool calls, and a session in an event loop of its own."""
+"""An engine with scripted answers, a parser of Qwen's tool calls, and a session in its own event loop."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ END = "<|im_end|>"
 
 
 class Scripted(EngineDouble):
-    """Writes `script(prompt)`, one token a byte. A text without END was cut off. `gate`, if set, holds answers back.
-    With `streams`, `shown` is awaited after each token."""
+    """Generates `script(prompt)`, one token per byte. A text without END was cut off. `gate`, if set, holds answers
+    back. With `streams`, `shown` is awaited after each token."""
 
     def __init__(self, script: Callable[[str], str]) -> None:
         super().__init__(make_tokenizer(TOOLS))
@@ -68,7 +68,7 @@ class Scripted(EngineDouble):
 
 
 class QwenParser:
-    """Reasoning in <think>, calls in <tool_call>."""
+    """Parses reasoning in <think> and calls in <tool_call>."""
 
     tools, plain = True, False
 
@@ -92,7 +92,7 @@ def converse(
     parser: ChatParser | None = None,
     **flags: Any,
 ) -> tuple[list[Sample], Scripted]:
-    """Run `agent` with a session, and return the samples and the engine."""
+    """Runs `agent` with a session, and returns the samples and the engine."""
     args = make_args(**{"rollout_max_response_len": 400, **flags})
     engine = Scripted(script)
     state = make_state(args, engine.tokenizer)

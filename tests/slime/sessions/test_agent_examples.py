@@ -1,5 +1,5 @@
-"""The hooks of examples/calculator-tool and examples/multi-agent, with an engine that says what a test wants. Whole
-runs of them are in tests/e2e/examples."""
+"""The hooks of examples/calculator-tool and examples/multi-agent, with an engine that has scripted answers. Their
+whole runs are in tests/e2e/examples."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def parser(args: Any, tokenizer: Any) -> QwenParser:
 
 
 def asked(script: Any) -> Sample:
-    """The sample of the question 12+34= with an engine that answers by `script`."""
+    """Returns the sample of the question 12+34=, with an engine that answers by `script`."""
     args = make_args(rollout_max_response_len=200)
     engine = Scripted(script)
     state = make_state(args, engine.tokenizer, chat_parser_path="test_agent_examples.parser")
@@ -109,7 +109,7 @@ def test_a_tool_that_hangs_ends_its_sample_with_a_reason(monkeypatch: pytest.Mon
 
 
 def fanned_out(path: str, **flags: Any) -> list[Sample]:
-    """The samples of a rollout of two prompts with two samples each, by a custom generate function."""
+    """Returns the samples of a rollout with two prompts and two samples each, from a custom generate function."""
     args = make_args(custom_generate_function_path=path, rollout_max_response_len=40, **flags)
     make_state(args)
     groups = generate_rollout(args, 0, ListSource(args, ["q: len=2 :", "r: len=3 :"])).samples
@@ -150,8 +150,8 @@ def test_rewards_of_the_roles() -> None:
 
 
 async def three_agents(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """As slime's example of several agents returns its samples: copies in any order, with tokens, status and rewards of
-    their own, without log-probs, loss mask and weight versions."""
+    """Returns samples as slime's example of several agents does: copies in any order, with separate tokens, status
+    and rewards, and without log-probs, loss mask and weight versions."""
     args = copy.deepcopy(args)
     made = []
     for number in range(3):

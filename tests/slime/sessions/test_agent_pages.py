@@ -1,4 +1,4 @@
-"""The first example of docs/agents.md as it is printed, with an engine that says what the test wants."""
+"""Runs the first example of docs/agents.md as printed, with an engine that has scripted answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a run says of the requests of sessions whose text the chat template spoils, and what it keeps of the text."""
+"""The warnings of a run about session requests whose text the chat template spoils, and the part of the text that it
+keeps."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def test_a_template_that_reads_tools_and_a_client_without_are_no_warning(caplog:
 
 
 def test_a_message_that_has_the_template_already_is_a_warning(caplog: Any) -> None:
-    """As an agent that sends sample.prompt does with --apply-chat-template."""
+    """An agent that sends sample.prompt causes this with --apply-chat-template."""
     rendered = make_tokenizer(CHATML).apply_chat_template(
         [{"role": "user", "content": "12+34="}], add_generation_prompt=True, tokenize=False
     )
@@ -79,7 +80,7 @@ def test_a_kept_sample_shows_what_the_model_read(tmp_path: Path) -> None:
     (sample,), engine = converse(agent, lambda _: "46" + END)
     write_samples(tmp_path, 0, [sample], range(1), lambda id_: "?", engine.tokenizer.decode)
     (found,) = read_samples(tmp_path, 0)
-    assert found.prompt == [{"role": "user", "content": "go"}]  # of the data
+    assert found.prompt == [{"role": "user", "content": "go"}]  # the prompt of the data
     assert found.read == engine.calls[0][0] and found.read.endswith(
         "user\n12+34= é<|im_end|>\n<|im_start|>assistant\n"
     )

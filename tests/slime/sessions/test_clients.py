@@ -1,4 +1,4 @@
-"""Unmodified clients talk to a session in three dialects, and every token becomes part of a sample."""
+"""Unmodified clients use a session in three dialects, and every token becomes part of a sample."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def test_a_client_calls_a_tool_and_all_tokens_are_in_the_sample(talk: Any, strea
     assert said == ["it is 3"]
     first, second = engine.prompts
     calls, answer = (engine.tokenizer.encode(text) for text in (THOUGHT + CALL + END, "it is 3" + END))
-    assert second[: len(first) + len(calls)] == first + calls  # the thoughts too, which templates leave out
+    # The thoughts are included, which templates leave out.
+    assert second[: len(first) + len(calls)] == first + calls
     assert sample.tokens == second + answer
     trained = [
         t for t, on in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if on

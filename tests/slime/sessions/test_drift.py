@@ -1,4 +1,4 @@
-"""Random conversations in five chat formats: what a session sends is what it has, and what the format says of the new
+"""Random conversations in five chat formats: a session sends its own tokens, and the format's text for the new
 messages. No request may lose the tokens that the model wrote."""
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ WORDS = [
 
 
 def tokenizer_of(chat: Format, template: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE whose merges cross the ends of words and lines, so that a text split elsewhere has other
-    tokens."""
+    """Makes a byte-level BPE whose merges cross the ends of words and lines, so that a text split at another position
+    has other tokens."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
@@ -70,7 +70,7 @@ def text(rng: random.Random, longest: int) -> str:
 
 
 class Conversation:
-    """A random model and a random client. `expected` is the text of all tokens so far, by the format."""
+    """A random model and a random client. `expected` is the whole text so far, by the format."""
 
     def __init__(self, chat: Format, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         self.chat, self.tokenizer, self.rng = chat, tokenizer, random.Random(seed)
@@ -85,7 +85,7 @@ class Conversation:
         return self.reply
 
     async def generate(self, token_ids: list[int], params: Any, **others: object) -> GenerateResult:
-        """What the model writes: any text, with what a parser would find in it."""
+        """Returns the model's answer: any text, with the parts that a parser would find."""
         self.check(token_ids)
         rng, chat = self.rng, self.chat
         number = rng.randint(1, chat.calls) if chat.tools and rng.random() < 0.4 else 0
@@ -108,7 +108,7 @@ class Conversation:
         return GenerateResult(ids, [-1.0] * len(ids), self.said, "length" if cut else "stop", [0])
 
     def pieces(self, said: str) -> list[int]:
-        """Tokens that the tokenizer would not have chosen: a model may split a text anywhere."""
+        """Returns tokens that the tokenizer would not have chosen, because a model may split a text anywhere."""
         whole = self.tokenizer.encode(said, add_special_tokens=False)
         found = []
         for token in whole:
@@ -130,7 +130,7 @@ class Conversation:
         assert self.tokenizer.decode(prompt) == self.expected
 
     def next_messages(self) -> list[dict[str, Any]]:
-        """The client's own copy of the answer, and what it adds."""
+        """Returns the client's own copy of the answer, and its new messages."""
         rng, chat, reply = self.rng, self.chat, self.reply
         calls = [
             tool_call(call.name, call.arguments, rng.choice([call.id, "own"])) for call in reply.tool_calls

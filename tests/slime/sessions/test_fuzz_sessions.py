@@ -1,4 +1,4 @@
-"""Requests of strangers over generated and changed bodies: answered or refused, without an error of the server."""
+"""Generated and changed requests of strangers are answered or rejected, without an error of the server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime.sessions.limits import DONE, NO_REQUEST
 from slime.types import Sample
 
 ANSWERED = {200, 400, 403, 404, 405, 413}
-"""4xx: no client sends such a request again."""
+"""Statuses 4xx, after which no client repeats the request."""
 REASONS = {
     DONE,
     NO_REQUEST,
@@ -87,7 +87,7 @@ SAID = st.lists(FRAGMENTS | st.text(max_size=4), max_size=6).map(lambda parts: "
 
 @st.composite
 def changed(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A right request of one dialect with up to three fields changed, added, taken out or repeated."""
+    """Draws a dialect's correct request with up to three fields changed, added, removed or repeated."""
     path = draw(st.sampled_from(PATHS))
     body: Any = json.loads(json.dumps(BODIES[path]))
     for _ in range(draw(st.integers(0, 3))):
@@ -112,7 +112,7 @@ def changed(draw: st.DrawFn) -> tuple[str, bytes]:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A request whose bytes are cut, changed or repeated."""
+    """Draws a request whose bytes are cut, changed or repeated."""
     path, body = draw(changed())
     at, size, new = draw(st.integers(0, len(body))), draw(st.integers(0, 30)), draw(st.binary(max_size=6))
     return path, body[:at] + new + body[at + size :]
@@ -128,7 +128,7 @@ REQUESTS = (
 
 
 class Served:
-    """Sessions of one run. Each request has a session of its own."""
+    """Sessions of a run. Each request has its own session."""
 
     def __init__(self) -> None:
         self.args = make_args(rollout_max_response_len=60)
@@ -138,7 +138,7 @@ class Served:
         self.state.engine = self.engine
 
     def call(self, work: Callable[[Session], Any]) -> Sample:
-        """The first sample of a session after `work`."""
+        """Returns the first sample of a session after `work`."""
 
         async def run() -> Sample:
             self.number += 1
@@ -225,7 +225,8 @@ PIECES = st.sampled_from(
 
 
 def test_any_frame_of_http_leaves_the_server_as_it_is(fuzz: Callable[..., None], served: Served) -> None:
-    """Bytes that are no HTTP, or almost: refused or the connection ends, and the next request is answered."""
+    """The bytes are not, or not quite, HTTP. They are rejected or the connection ends, and the next request is
+    answered."""
 
     def check(case: list[tuple[int, int, bytes]]) -> None:
         frame = HEAD

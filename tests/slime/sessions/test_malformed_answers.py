@@ -1,4 +1,5 @@
-"""What the model alone can write: calls that no parser reads, and arguments that no dialect can carry as they are."""
+"""Answers that only a model can write: calls that no parser reads, and arguments that no dialect can carry
+unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ NO_OBJECT = [
 
 
 class Calls:
-    """Reads "CALL" and the place of the arguments in `NO_OBJECT`."""
+    """A parser that reads "CALL" and an index of the arguments in `NO_OBJECT`."""
 
     tools, plain = True, False
 
@@ -159,7 +160,7 @@ def test_an_answer_that_the_parser_cannot_read_ends_its_sample_with_the_reason(
 def test_a_parser_that_takes_too_long_ends_its_sample_and_not_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Parsers of vLLM exist that take 15 s for 5,000 digits. Requests of others are answered meanwhile."""
+    """Some parsers of vLLM take 15 s for 5,000 digits. Other sessions' requests are answered meanwhile."""
     monkeypatch.setattr("slime.sessions.parsing._LONGEST_S", 0.3)
     released = threading.Event()
     beats = 0
@@ -191,7 +192,7 @@ def test_a_parser_that_takes_too_long_ends_its_sample_and_not_the_event_loop(
 
 
 def test_text_that_has_no_utf8_reaches_clients_as_escapes() -> None:
-    """In each field of an answer, streamed or not."""
+    """This holds in each field of an answer, with or without a stream."""
     found: list[Any] = []
     half = "a\ud800"
 

@@ -1,4 +1,5 @@
-"""What strangers write: any field of any type in each dialect, any JSON. It ends its own session at most, with 400."""
+"""Requests of strangers have any field of any type in each dialect, and any JSON. They end at most their own session,
+with 400."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ WRONG: list[Any] = [5, -1.5, True, "text", "", [], [5], [None], [[]], {}, {"a": 
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of each field and entry."""
+    """Yields the path to each field and entry."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, field in inner:
         yield (*path, name)
@@ -119,13 +120,13 @@ def with_value(body: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[
 
 
 def deep(levels: int, opening: str = "[", closing: str = "]") -> bytes:
-    """A request in which JSON lies that many levels deep."""
+    """Returns a request whose JSON is nested that many levels deep."""
     nested = opening * levels + "1" + closing * levels
     return b'{"model": "policy", "messages": [], "x": ' + nested.encode() + b"}"
 
 
 def post_all(requests: list[tuple[str, bytes]], headers: dict[str, str] | None = None) -> list[Any]:
-    """(status, answer, sample) of each request, in a session of its own."""
+    """Returns (status, answer, sample) per request, each in its own session."""
     args = make_args(rollout_max_response_len=400)
     engine = Scripted(lambda _: f"ok{END}")
     state = make_state(args, engine.tokenizer)
@@ -166,7 +167,7 @@ def test_a_field_of_a_wrong_type_is_served_or_a_refused_request(path: str) -> No
 
 @pytest.mark.parametrize("path", BODIES)
 def test_tools_that_are_no_functions_are_a_refused_request(path: str) -> None:
-    """A chat template would write them into the prompt, or fail."""
+    """A chat template would write such a tool into the prompt, or fail."""
     (good,) = BODIES[path]["tools"]
     of_chat = path == "chat/completions"
 
@@ -227,7 +228,7 @@ ADAPTERS = {"chat/completions": OpenAIAdapter, "responses": ResponsesAdapter, "m
 
 @pytest.mark.parametrize("path", ADAPTERS)
 def test_an_adapter_of_slime_refuses_the_same(path: str) -> None:
-    """A field of each wrong type and each JSON, and a body that is not what its header names."""
+    """The cases are a field with each wrong type, each JSON, and a body that does not match its header."""
     args = make_args(rollout_max_response_len=400)
     engine = Scripted(lambda _: f"ok{END}")
     make_state(args, engine.tokenizer).engine = engine

@@ -1,5 +1,5 @@
-"""The length of messages comes before costly work, the event loop goes on meanwhile, and the context ends a session as
-a limit does."""
+"""The length of messages is checked before costly work, the event loop runs meanwhile, and the context ends a session
+as a limit does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def engine_with(context: int) -> Callable[[Scripted, Any], None]:
 
 @pytest.mark.parametrize("which", ["engine", "flag", "both"])
 def test_an_agent_that_reaches_the_context_is_truncated_and_trained(which: str) -> None:
-    """By the length of the engine as by --rollout-max-context-len. The last answer is cut to the room that is left."""
+    """The limit is the engine's length or --rollout-max-context-len. The last answer is cut to the room that
+    is left."""
 
     async def agent(session: Session) -> None:
         async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
@@ -56,7 +57,7 @@ def test_an_agent_that_reaches_the_context_is_truncated_and_trained(which: str) 
 
 
 def test_what_an_engine_refuses_for_another_reason_is_not_the_context() -> None:
-    """Whatever its words are."""
+    """The words of the engine's error do not matter."""
 
     def refuse(prompt: str) -> str:
         raise ValueError("logit_bias must not be longer than the context length")
@@ -113,7 +114,7 @@ def test_four_megabytes_are_refused_by_a_look_at_a_part(
 
 
 def test_a_long_request_leaves_the_event_loop_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a request that fits the context: other tasks run while its text is tokenised."""
+    """The request fits the context: other tasks run while its text is tokenised."""
     beats: list[str] = []
     doing = ["nothing"]
 

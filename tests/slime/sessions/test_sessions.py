@@ -1,4 +1,5 @@
-"""How sessions fork, and how they end: by limits, by bad requests, by the rollout. Each ends its own sample only."""
+"""Sessions fork, and end by limits, by bad requests, or by the rollout. Each end affects only the session's own
+sample."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ async def ask(session: Session, messages: list[Any], **fields: Any) -> Any:
 
 
 def repeat(prompt: str) -> str:
-    """The last word of the last message."""
+    """Returns the last word of the last message."""
     return prompt.rsplit(END, 1)[0].split()[-1] + END
 
 
@@ -49,8 +50,8 @@ def test_a_rewritten_history_forks_and_no_token_is_trained_twice() -> None:
         await ask(session, begin[:1])
         await ask(session, begin)
         await ask(session, [*begin, said("two"), user("say three")])
-        await ask(session, [*begin, said("zwei"), user("say four")])  # the client changed what the model said
-        await ask(session, [user("say five")])  # and began anew
+        await ask(session, [*begin, said("zwei"), user("say four")])  # the client changed the model's text
+        await ask(session, [user("say five")])  # the client began again
 
     samples, engine = converse(agent, repeat)
     assert [trained(s, engine) for s in samples] == [
@@ -116,7 +117,7 @@ LIMITS = {
 
 @pytest.mark.parametrize("reason", [*LIMITS, "context"])
 def test_an_agent_that_never_ends_is_ended(reason: str) -> None:
-    """It gets an error, which it does not catch. Its tokens stay in the sample, which is truncated."""
+    """The agent gets an error, which it does not catch. Its tokens stay in the sample, which is truncated."""
 
     async def agent(session: Session) -> None:
         messages = [user("go")]
@@ -141,7 +142,8 @@ def test_an_agent_that_never_ends_is_ended(reason: str) -> None:
 
 
 def test_a_tool_that_hangs_ends_its_session_alone() -> None:
-    """By the time of the session, which cancels the agent. The turn before stays, and so does the session beside it."""
+    """The session's time limit cancels the agent. The turn before stays, and a session that runs at the same time
+    does too."""
     hung: list[bool] = []
 
     async def agent(session: Session) -> None:
@@ -254,7 +256,7 @@ def test_a_key_is_for_its_own_open_session() -> None:
         await refused(session, session.api_key[:-1])
         closed.append((session.base_url, session.api_key))
         await ask(session, [user("say fine")])
-        assert session.ended is None  # what others try does not end it
+        assert session.ended is None  # other sessions' requests do not end it
 
     async def reuse(session: Session) -> None:
         async with openai.AsyncOpenAI(base_url=closed[0][0], api_key=closed[0][1]) as client:

@@ -1,4 +1,4 @@
-"""Answers that a client sees while they are written: the same texts, tokens and samples as without a stream."""
+"""Answers that a client receives while they are written: the same texts, tokens and samples as without a stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Texts = Callable[[Session], AsyncIterator[str]]
 
 
 def plain(agent: Callable[[Session], Awaitable[Any]], **more: Any) -> tuple[list[Sample], Scripted]:
-    """The samples of a session over an engine that streams, whose answers are text alone."""
+    """Returns the samples of a session with a streaming engine, whose answers are text only."""
     own = more.pop("prepare", lambda engine: None)
 
     def prepare(engine: Scripted, _: Any) -> None:
@@ -68,7 +68,7 @@ async def messages(session: Session) -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("talk", [chat, responses, messages])
 def test_a_client_sees_text_before_the_answer_is_whole(talk: Texts) -> None:
-    """The engine waits for it after the letter ö."""
+    """The engine waits for the client after the letter ö."""
     seen: list[str] = []
     waited: list[str] = []
 
@@ -132,7 +132,7 @@ def test_a_client_that_disconnects_in_a_stream_ends_request_and_sample() -> None
 @pytest.mark.parametrize("same", [True, False])
 def test_an_engine_that_takes_over_must_write_what_the_client_saw(same: bool) -> None:
     class Dying(Scripted):
-        """Loses its first attempt in the middle."""
+        """An engine that loses its first attempt in the middle."""
 
         async def generate(self, token_ids: list[int], params: Any, **fields: Any) -> Any:
             show = fields["on_tokens"]

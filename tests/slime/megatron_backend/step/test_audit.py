@@ -1,4 +1,4 @@
-"""The audit of each step on one real trainer: figures by hand, what is not comparable, strict, faults."""
+"""The audit of steps on a real trainer: figures by hand, samples that are not comparable, strict mode, faults."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_equal_log_probs_within_the_tolerance_pass_strict(build, samples):
 
 
 def test_bitwise_equal_tokens_are_counted(build, samples):
-    """The trainer's own log-probs handed back as the rollout's, one of them off by one unit in the last place."""
+    """The rollout's log-probs are the trainer's own, but one is off by one unit in the last place."""
     trainer = build(rlk_fast="off", lr=0.0)
     data = with_facts(trainer.config, samples)
     trainer.train(0, data)
@@ -232,7 +232,7 @@ def test_samples_without_a_record_are_not_compared(build, samples):
 
 
 def test_samples_first_seen_after_an_update_are_not_compared(build, samples):
-    """With --use-rollout-logprobs no pass precedes the two steps, and the second one sees new weights."""
+    """With --use-rollout-logprobs no pass precedes the two steps, and the second step has new weights."""
     found = audited(build(use_rollout_logprobs=True, global_batch_size=4), samples)
     second = {s.index for s in samples if s.index >= 4}
     assert found["not_comparable/later_step"] == active(samples, second)
@@ -282,7 +282,7 @@ def test_a_rollout_without_log_probs_is_refused(build, samples):
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_a_log_prob_that_is_not_finite_is_named_and_the_batch_saved(build, samples, tmp_path, value):
-    """As a conversion hook could leave it; the weights must not have moved."""
+    """A conversion hook could leave such a value. The weights must not have moved."""
     trainer = build(use_tis=True)
     before = exported(trainer)
     data = with_facts(trainer.config, samples)
@@ -302,7 +302,7 @@ def test_a_log_prob_that_is_not_finite_is_named_and_the_batch_saved(build, sampl
 def test_masked_tokens_may_hold_anything(build, samples):
     trainer = build()
     data = with_facts(trainer.config, samples)
-    i = data["sample_indices"].index(4)  # removed: no token of it is active
+    i = data["sample_indices"].index(4)  # it is removed, so it has no active token
     data["rollout_log_probs"][i][:] = float("nan")
     assert trainer.train(0, data).rollout["consistency/tokens"] == active(samples, range(9))
 

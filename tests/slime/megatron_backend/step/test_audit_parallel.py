@@ -1,4 +1,4 @@
-"""The audit on two trainer ranks over gloo: the same figures as one rank, one line a step, one error for both."""
+"""The audit on two trainer ranks over gloo: one rank's figures, one line per step, one error for both ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> dict[str, Any]:
-    """A rollout under audit, then one whose last sample holds a NaN: metrics, and what the error said."""
+    """Audits a rollout, then one whose last sample holds a NaN, and returns the metrics and the error."""
     paths = {"weight_dir": str(root / f"weights-{name}"), "run_dir": str(root / f"run-{name}")}
     config = make_config(root, rlk_consistency="audit", actor_num_gpus_per_node=ranks, **paths, **flags)
     trainer = MegatronTrainer(config, rank, ranks, init_method=f"file://{root}/store-{name}", local_rank=rank)
@@ -95,7 +95,7 @@ def test_two_ranks_find_what_one_finds(one, two, layout):
 
 
 def test_percentiles_are_values_of_tokens_of_either_rank(root, one, two):
-    """Only one rank holds the token of a percentile: a mean of two ranks' percentiles would be neither's."""
+    """Only one rank has the token of a percentile, so a mean of the ranks' percentiles would be wrong."""
     names = [f"consistency/abs_dlogp_{x}" for x in ("p50", "p90", "p99", "max")]
     assert [two[0]["dp"]["metrics"][n] for n in names] == pytest.approx(
         [one["metrics"][n] for n in names], abs=2e-6

@@ -1,4 +1,4 @@
-"""PPO's critic on one rank: values, advantages, value loss and checkpoints against transformers and by hand."""
+"""PPO's critic on one rank: values, advantages, value loss and checkpoints, compared with transformers and by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def critic_of(trainer: MegatronTrainer) -> Learner:
 
 
 def with_head(trainer: MegatronTrainer, seed: int = 3) -> Tensor:
-    """Gives the critic a head that is not 0: [1, H]."""
+    """Gives the critic a head [1, H] that is not 0."""
     weight = torch.randn(1, 32, generator=torch.Generator().manual_seed(seed)) / 8
     last_part(critic_of(trainer).model).value_head.weight.data.copy_(weight)
     critic_of(trainer).optimizer.reload_model_params()
@@ -41,7 +41,7 @@ def with_head(trainer: MegatronTrainer, seed: int = 3) -> Tensor:
 
 
 def hf_values(root, weight: Tensor, sample: Sample) -> Tensor:
-    """Values of the states before each response token: of transformers' last hidden states."""
+    """Returns the values of the states before each response token, from transformers' last hidden states."""
     model = transformers.AutoModelForCausalLM.from_pretrained(root / "policy")
     tokens = torch.tensor(sample.tokens)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def mask_of(sample: Sample) -> list[int]:
 
 
 def gae_by_hand(values: list[float], reward: float, mask: list[int]) -> list[float]:
-    """The recurrence, over trained tokens, from the last to the first."""
+    """Computes the recurrence over trained tokens, from the last to the first."""
     places = [i for i, m in enumerate(mask) if m]
     found, advantage, next_value = [0.0] * len(values), 0.0, 0.0
     for k, i in enumerate(reversed(places)):
@@ -101,7 +101,7 @@ def test_values_advantages_and_the_first_loss(root, build):
 
 
 def test_a_new_head_gives_values_of_0_and_learns(build):
-    """With returns of the rewards alone, the values come near their mean: the loss falls far below its start."""
+    """The returns are the rewards alone. The values approach their mean, so the loss falls far below its start."""
     trainer = build(**PPO | {"gamma": 1.0, "lambd": 1.0, "value_clip": 10.0, "lr": 0.0, "critic_lr": 0.02})
     losses, datas = [], []
     for rollout_id in range(4):
@@ -143,7 +143,7 @@ def test_a_critic_that_is_trained_alone_leaves_the_policy(build):
 
 
 def test_critic_does_not_change_how_the_policy_is_trained(build):
-    """The same advantages without a critic: the same steps and the same weights, to the last bit."""
+    """With the same advantages, a run without a critic has the same steps and the same weights, to the last bit."""
     trainer = build(**PPO)
     with_head(trainer)
     wanted, data = train(trainer)
@@ -182,17 +182,18 @@ def test_folders_of_its_own(build, tmp_path):
     assert not (tmp_path / "ckpt/critic").exists()
     resumed = build(**PPO, load=ckpt, critic_load=own)
     assert train(resumed, 1)[0].steps == wanted.steps
-    started = build(**PPO, critic_load=own)  # a new run: the critic's weights alone
+    started = build(**PPO, critic_load=own)  # a new run takes only the critic's weights
     assert started.start_rollout_id == 0 and critic_of(started).resumed is None
     assert last_part(critic_of(started).model).value_head.weight.any()
-    after_grpo = build(**PPO, load=ckpt)  # a policy's checkpoint without a critic's beside it: a new head
+    # Next to the policy's checkpoint there is no critic's, so the head is new.
+    after_grpo = build(**PPO, load=ckpt)
     assert after_grpo.start_rollout_id == 1 and critic_of(after_grpo).resumed is None
     assert not last_part(critic_of(after_grpo).model).value_head.weight.any()
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_starts_from_every_kind_of_policy_weights(tmp_path, tied):
-    """Hugging Face's with a tied or an own head, and a Megatron checkpoint of a policy."""
+    """The weights are Hugging Face's with a tied or an own head, or a Megatron checkpoint of a policy."""
     from trainer_cases import make_checkpoints, make_config
 
     make_checkpoints(tmp_path, tie_word_embeddings=tied)
@@ -217,7 +218,8 @@ def test_starts_from_every_kind_of_policy_weights(tmp_path, tied):
 
 @pytest.mark.parametrize("parts", [None, ["optimizer"]])
 def test_away_between_its_turns(build, parts):
-    """Bit for bit as a critic that stays; and the states of two optimizers are never on the device together."""
+    """The critic equals a critic that stays, bit for bit. The states of two optimizers are never on the device
+    together."""
     flags = PPO | {"use_kl_loss": True, "global_batch_size": 4, "rollout_num_gpus": 1}
     stays = build(**flags)
     with_head(stays)

@@ -1,4 +1,5 @@
-"""A critic on two and four ranks over gloo against one: the same values, metrics and weights of both models."""
+"""A critic on two and four ranks over gloo, compared with one rank: equal values, metrics and weights of both
+models."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def same_as(layout: str) -> str:
 
 
 def critic_weights(trainer: MegatronTrainer) -> dict[str, Tensor]:
-    """The critic under HF names, and its head; on stages without the head, nothing more."""
+    """Returns the critic's weights under HF names and its head; stages without the head have no head."""
     critic = trainer.models.learners["critic"].model
     weights = {name: tensor.cpu().clone() for name, tensor in export_hf(critic)}
     head = getattr(last_part(critic), "value_head", None)
@@ -72,7 +73,8 @@ def critic_weights(trainer: MegatronTrainer) -> dict[str, Tensor]:
 def run(
     name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int, load: str = ""
 ) -> dict[str, Any]:
-    """Two rollouts from a head that is not 0, with a checkpoint between them; or the second from that of `load`."""
+    """Runs two rollouts from a head that is not 0, with a checkpoint between them, or the second from the checkpoint
+    `load`."""
     given = PPO | flags | {"weight_dir": str(root / f"weights-{name}"), "save": str(root / f"save-{name}")}
     if load:
         given["load"] = str(root / f"save-{load}")

@@ -1,5 +1,5 @@
 """Losses over given ids in the trainer: centred scores over the sampler's top-k, forward KL and Jensen-Shannon over a
-teacher's. Their values against full logits of transformers; every head, and two ranks, against one."""
+teacher's. Values are compared with full logits of transformers, and every head and two ranks with one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CENTRED = {"use_score_centering": True, "score_centering_top_k": TOP, "rollout_t
 
 
 def centred_samples(seed: int = 0) -> list[Sample]:
-    """With the top-k of a sampler that is near the tiny policy, whose distributions are nearly flat."""
+    """Returns samples with the top-k of a sampler that is near the tiny policy, whose distributions are nearly flat."""
     random = torch.Generator().manual_seed(seed)
     samples = make_samples(seed)
     for sample in samples:
@@ -59,7 +59,7 @@ def teacher(root: Path) -> Path:
 
 
 def table_of(directory: Path, sample: Sample) -> Tensor:
-    """Log-probs [R, V] of the places of the response, from full logits."""
+    """Returns log-probs [R, V] at the positions of the response, from full logits."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     tokens = torch.tensor(sample.tokens)
     rows = slice(len(tokens) - sample.response_length - 1, len(tokens) - 1)
@@ -78,7 +78,7 @@ def step_mean(data: Any, per_token: list[Tensor]) -> float:
 
 
 def test_centred_loss_by_hand(root, build):
-    """-A (log p - sum_k (q - rho p) log p), with rho the quotient of the tails."""
+    """The loss is -A (log p - sum_k (q - rho p) log p), where rho is the quotient of the tails."""
     samples = centred_samples()
     result, data = train_on(build(lr=0.0, **CENTRED), samples)
     wanted = []
@@ -97,7 +97,7 @@ def test_centred_loss_by_hand(root, build):
 
 @pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
 def test_divergences_of_the_teachers_top_by_hand(root, teacher, build, kind):
-    """The top-k of the Megatron teacher are those of transformers; the sum has one class for all other ids."""
+    """The Megatron teacher's top-k equal those of transformers; the sum has one class for all other ids."""
     samples = make_samples()
     flags = distilled(root, opd_loss_type=kind, **({"opd_jsd_beta": 0.3} if kind == "jsd" else {}))
     result, data = train_on(build(lr=0.0, **flags), samples)
@@ -174,7 +174,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def run(root: Path, loss: str, rank: int, ranks: int, name: str = "one", **flags: Any) -> dict[str, Any]:
-    """A rollout of two optimizer steps."""
+    """Trains a rollout of two optimizer steps."""
     flags = BASE | (LOSSES[loss] if loss == "centred" else distilled(root, **LOSSES[loss])) | flags
     config = make_config(root, actor_num_gpus_per_node=ranks, **flags)
     store = (

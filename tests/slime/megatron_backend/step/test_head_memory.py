@@ -1,4 +1,4 @@
-"""The estimate of a head's memory against what a real training step allocates on a CPU."""
+"""Compares the estimate of a head's memory with the allocations of a real training step on a CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.types import Sample
 
 VOCAB, TOKENS, EACH = 8192, 32, 8
-"""Samples of 32 tokens, all but the first a response; 8 of them are one micro-batch."""
+"""Samples of 32 tokens, in which all but the first belong to the response; 8 samples are one micro-batch."""
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ KEPT = {"replay_kept_tokens": 4, "rollout_top_p": 0.9}
 
 
 def kept_samples() -> list[Sample]:
-    """Of three tokens, two kept three ids, and one was not cut."""
+    """Returns samples of three tokens: two tokens kept three ids, and one was not cut."""
     samples = make_samples()
     for sample in samples:
         offsets, ids = [0], list[int]()
@@ -28,7 +28,7 @@ def kept_samples() -> list[Sample]:
 
 
 def log_probs_of(directory: Any, sample: Sample) -> torch.Tensor:
-    """Over the ids that a token kept, by transformers."""
+    """Returns log-probs over each token's kept ids, from transformers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     tokens, count = torch.tensor(sample.tokens), sample.response_length
     with torch.no_grad():

@@ -17,7 +17,7 @@ from slime.megatron_backend.step import scorers
 from slime.megatron_backend.step.trainer import MegatronTrainer
 
 STEPS = {"global_batch_size": 2, "max_tokens_per_gpu": 24}
-"""Four steps."""
+"""Flags with four optimizer steps."""
 
 ALONE: dict[str, dict[str, Any]] = {
     "one-pass": {"use_tis": True, "use_kl_loss": True, "use_unbiased_kl": True, "entropy_coef": 0.01},
@@ -41,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(
     root: Path, name: str, rank: int = 0, ranks: int = 1, *, full: bool, **flags: Any
 ) -> dict[str, Any]:
-    """A rollout. `full`: with the pass over all samples, as if something needed it before the first step."""
+    """Trains a rollout. With `full`, the pass covers all samples, as if they were needed before the first step."""
     given = {"weight_dir": str(root / f"weights-{name}-{full}")} | STEPS | flags
     config = make_config(root, actor_num_gpus_per_node=ranks, **given)
     store = f"file://{root}/store-{name}-{full}"
@@ -77,7 +77,7 @@ def trained(
 
 
 def assert_equal(got: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """To the last bit."""
+    """Compares to the last bit."""
     assert got["in pass"] == got["later"] and wanted["in pass"] == list(range(len(wanted["old"])))
     assert 0 < len(got["in pass"]) < len(wanted["in pass"])
     assert (got["steps"], got["rollout"]) == (wanted["steps"], wanted["rollout"])

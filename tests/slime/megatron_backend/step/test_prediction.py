@@ -1,4 +1,5 @@
-"""Multi-token prediction on tiny models against plain PyTorch: loss, gradients, weights, and what the policy keeps."""
+"""Multi-token prediction on tiny models, compared with plain PyTorch: loss, gradients, weights, and the unchanged
+policy."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from slime.megatron_backend.step.prediction import Predictions
 
 FACTOR = 0.3
 LENGTHS = [(9, 5), (7, 6), (12, 5), (2, 1), (8, 5)]
-"""(tokens, response tokens) of each sample. The second responds to a prompt of one token, and so does the fourth, whose
-only response token no layer predicts."""
+"""(tokens, response tokens) per sample. The second and the fourth sample have a single prompt token. The fourth has a
+single response token, which no layer predicts."""
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo": ("mimo", {"num_nextn_predict_layers": 1}),
@@ -57,7 +58,8 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def micro_batch(share: bool) -> tuple[dict[str, list[Any]], MicroBatch]:
-    """Samples 0 and 2, and 4 too with `share`, have one prompt. Masks have gaps, denominators differ."""
+    """Returns a micro-batch whose samples 0 and 2, and 4 too with `share`, have the same prompt. Masks have gaps,
+    denominators differ."""
     generator = torch.Generator().manual_seed(4)
     tokens = [torch.randint(0, VOCAB, (n,), generator=generator) for n, _ in LENGTHS]
     if share:
@@ -81,7 +83,7 @@ def loaded(directory: Path, **config: Any) -> nn.Module:
 
 
 def our_loss(model: nn.Module, ranks: ParallelInfo, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """(the decoder's output, loss, metric)."""
+    """Returns (the decoder's output, loss, metric)."""
     output = stage_output(model, batch.tokens, packed_layout(batch.part, "cpu"))
     head = lm_head(
         operators.ONE_PASS, model, ranks, KernelsConfig(rl_kernel_workspace_mib=1), temperature=0.7
@@ -90,8 +92,8 @@ def our_loss(model: nn.Module, ranks: ParallelInfo, batch: MicroBatch) -> tuple[
 
 
 class Reference:
-    """The layers of a checkpoint in plain PyTorch: transformers' decoder layers, which a deeper model of the family
-    has, norms and products. `leaves`: the other tensors, by their names in files."""
+    """The layers of a checkpoint in plain PyTorch: decoder layers of a deeper transformers model, norms and products.
+    `leaves`: the other tensors, by their names in files."""
 
     def __init__(self, directory: Path, hf: nn.Module, work: Path) -> None:
         self.hf, self.config = hf, read_hf_config(directory)
@@ -132,7 +134,7 @@ class Reference:
         return prefixes.get(start, "") + name.removeprefix(start)
 
     def gradients(self, work: Path) -> dict[str, Tensor]:
-        """By the names in files."""
+        """Returns gradients by their names in files."""
         back = {deeper: p for p, deeper in self.deeper.items()}
         found = {
             self.renamed(name, back): x
@@ -142,7 +144,7 @@ class Reference:
         return found | {name: x.grad for name, x in self.leaves.items() if x.grad is not None}
 
     def metric(self, data: dict[str, list[Any]]) -> Tensor:
-        """Sample by sample, from full logits."""
+        """Computes the metric sample by sample, from full logits."""
         total = torch.zeros(())
         for i, (tokens, responses) in enumerate(zip(data["tokens"], data["response_lengths"], strict=True)):
             with torch.no_grad():
@@ -193,7 +195,7 @@ def test_loss_and_gradients(
     (FACTOR * wanted).backward()
     expected = plain.gradients(tmp_path / "gradients")
     for parameter in unwrap(model).parameters():
-        parameter.data = parameter.main_grad  # so that the export lists gradients
+        parameter.data = parameter.main_grad  # the export then lists gradients
     got = {n: x for n, x in export_hf(model) if not n.endswith("e_score_correction_bias")}
     assert expected.keys() == {name for name in got if name.startswith(tuple(plain.prefixes))}
     for name, gradient in got.items():
@@ -206,7 +208,7 @@ def test_loss_and_gradients(
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_no_prediction_crosses_a_border(depth: int) -> None:
-    """Every token that a row reads or predicts is of the row's own sample."""
+    """Every token that a row reads or predicts belongs to the row's own sample."""
     _, batch = micro_batch(share=True)
     part = unshared(batch.part, 1)
     ahead = look_ahead(batch, part, depth)
@@ -226,7 +228,7 @@ def test_no_prediction_crosses_a_border(depth: int) -> None:
 
 
 def test_weights_return_with_the_same_bits(tiny: tuple[Path, nn.Module], tmp_path: Path) -> None:
-    """Of the layers too; the copies of embedding and head that GLM's files have follow the model."""
+    """This includes the layers. The copies of embedding and head in GLM's files follow the model."""
     directory, _ = tiny
     original = load_file(directory / "model.safetensors")
     model = loaded(directory)

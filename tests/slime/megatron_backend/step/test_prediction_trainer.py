@@ -56,7 +56,8 @@ def rollout(trainer: MegatronTrainer, rollout_id: int = 0) -> dict[str, float]:
 
 
 def test_the_policy_keeps_its_bits(build: Any, root: Path) -> None:
-    """Without clipping, at any weight of the loss; with clipping at weight 0, because the norm counts all gradients."""
+    """Without clipping, this holds at any weight of the loss. With clipping it holds at weight 0, as the norm counts
+    all gradients."""
     start = load_file(root / "policy/model.safetensors")
     for off, on in (
         ({"clip_grad": 0.0}, {"clip_grad": 0.0, "mtp_loss_scaling_factor": 0.4}),
@@ -67,7 +68,7 @@ def test_the_policy_keeps_its_bits(build: Any, root: Path) -> None:
         trainer = build(**TRAINED | on)
         step, new = rollout(trainer), exported(trainer)
         assert new.keys() == weights.keys() | {name for name in start if is_predicted(name)} - copies(start)
-        for name in weights:  # a norm that has more zeros to add may round otherwise
+        for name in weights:  # a norm with more zeros may round differently
             atol = 1e-7 if off["clip_grad"] else 0
             torch.testing.assert_close(new[name], weights[name], rtol=0, atol=atol, msg=name)
         assert step["train/loss"] == wanted["train/loss"] and step["train/mtp_loss"] > 3
@@ -101,7 +102,7 @@ def test_the_loss_falls_and_a_checkpoint_brings_the_layers_back(
     assert any(not torch.equal(x, later[n]) for n, x in exported(fresh).items())
     load_torch_dist(fresh.policy.model, path)
     assert all(torch.equal(x, later[n]) for n, x in exported(fresh).items())
-    build.end()  # an export has process groups of its own
+    build.end()  # an export has its own process groups
     source = make_config(root, load=str(tmp_path / "saved"))
     assert export_checkpoint(source, None, tmp_path / "hf").startswith("checkpoint 0")
     written = load_file(tmp_path / "hf/model.safetensors")
@@ -113,7 +114,8 @@ def test_the_loss_falls_and_a_checkpoint_brings_the_layers_back(
 
 
 def counts(trainer: MegatronTrainer) -> tuple[float, float]:
-    """Elements of this rank's matrices without padding of the vocabulary, and the estimate for the largest rank."""
+    """Returns the elements of this rank's matrices without padding of the vocabulary, and the estimate for the
+    largest rank."""
     found = 0
     for inner in unwrapped(trainer.policy.model):
         for name, parameter in inner.named_parameters():
@@ -125,7 +127,7 @@ def counts(trainer: MegatronTrainer) -> tuple[float, float]:
 
 
 def run_layouts(rank: int, root: Path, out: Path, names: list[str]) -> None:
-    """Two ranks: a step in every layout."""
+    """Runs a step in every layout on two ranks."""
     for name in names:
         flags = LAYOUTS[name]
         config = make_config(root, actor_num_gpus_per_node=2, weight_dir=str(out / name), **TRAINED, **flags)
@@ -181,7 +183,7 @@ def test_two_ranks_equal_one(build: Any, root: Path, tmp_path: Path) -> None:
 
 
 def check_estimate(trainer: MegatronTrainer, out: Path) -> None:
-    """The estimate counts every matrix of these layers: on one rank, and on the larger of two pipeline stages."""
+    """The estimate counts every matrix in these layers: on one rank, and on the larger of two pipeline stages."""
     found, estimated = counts(trainer)
     assert found == estimated
     ranks = [torch.load(out / f"pp-{rank}.pt")[2] for rank in (0, 1)]
@@ -224,7 +226,8 @@ def test_flags_for_a_model_without_such_layers(root: Path) -> None:
     with pytest.raises(ValueError, match="--mtp-num-layers is 1, config.json says 0"):
         check_model_args({"mtp_num_layers": 1}, HF_CONFIG)
     virtual = {"pipeline_model_parallel_size": 1, "num_virtual_stages_per_pipeline_rank": 2}
-    check_prediction(make_config(root, **TRAINED, **virtual), hf_config)  # no pipeline, so no virtual stages
+    # Without a pipeline there are no virtual stages.
+    check_prediction(make_config(root, **TRAINED, **virtual), hf_config)
     for flags, name in (
         ({"num_virtual_stages_per_pipeline_rank": 2}, "--num-virtual-stages-per-pipeline-rank"),
         ({"pipeline_model_parallel_layout": "E|t|t|L"}, "--pipeline-model-parallel-layout"),

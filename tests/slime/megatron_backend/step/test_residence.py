@@ -1,6 +1,6 @@
-"""The trainer's state away from its device: every byte comes back, and what is read meanwhile is right.
+"""The trainer's state leaves its device and comes back with every byte; readers meanwhile get the right values.
 
-The device is the host here; what a GPU gets back, and how fast, is in tests/gpu/test_offload_gpu.py.
+The device is the host here. tests/gpu/test_offload_gpu.py tests a GPU and the speed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 
 
 def publish(trainer: MegatronTrainer, version: int) -> dict[str, Tensor]:
-    """What engines are sent."""
+    """Publishes a version and returns the tensors that engines get."""
     update = trainer.next_weights(version, {})
     assert trainer.next_weights(version, {}) is None
     return load_file(update.info["path"])
@@ -74,20 +74,21 @@ def test_training_is_bit_for_bit_that_of_a_trainer_that_stays(build, flags):
     got_steps, got_weights = run(trainer)
     assert got_steps == steps
     assert_same(got_weights, weights)
-    assert not torch.equal(*(w["model.norm.weight"] for w in (weights[0], weights[3])))  # it did train
+    # The training changed it.
+    assert not torch.equal(*(w["model.norm.weight"] for w in (weights[0], weights[3])))
     assert trainer.policy.residence.away == {"parameters", "gradients", "optimizer"}
 
 
 @pytest.mark.parametrize("flags", [{}, MIXED, MIXED | {"use_distributed_optimizer": False}])
 def test_all_of_the_state_leaves(build, flags):
-    """Nothing but step counts keeps bytes, and the three parts are what the arithmetic says they are."""
+    """Only step counts keep bytes, and the sizes of the three parts are as calculated."""
     trainer = build(**flags, **REFERENCE, **AWAY)
     models = [trainer.policy.model, trainer.models["reference"]]
     tensors = [*parameters_of(models), *gradients_of(models), *states_of(trainer.policy.optimizer)]
     assert sum(t.untyped_storage().nbytes() for t in tensors) == 0
     numbers = sum(p.numel() for p in trainer.policy.model.parameters())
     size = 2 if flags else 4
-    # Megatron pads the flat buffers; a storage of torch's may be rounded up
+    # Megatron pads the flat buffers; torch may round up a storage.
     assert trainer.policy.residence.nbytes("parameters") == pytest.approx(2 * size * numbers, rel=0.02)
     assert trainer.policy.residence.nbytes("gradients") == pytest.approx(4 * numbers, rel=0.02)
     assert trainer.policy.residence.nbytes("optimizer") == pytest.approx(
@@ -180,7 +181,7 @@ def test_times_and_speed_are_reported(build):
 
 
 def run_out(*args: Any) -> None:
-    """A hook that asks for more memory than there is."""
+    """A hook that allocates more memory than the host has."""
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 EiB.")
 
 
@@ -188,7 +189,7 @@ def test_out_of_memory_names_peaks_and_flags(build):
     trainer = build(colocate=True, custom_megatron_before_train_step_hook_path="test_residence.run_out")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train(trainer, 4)
-    text = str(pickle.loads(pickle.dumps(caught.value)))  # as Ray brings it to the driver
+    text = str(pickle.loads(pickle.dumps(caught.value)))  # as Ray sends it to the driver
     assert text.startswith(
         "out of device memory while training rollout 4: CUDA out of memory. Tried to allocate 2.00"
     )
@@ -268,7 +269,8 @@ LAYOUTS = {
 
 
 def test_two_ranks(root):
-    """Sharded moments, gathered shards of a tensor-parallel export, stages: as without, and files from the host."""
+    """Moments are sharded, a tensor-parallel export gathers shards, and there are stages. Results equal those of a
+    run without offload, and files come from the host."""
     on_ranks(work, root, ranks=2)
     found = [torch.load(root / f"offload-rank{rank}.pt") for rank in range(2)]
     for layout in LAYOUTS:

@@ -1,4 +1,4 @@
-"""Replayed experts in a tiny Qwen3-MoE: its own choices change no bit, others give what plain PyTorch gives."""
+"""Replayed experts in a tiny Qwen3-MoE: its own choices change no bit, and other choices agree with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def logits_of(model, batch, routing=None):
 
 
 def step(model, batch, routing=None):
-    """Logits, and the gradients of all parameters."""
+    """Returns logits, and every parameter's gradient."""
     model.zero_grad_buffer()
     logits = logits_of(model, batch, routing)
     sum_loss(logits, batch).backward()
@@ -87,7 +87,7 @@ def test_replaying_its_own_choices_changes_no_bit(checkpoint, recompute):
     model, batch = loaded(directory, overrides=recompute), sequences(1)
     plain = step(model, batch)
     ids = own_ids(model, batch)
-    for given in (ids, ids.flip(-1)):  # in whatever order the engine names them
+    for given in (ids, ids.flip(-1)):  # in any order of the engine's ids
         routing = Routing(given)
         assert all(torch.equal(a, b) for a, b in zip(step(model, batch, routing), plain, strict=True))
         assert {int(x) for x in routing.differing.values()} == {0}
@@ -97,7 +97,7 @@ def test_replaying_its_own_choices_changes_no_bit(checkpoint, recompute):
 
 
 def replaying(hf, ids, first):
-    """transformers' routers with `ids` [T, L, K] from row `first` on in place of their top k."""
+    """Makes transformers' routers use `ids` [T, L, K] from row `first` on instead of their top k."""
     handles = []
     for number, layer in enumerate(hf.model.layers):
         gate = getattr(layer.mlp, "gate", None)
@@ -110,7 +110,7 @@ def replaying(hf, ids, first):
             logits, glm = linear(hidden, module.weight).float(), hasattr(module, "e_score_correction_bias")
             probabilities = logits.sigmoid() if glm else logits.softmax(-1)
             mine = ids[first : first + len(hidden), number].long()
-            weights = probabilities.gather(1, mine)  # the bias chooses, it does not weigh
+            weights = probabilities.gather(1, mine)  # the bias takes part in the choice, not in the weight
             if module.norm_topk_prob:
                 weights = weights / weights.sum(-1, keepdim=True)
             return output[0], weights * (module.routed_scaling_factor if glm else 1), mine
@@ -120,7 +120,7 @@ def replaying(hf, ids, first):
 
 
 def test_other_choices_give_what_plain_pytorch_gives(checkpoint, tmp_path):
-    """Logits and every gradient, the routers' among them."""
+    """The test compares logits and every gradient, including the routers'."""
     directory, hf = checkpoint
     model, batch = loaded(directory), sequences(2)
     ids = random_ids(sum(map(len, batch)), *shape_of(model))
@@ -138,9 +138,9 @@ def test_other_choices_give_what_plain_pytorch_gives(checkpoint, tmp_path):
     sum_loss(wanted, batch).backward()
     gradients = hf_gradients(hf, tmp_path / "gradients")
     for parameter in unwrap(model).parameters():
-        parameter.data = parameter.main_grad  # so that the export lists gradients
+        parameter.data = parameter.main_grad  # the export then lists gradients
     for name, gradient in export_hf(model):
-        if name.endswith(".e_score_correction_bias"):  # a buffer: frozen
+        if name.endswith(".e_score_correction_bias"):  # a buffer, which is frozen
             continue
         torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
 
@@ -173,7 +173,7 @@ def test_a_layer_that_is_computed_again_has_its_own_micro_batch(tmp_path):
             loss.backward()
         found.append(model.buffers[0].grad_data.clone())
     assert torch.equal(found[0], found[1])
-    # and it would show: with the second's experts in both, gradients are others
+    # The test can see the difference: with the second's experts in both, the gradients differ.
     model.zero_grad_buffer()
     for batch in batches:
         sum_loss(logits_of(model, batch, routings[1]), batch).backward()

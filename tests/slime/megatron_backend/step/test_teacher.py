@@ -1,5 +1,5 @@
-"""On-policy distillation with a teacher on the trainer's ranks: its log-probs against transformers, the reverse KL
-in the advantages by hand, and two ranks against one."""
+"""On-policy distillation with a teacher on the trainer's ranks: its log-probs compared with transformers, the reverse
+KL in the advantages by hand, and two ranks compared with one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEMPERATURE = 0.7
 
 @pytest.fixture(scope="module")
 def teacher(root) -> Path:
-    """One of another shape: three layers, wider, with a head of its own."""
+    """Makes a teacher of another shape: three layers, wider, with its own head."""
     shape = {"hidden_size": 48, "intermediate_size": 64, "head_dim": 8, "num_hidden_layers": 3}
     tiny_checkpoint(root / "teacher", "llama", **shape, tie_word_embeddings=False)
     return root / "teacher"
@@ -65,7 +65,7 @@ def test_log_probs_and_advantages_by_hand(root, teacher, build, whitened):
 
 
 def test_the_policy_as_its_own_teacher_changes_nothing(root, build):
-    """A KL of 0: the advantages and steps of the run without a teacher. With a coefficient of 0 too."""
+    """The KL is 0, so advantages and steps equal those of the run without a teacher, also with a coefficient of 0."""
     wanted, _ = train(build())
     for flags in (opd(root / "policy"), opd(root / "reference", opd_kl_coef=0.0)):
         got, data = train(build(**flags))
@@ -74,8 +74,8 @@ def test_the_policy_as_its_own_teacher_changes_nothing(root, build):
 
 
 def test_the_kl_to_the_teacher_falls(teacher, build):
-    """Rewards of 0: the policy's log-probs come nearer to the teacher's on the trained tokens. (The mean of their
-    difference is no KL here: the policy did not sample them.)"""
+    """With rewards of 0, the policy's log-probs come nearer to the teacher's on the trained tokens. (The mean of
+    their difference is no KL here, because the policy did not sample them.)"""
     trainer = build(
         **opd(teacher, opd_kl_coef=1.0, adam_eps=1e-8, lr=2e-3, disable_rewards_normalization=True)
     )
@@ -126,10 +126,10 @@ SHORT = "sp"
 
 
 def run(root: Path, name: str, rank: int, ranks: int) -> dict[str, Any]:
-    """Two rollouts of two optimizer steps each."""
+    """Runs two rollouts of two optimizer steps each."""
     flags = opd(root / "teacher", global_batch_size=4, max_tokens_per_gpu=24, normalize_advantages=True)
     if name == "pp":
-        flags["opd_teacher_load"] = str(root / "reference")  # 3 layers are no two equal stages
+        flags["opd_teacher_load"] = str(root / "reference")  # 3 layers do not divide into two equal stages
     config = make_config(root, actor_num_gpus_per_node=ranks, **flags, **(LAYOUTS[name] if ranks > 1 else {}))
     store = f"file://{root}/store-{name}-{ranks}"
     trainer = MegatronTrainer(config, rank, ranks, init_method=store, local_rank=rank)

@@ -1,4 +1,4 @@
-"""What a real trainer rank measures: the parts of its training add up, in numbers and in a trace."""
+"""The times of a real trainer rank: the parts of its training add up, in numbers and in a trace."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ STEPS = ("pack", "forward", "policy_loss", "backward", "reduce_grads", "optimize
 @pytest.mark.slow
 @pytest.mark.parametrize("operators", ["linear_token_loss", "linear_logp,ratio_kl,grpo_loss"])
 def test_parts_of_training_add_up_to_it(tmp_path, operators):
-    """Two optimizer steps a rollout, a reference that moves along, loss in one pass and in two."""
-    # Between the parts of a micro-batch the host spends 0.1 ms, a hundredth of what one takes here.
+    """There are two optimizer steps per rollout, a reference that is updated, and the loss in one pass and in two."""
+    # Between the parts of a micro-batch the host spends 0.1 ms, a hundredth of a part's time with these sizes.
     make_checkpoints(tmp_path, num_hidden_layers=6, hidden_size=64)
     flags = {
         "max_tokens_per_gpu": 64,
@@ -40,7 +40,7 @@ def test_parts_of_training_add_up_to_it(tmp_path, operators):
     )
     trainer = MegatronTrainer(config, 0, 1, init_method=f"file://{tmp_path / 'store'}")
     try:
-        # The first rollout pays for what runs for the first time, between the parts too.
+        # The first rollout includes first-time work, between the parts too.
         perf = [trainer.train(i, rank_data(config, make_samples(i))).perf for i in range(4)]
     finally:
         trainer.close()
@@ -48,10 +48,10 @@ def test_parts_of_training_add_up_to_it(tmp_path, operators):
     def missing(times: dict[str, float], names: tuple[str, ...], whole: str) -> float:
         return 1 - sum(times[f"perf/{name}_time"] for name in names) / times[f"perf/{whole}_time"]
 
-    # The best of three: a process that is put off the core between two parts for a millisecond is not a wrong part.
+    # The best of three counts, because the process may lose its core between two parts for a millisecond.
     assert 0 <= min(missing(times, INSIDE, "trainer") for times in perf[:3]) < 0.02
     assert 0 <= min(missing(times, STEPS, "actor_train") for times in perf[:3]) < 0.03
-    assert not any(name.endswith("_peak_gib") for name in perf[0])  # a GPU's
+    assert not any(name.endswith("_peak_gib") for name in perf[0])  # only a GPU has these
     assert 0.1 < perf[0]["perf/trainer_rss_gib"] < 24
     assert ["perf/profile_time" in times for times in perf] == [False, False, False, True]
     with gzip.open(tmp_path / "run" / "profile" / "trainer-0-rollout-3.json.gz") as file:

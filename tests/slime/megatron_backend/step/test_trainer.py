@@ -1,4 +1,5 @@
-"""The trainer on one rank, with real Megatron: gradients against transformers, the columns of a step, hooks, resume."""
+"""The trainer on one rank, with real Megatron: gradients compared with transformers, the columns of a step, hooks,
+resume."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ LR = 0.5
 
 
 def test_train_data_of_a_rank_are_saved(build, tmp_path):
-    """The file loads without code, and holds what was trained: masks, log-probs, advantages."""
+    """The file loads without running code, and has the trained data: masks, log-probs, advantages."""
     trainer = build(
         use_kl_loss=True,
         get_mismatch_metrics=True,
@@ -44,7 +45,7 @@ def test_train_data_of_a_rank_are_saved(build, tmp_path):
 
 
 def test_metrics_of_a_step(root, build):
-    """Means over rollouts, by hand from transformers' log-probs."""
+    """Means over rollouts are computed by hand from transformers' log-probs."""
     trainer = build(
         use_tis=True, tis_clip=1.1, get_mismatch_metrics=True, use_kl_loss=True, kl_loss_type="k2"
     )
@@ -100,7 +101,7 @@ def test_several_steps_of_a_rollout_share_the_old_policy(build):
     result, data = train(trainer)
     assert data["global_batch_sizes"] == [4, 4] and len(result.steps) == 2
     assert result.steps[0]["train/ppo_kl"] == 0
-    assert abs(result.steps[1]["train/ppo_kl"]) > 1e-3  # the first step has moved the policy away from it
+    assert abs(result.steps[1]["train/ppo_kl"]) > 1e-3  # the first step has moved the policy
     assert "train/log_probs" not in result.steps[0] | result.steps[1]
     fresh = build(global_batch_size=4, use_rollout_logprobs=True)
     same = rank_data(fresh.config, make_samples())
@@ -143,7 +144,7 @@ def test_reference_follows_at_its_interval(build):
 
 
 def test_kl_in_the_reward(build):
-    """reinforce_plus_plus: the return of a token is the penalty from it to the end plus the reward."""
+    """In reinforce_plus_plus, a token's return is the penalty from it to the end plus the reward."""
     trainer = build(advantage_estimator="reinforce_plus_plus", kl_coef=0.2, kl_loss_type="k1", gamma=0.9)
     result, data = train(trainer)
     removed = [s.index for s in make_samples() if s.remove_sample]
@@ -256,7 +257,7 @@ def test_resume_continues_bitwise(build, tmp_path):
 
 
 def test_load_without_a_checkpoint_starts_afresh(root, build, tmp_path):
-    """The first start of a run whose --load is its --save, and an HF directory as --load."""
+    """The cases are the first start of a run whose --load is its --save, and an HF directory as --load."""
     (tmp_path / "empty").mkdir()
     for load, source in (("empty", "reference"), ("absent", "reference"), (root / "policy", "policy")):
         trainer = build(load=str(tmp_path / load))
@@ -274,7 +275,7 @@ def test_saves_a_hugging_face_directory(build, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf-0")
     for name, tensor in exported(trainer).items():
         assert torch.equal(model.state_dict()[name], tensor), name
-    restarted = build(load=str(tmp_path / "ckpt"))  # weights and position, fresh moments
+    restarted = build(load=str(tmp_path / "ckpt"))  # it has weights and position, and new moments
     assert restarted.start_rollout_id == 1
     (only,) = restarted.policy.optimizer.chained_optimizers
     assert all(not state["exp_avg"].any() for state in only.optimizer.state.values())
@@ -292,9 +293,7 @@ def test_published_file_is_the_export(build):
     for name, tensor in weights.items():
         assert torch.equal(file[name], tensor), name
     require_checksums(weights.keys(), weights.__getitem__, update.info["checksums"])
-    again = (
-        trainer.weights_file()
-    )  # for an engine that starts later: named after the rollouts that made the weights
+    again = trainer.weights_file()  # an engine that starts later reads it
     assert (again.version, again.info.keys()) == (1, {"path"})
     assert all(torch.equal(tensor, weights[name]) for name, tensor in load_file(again.info["path"]).items())
 
@@ -312,7 +311,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(build):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_weights_that_are_not_finite_end_the_run_where_they_arise(build, when):
-    """Not in the engine, which would get them with the next update."""
+    """The error is not left to the engine, which would get the weights with the next update."""
     trainer = build()
     data = rank_data(trainer.config, make_samples())
     *_, last = trainer.policy.model.parameters()
@@ -331,7 +330,7 @@ def test_weights_that_are_not_finite_end_the_run_where_they_arise(build, when):
 
 
 def held() -> tuple[int, list[str]]:
-    """Threads of this process, and what its open files are."""
+    """Returns the number of this process's threads, and its open files."""
     process = psutil.Process()
     with os.scandir("/proc/self/fd") as entries:
         targets = [os.readlink(entry.path) for entry in entries]
@@ -345,7 +344,7 @@ def close_and_count(_: int, root: Path, stores: Path) -> None:
 
     first = built("first")
     train(first)
-    first.close()  # what torch starts once per process is there
+    first.close()  # torch now has everything that it starts once per process
     gc.collect()
     gc.disable()
     before = held()
@@ -365,8 +364,8 @@ def close_and_count(_: int, root: Path, stores: Path) -> None:
 
 
 def test_a_closed_trainer_frees_its_threads_files_and_model_at_once(root, tmp_path):
-    """Without the garbage collector, whose turn may be late, and which leaves frozen objects alone.
+    """The test runs without the garbage collector, which may run late and leaves frozen objects alone.
 
-    In a process of its own: what earlier tests left running in this one opens files at any time.
+    It uses a child process, because earlier tests left work in this process that opens files at any time.
     """
     on_ranks(close_and_count, root, tmp_path, ranks=1)

@@ -1,4 +1,4 @@
-"""Trainer ranks that share experts, over gloo, against one rank: metrics, gradient norm, weights, checkpoints."""
+"""Trainer ranks that share experts, over gloo, compared with one rank: metrics, gradient norm, weights, checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params
 
 FLAGS = {
-    # two optimizer steps; a norm that is clipped, over experts and all else
+    # There are two optimizer steps, and the norm over experts and all other weights is clipped.
     "global_batch_size": 4,
     "max_tokens_per_gpu": 24,
     "balance_data": True,
@@ -68,7 +68,7 @@ SHORT = {"ep", "ep-plain", "ep-vpp", "ep-etp-sp"}
 
 
 def layouts(*without: str) -> list[Any]:
-    """Parameters of the layouts whose names contain none of these words."""
+    """Returns parameters for the layouts whose names contain none of these words."""
     return [
         pytest.param(name, marks=() if name in SHORT else pytest.mark.slow, id=name)
         for name in (*TWO, *FOUR)
@@ -78,7 +78,7 @@ def layouts(*without: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layer 0 is dense: two stages have different numbers of experts."""
+    """Makes a model whose layer 0 is dense, so that two stages have different numbers of experts."""
     root = tmp_path_factory.mktemp("experts")
     shape = {"num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": 4, "mlp_only_layers": [0]}
     make_checkpoints(root, "qwen3_moe", **shape)
@@ -98,7 +98,7 @@ def rollout(trainer: MegatronTrainer, number: int) -> Any:
 
 
 def whole(root: Path, name: str, rank: int, ranks: int, flags: dict[str, Any]) -> dict[str, Any]:
-    """A rollout, its publication and checkpoint, and the rollout after it."""
+    """Runs a rollout, publishes, saves a checkpoint, and runs the rollout after it."""
     trainer = started(root, name, rank, ranks, flags)
     start = exported(trainer)
     result = rollout(trainer, 0)
@@ -163,13 +163,13 @@ def several(
 
 @pytest.mark.parametrize("layout", layouts())
 def test_ranks_train_as_one(root, one, several, layout):
-    """Metrics, the clipped norm among them, weights, and what rank 0 publishes."""
+    """The test compares metrics with the clipped norm, weights, and rank 0's published weights."""
     for got in several[layout]:
         for a, b in zip(got["steps"], one["steps"], strict=True):
             assert b["train/grad_norm"] > 2 * FLAGS["clip_grad"]
             compared = {
                 name: a[name] for name in b if "lr-pg" not in name
-            }  # shared experts are groups of their own
+            }  # shared experts have separate groups
             assert compared == pytest.approx({name: b[name] for name in compared}, rel=1e-4, abs=1e-6)
         assert got["start"].keys() == got["weights"].keys() == one["weights"].keys()
         for name, tensor in one["weights"].items():
@@ -181,14 +181,15 @@ def test_ranks_train_as_one(root, one, several, layout):
 
 
 def test_the_steps_moved_the_weights(one):
-    """By far more than the tolerance of the comparison above."""
+    """The weights moved by far more than the tolerance of the comparison above."""
     moved = {n: (t - one["start"][n]).abs().max() for n, t in one["weights"].items() if t.dim() > 1}
     assert min(moved.values()) > 1e-4, moved
 
 
 @pytest.mark.parametrize("layout", layouts("plain"))
 def test_checkpoints_fit_other_layouts(root, one, several, layout):
-    """One rank's checkpoint continued by several, and theirs by one: all as one rank that was never stopped."""
+    """Several ranks continue one rank's checkpoint, and one rank continues theirs. All equal one rank without
+    a stop."""
     by_one = resumed(root, "one", layout, 0, 1)
     for name, wanted in one["next"].items():
         for got in (by_one, several[layout][0]["next"], several[layout][-1]["resumed"]):
@@ -199,12 +200,13 @@ def test_an_optimizer_that_is_not_distributed_needs_the_same_experts(root, sever
     with pytest.raises(ValueError, match="--expert-model-parallel-size must be above 1 where it was"):
         flags = {"use_distributed_optimizer": False, "load": str(root / "save-ep-plain")}
         started(root, "one-plain", 0, 1, flags)
-    destroy_parallel()  # which a trainer that came to be would have done
+    destroy_parallel()  # a trainer that was built would have done so
 
 
 @pytest.mark.parametrize("layout", layouts("pp"))
 def test_estimate_counts_what_ranks_have(one, several, layout):
-    """Matrices to the number, of experts and of all else; the table pads no vocabulary, and has no norms."""
+    """The estimate counts the elements of matrices exactly, for experts and for other weights. The table pads no
+    vocabulary, and has no norms."""
     for got in (one, *several[layout]):
         experts = sum(n for name, n in got["params"].items() if "local_experts" in name)
         norms = sum(n for name, n in got["params"].items() if "norm" in name)

@@ -1,4 +1,4 @@
-"""What hidden states become log-probs by: every head of the trainer against transformers in float64, on one rank."""
+"""From hidden states to log-probs: every head of the trainer on one rank, compared with transformers in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from slime.types import Sample
 
 
 def plain_advantages(samples: list[Sample]) -> list[float]:
-    """(r - mean) / (std + 1e-6) over the rollouts of a group, the reward of siblings being their mean."""
+    """Computes (r - mean) / (std + 1e-6) over the rollouts of a group. Siblings count with the mean of their
+    rewards."""
     groups: dict[Any, dict[Any, list[float]]] = {}
     for s in samples:
         rollout = s.rollout_id or f"sample {s.index}"
@@ -35,7 +36,7 @@ def plain_advantages(samples: list[Sample]) -> list[float]:
 
 
 def plain_loss(root: Any, args: Any) -> tuple[Tensor, nn.Module]:
-    """The GRPO objective of `make_samples()`, sample by sample in float64, as the papers write it."""
+    """Computes the GRPO objective of `make_samples()` sample by sample in float64, as the papers define it."""
     models = [
         transformers.AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float64)
         for name in ("policy", "reference")
@@ -92,7 +93,7 @@ ALL_TERMS = GRADIENT_CASES["off_policy_kl_entropy"]
 
 
 def gradients(trainer: MegatronTrainer) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics of a step, and its gradients."""
+    """Returns a step's metrics and its gradients."""
     result, _ = train(trainer)
     named = trainer.policy.model.named_parameters()
     return result.steps[0], {name: parameter.main_grad.clone() for name, parameter in named}
@@ -107,7 +108,7 @@ def assert_same_step(a: tuple[dict, dict], b: tuple[dict, dict]) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_head_with_weights_of_its_own(build, untied, overlap):
-    """No gradient of the head reaches autograd then, unless it must: --overlap-grad-reduce counts them."""
+    """The head's gradient bypasses autograd then, unless --overlap-grad-reduce, which counts gradients, needs it."""
     files = {name: str(untied / "policy") for name in ("hf_checkpoint", "load")}
     files["ref_load"] = str(untied / "reference")
     flags = {"clip_grad": 0.0, **ALL_TERMS, **files}
@@ -118,7 +119,7 @@ def test_head_with_weights_of_its_own(build, untied, overlap):
 
 
 def test_blocks_of_tokens_by_the_kernels(build, monkeypatch):
-    """What a GPU does where the workspace is small: losses, metrics and maxima of a micro-batch come block by block."""
+    """With a small workspace, a GPU computes losses, metrics and maxima of a micro-batch block by block, as here."""
     flags = {"clip_grad": 0.0, **ALL_TERMS, "use_rollout_logprobs": False, "use_tis": True}
     wanted = gradients(build(**flags))
     operator, blocks = rl_kernel.linear_token_loss, []
@@ -138,7 +139,7 @@ def test_blocks_of_tokens_by_the_kernels(build, monkeypatch):
 
 
 def test_metrics_keep_no_logits(build, monkeypatch):
-    """The native path: a metric with a graph would keep the softmax of its micro-batch until the step has ended."""
+    """In the native path, a metric with a graph would keep the softmax of its micro-batch until the step has ended."""
     made: list[weakref.ref] = []
     forward = native.VocabParallelEntropy.forward
 
@@ -187,7 +188,7 @@ def test_gradient_is_that_of_the_plain_objective(root, build, name, head):
     wanted = {n: p.grad for n, p in model.named_parameters()}
     norm = math.sqrt(sum(g.square().sum().item() for g in wanted.values()))
     assert norm > 0.1 and result.steps[0]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for parameter in trainer.policy.model.parameters():  # the export then carries gradients under HF names
+    for parameter in trainer.policy.model.parameters():  # the export then lists gradients under HF names
         parameter.data.copy_(parameter.main_grad)
     got = exported(trainer)
     assert got.keys() == wanted.keys()
@@ -206,7 +207,7 @@ def capped(tmp_path_factory):
 
 @pytest.mark.parametrize("head", [head for head in HEADS if head != "native"])
 def test_every_head_caps_the_logits(build, capped, head):
-    """The native head, whose logits are compared with transformers in test_families, is the reference."""
+    """The reference is the native head, whose logits test_families compares with transformers."""
     files = {name: str(capped / "policy") for name in ("hf_checkpoint", "load")}
     flags = {"clip_grad": 0.0, **ALL_TERMS, **files, "ref_load": str(capped / "reference")}
     trainer = build(**flags, **HEADS[head])

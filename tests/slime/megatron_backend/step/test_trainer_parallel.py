@@ -1,6 +1,6 @@
-"""Two and four trainer ranks over gloo against one: the same metrics, the same weights, the same published file.
+"""Two and four trainer ranks over gloo, compared with one: the same metrics, weights and published file.
 
-The worker processes run every layout in turn and write what they got; the tests compare it with a single rank.
+The worker processes run every layout in turn and write their results; the tests compare them with a single rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.types import Sample
 
 POLICY_FLAGS = {
-    # two optimizer steps, every term of the loss that crosses ranks
+    # There are two optimizer steps, with every term of the loss that crosses ranks.
     "global_batch_size": 4,
     "max_tokens_per_gpu": 24,
     "balance_data": True,
@@ -72,7 +72,7 @@ SHELF: dict[str, dict[str, Any]] = {
     "rloo": POLICY_FLAGS | {"advantage_estimator": "rloo"},
     "pass_at_k": POLICY_FLAGS | {"advantage_estimator": "pass_at_k"},
 }
-"""Estimators, policy losses and corrections: on one rank, and on two of each kind."""
+"""Estimators, policy losses and corrections, which run on one rank and on two, in each kind of layout."""
 ONE_SAMPLE_FLAGS = POLICY_FLAGS | {"use_dynamic_batch_size": False, "micro_batch_size": 1}
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
@@ -135,17 +135,17 @@ FOUR: dict[str, dict[str, Any]] = {
     "pp-dp": POLICY_FLAGS | STAGES,
 }
 SAVED = ("one-policy", "pp", "cp", "pp-cp", "pp-sp")
-"""These save a checkpoint after their rollout and go on to another; a single rank goes on from the checkpoint too."""
+"""Layouts that save a checkpoint after their rollout. They and a single rank continue it with another rollout."""
 
 RESUMED = {"pp": 2, "cp": 2, "pp-cp": 4, "pp-sp": 4}
-"""These layouts also start from the checkpoint of a single rank."""
+"""Layouts that also start from the checkpoint of a single rank."""
 
 PLUG_INS = {"cp-sequence", "cp-mismatch"}
 """Examples of hooks that gather and slice over context parallelism (examples/plugins)."""
 
 SHORT = {"dp", "tp-custom", "cp", "cp-empty", "pp", "pp-gspo", "pp-sp"} | PLUG_INS
 SHORT |= {"sp-provider", "cp-provider", "tp-sapo", "cp-gmpo", "dp-clip_cov", "dp-kl_cov", "pp-rloo"}
-"""The layouts of the short suite: every kind of parallelism, alone and with another one; the others run with --all."""
+"""The layouts of the short suite: every kind of parallelism, alone and with another kind; the others run with --all."""
 
 
 def layouts(names: Iterable[str]) -> list[Any]:
@@ -167,12 +167,13 @@ SINGLE = {
 
 
 def same_as(layout: str) -> str:
-    """The run of one rank, by the one-pass operator where the loss allows it, that a layout is compared with."""
+    """Returns the one-rank run that a layout is compared with; it uses the one-pass operator if the loss allows it."""
     return max((name for name in SINGLE if name in layout), key=len, default="policy")
 
 
 def samples_of(layout: str) -> list[Sample]:
-    """Those of "empty" have responses that one rank predicts alone, and one of 3 tokens, fewer than runs."""
+    """Returns a layout's samples. In "empty", one rank predicts some responses alone, and a response of 3 tokens has
+    fewer tokens than runs."""
     samples = make_samples()
     if "empty" in layout:
         for i, sample in enumerate(samples):
@@ -185,7 +186,7 @@ def samples_of(layout: str) -> list[Sample]:
 
 
 def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> dict[str, Any]:
-    """One rollout with all its steps; what this rank reports, holds and publishes."""
+    """Trains one rollout with all its steps, and returns the rank's metrics, weights and published file."""
     config = make_config(
         root,
         check_weight_update_equal=True,
@@ -223,7 +224,7 @@ def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> 
 
 
 def resumed(name: str, saved: str, root: Path, rank: int, ranks: int) -> dict[str, Tensor]:
-    """Weights of layout `name` after rollout 1, from the checkpoint that `saved` wrote."""
+    """Returns the weights of layout `name` after rollout 1, from the checkpoint that `saved` wrote."""
     flags = (SINGLE | TWO | FOUR)[name]
     store = f"file://{root}/store-{name}-from-{saved}"
     config = make_config(
@@ -249,7 +250,7 @@ def work(rank: int, root: Path, ranks: int, chosen: set[str]) -> None:
 
 @pytest.fixture(scope="module")
 def chosen(request):
-    """The layouts that run: those of the short suite, unless a test marked slow runs."""
+    """Returns the layouts to run: those of the short suite, unless a test marked slow runs."""
     return {*TWO, *FOUR} if any(item.get_closest_marker("slow") for item in request.session.items) else SHORT
 
 
@@ -261,7 +262,7 @@ def one(root, chosen):
 
 @pytest.fixture(scope="module")
 def several(root, one, chosen):
-    """What each rank got, by layout."""
+    """Returns each rank's results, by layout."""
     found: dict[str, list[dict[str, Any]]] = {}
     for ranks in (2, 4):
         on_ranks(work, root, ranks, chosen, ranks=ranks)
@@ -285,7 +286,7 @@ def test_several_ranks_train_as_one(one, several, layout):
 
 @pytest.mark.parametrize("layout", layouts(RESUMED))
 def test_checkpoints_fit_other_layouts(root, one, several, layout):
-    """One rank's checkpoint continued by several, and theirs by one: all as one rank that was never stopped."""
+    """Several ranks continue one rank's checkpoint, and the reverse. All equal one rank without a stop."""
     by_one = resumed("policy", layout, root, 0, 1)
     for name, wanted in one["policy"]["next"].items():
         for got in (by_one, several[layout][0]["next"], several[layout][-1]["resumed"]):
@@ -293,7 +294,7 @@ def test_checkpoints_fit_other_layouts(root, one, several, layout):
 
 
 def test_the_steps_moved_the_weights(root, one):
-    """By far more than the tolerance of the comparison above."""
+    """The weights moved by far more than the tolerance of the comparison above."""
     start = load_file(root / "policy/model.safetensors")
     for result in one.values():
         assert all((t - start[n]).abs().max() > 1e-4 for n, t in result["weights"].items() if t.dim() > 1)
@@ -308,7 +309,7 @@ def test_data_parallel_ranks_share_the_samples(one, several):
 
 
 def test_context_parallel_ranks_share_the_rows(one, several):
-    """Each response token is one rank's; no rank has much more to do than the other, or nothing at all unless meant."""
+    """Each response token belongs to one rank. The ranks have similar work, and a rank without work is intended."""
     sizes = {"cp": 2, "cp-empty": 2, "cp4-empty": 4}
     for layout, ranks in ((layout, sizes[layout]) for layout in sizes if layout in several):
         single = one[same_as(layout)]
@@ -336,7 +337,7 @@ PARTS = (
 
 @pytest.mark.parametrize("layout", layouts(["dp", "sp", "cp", "pp", "pp-cp"]))
 def test_parts_of_training_cover_it_on_every_rank(several, layout):
-    """One rank holds it to 2% (test_timers_trainer.py); here processes wait for a core between parts, too."""
+    """test_timers_trainer.py checks one rank to 2%. Here processes also wait for a core between parts."""
     covered = [
         sum(r["perf"].get(f"perf/{part}_time", 0.0) for part in PARTS) / r["perf"]["perf/actor_train_time"]
         for r in several[layout]
@@ -351,7 +352,7 @@ def test_progress_ends_at_the_end(one, several):
 
 
 def test_figures_of_a_pipeline_are_those_of_its_last_stage(several):
-    """Rank 0, which the run reports, has no head; its stages wait for each other, and that has a name."""
+    """Rank 0, whose metrics the run reports, has no head. Its stages wait for each other, and this time has a name."""
     for first, last in (several["pp"], several["pp-gspo"]):
         calls = {name: n for name, n in first["perf"].items() if name.startswith("rl_kernel/")}
         assert calls == {name: n for name, n in last["perf"].items() if name.startswith("rl_kernel/")}
@@ -372,23 +373,23 @@ def test_rank_0_publishes_the_whole_model(several, layout):
 
 
 def test_custom_loss_sees_its_part_of_the_vocabulary(several):
-    """99 entries are padded to 256 = 2 x 128; the padding has no part in the softmax (compared above)."""
+    """99 entries are padded to 256 = 2 x 128. The padding has no part in the softmax (compared above)."""
     assert [r["logits"][1] for r in several["tp-custom"]] == [128, 128]
 
 
 def test_plug_ins_did_what_they_are_for(one):
-    """Otherwise their comparison above would say nothing: responses were weighted and dropped, ratios moved."""
+    """Otherwise their comparison above would prove nothing: responses were weighted and dropped, and ratios moved."""
     steps = one["mismatch"]["steps"]
     assert any(0 < step["train/rs_dropped"] < 1 for step in steps)
     assert all(step["train/tis_weight"] != pytest.approx(1.0, abs=1e-3) for step in steps)
-    # a second step from the same old log-probs: the loss of sequences is not that of tokens
+    # The second step starts from the same old log-probs, so the loss of sequences differs from that of tokens.
     assert one["sequence"]["steps"][1]["train/loss"] != pytest.approx(
         one["policy"]["steps"][1]["train/pg_loss"]
     )
 
 
 def test_the_shelf_did_what_it_is_for(one):
-    """As above: tokens were dropped, masked and chosen; the losses are not those of GRPO."""
+    """As above: tokens were dropped, masked and chosen, and the losses differ from GRPO's."""
     plain = one["policy"]["steps"][1]["train/pg_loss"]
     for name in SHELF.keys() & one.keys():
         steps, rollout = one[name]["steps"], one[name]["rollout"]

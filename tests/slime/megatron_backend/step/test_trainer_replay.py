@@ -1,4 +1,4 @@
-"""A trainer with routing replay: what it trains with, what it reports, and ranks of every kind against one."""
+"""A trainer with routing replay: its experts, its metrics, and ranks of every kind compared with one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def routed_samples() -> list[Any]:
-    """Samples with random experts for all tokens."""
+    """Returns samples with random experts for all tokens."""
     samples, generator = make_samples(), np.random.default_rng(0)
     for sample in samples:
         scores = generator.random((len(sample.tokens) - 1, LAYERS, EXPERTS))
@@ -79,11 +79,11 @@ def trained(root: Path, name: str, rank: int = 0, ranks: int = 1, **flags: Any) 
 def test_the_engines_experts_are_trained_with(root):
     plain, replayed = trained(root, "plain"), trained(root, "engine", **ENGINE)
     assert DIFFER not in plain["steps"][0]
-    # random pairs of four experts: five in six differ
+    # Random pairs of four experts differ in five of six cases.
     assert 0.7 < replayed["steps"][0][DIFFER] < 0.95
     losses = [run["steps"][0]["train/train_rollout_logprob_abs_diff"] for run in (plain, replayed)]
     assert abs(losses[0] - losses[1]) > 1e-4
-    assert replayed["old"] is None  # one step: no pass for old log-probs is needed
+    assert replayed["old"] is None  # one step needs no pass for old log-probs
 
 
 def test_its_own_record_is_the_policy_that_was_and_differs_once_weights_move(root):
@@ -105,7 +105,7 @@ def test_its_own_record_needs_the_pass_that_makes_it(root):
 
 
 def test_saved_samples_are_looked_at_with_their_experts(root, one):
-    """What an audit computes of a file is what the trainer computed of the same samples."""
+    """An audit of a file computes the same numbers as the trainer did for the same samples."""
     samples, config = routed_samples(), make_config(root, max_tokens_per_gpu=24, **ENGINE)
     layouts = {"alone": [[i] for i in range(9)], "packed": [[8, 1, 2], [0, 3, 4, 5], [6, 7]]}
     found = replay_log_probs(config, str(root / "policy"), samples, layouts)
@@ -149,12 +149,12 @@ def test_two_ranks_replay_as_one(one, two, layout, kind):
         assert kind == "engine" or got["steps"][0][DIFFER] == 0.0
         for a, b in zip(got["steps"], wanted["steps"], strict=True):
             share, expected = a[DIFFER], b[DIFFER]
-            # experts that ranks share are groups of their own
+            # Experts that ranks share have separate groups.
             names = [name for name in b if name != DIFFER and "lr-pg" not in name]
             assert [a[name] for name in names] == pytest.approx(
                 [b[name] for name in names], rel=1e-3, abs=1e-5
             )
-            # rows of padding choose for themselves in the trainer's own record, and are counted there
+            # Rows of padding choose for themselves in the trainer's own record, and are counted there.
             assert share == pytest.approx(expected, abs=0 if kind == "engine" else 0.05)
         for name, tensor in wanted["weights"].items():
             torch.testing.assert_close(got["weights"][name], tensor, rtol=0, atol=1e-4, msg=name)

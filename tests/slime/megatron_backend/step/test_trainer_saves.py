@@ -1,4 +1,4 @@
-"""What a trainer writes: checkpoints in the background, for every trained role, and its part of the kept samples."""
+"""The files of a trainer: checkpoints in the background, for every trained role, and its part of the kept samples."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_saves_in_the_background_resume_exactly(build, tmp_path, flags):
 
 
 def test_frozen_parameters_are_published_and_saved(root, build, tmp_path):
-    """A run that trains one layer: engines and checkpoints get all weights."""
+    """The run trains one layer, but engines and checkpoints get all weights."""
     flags = {"only_train_params_name_list": [r"layers\.1\."], "save": str(tmp_path / "saved")}
     trainer = build(**flags)
     before = exported(trainer)
@@ -60,7 +60,7 @@ def test_frozen_parameters_are_published_and_saved(root, build, tmp_path):
 
 @pytest.mark.parametrize("host", [False, True])
 def test_states_that_are_reset_are_those_of_a_first_step(build, host):
-    """Without momentum of earlier rollouts: a second training is the first one of a run from the same weights."""
+    """Without momentum of earlier rollouts, a second training equals the first one of a run from the same weights."""
     flags = {"optimizer_cpu_offload": host, "reset_optimizer_states": True, "adam_beta1": 0.5}
     trainer = build(**flags)
     train(trainer, 0, seed=0)
@@ -69,7 +69,7 @@ def test_states_that_are_reset_are_those_of_a_first_step(build, host):
     states = list(only.optimizer.state.values())
     assert {float(state["step"]) for state in states} == {1.0}
     reset = [state["exp_avg"].clone() for state in states]
-    train(trainer, 1, seed=1)  # other weights now, and moments of this step alone
+    train(trainer, 1, seed=1)  # other weights now, and moments of this step only
     assert {float(state["step"]) for state in states} == {1.0}
     kept = build(**flags | {"reset_optimizer_states": False})
     train(kept, 0, seed=0)
@@ -105,7 +105,7 @@ def test_a_critic_is_frozen_by_the_same_names_and_its_head_never(build):
 
 @pytest.mark.parametrize("flags", [{}, {"global_batch_size": 2, "max_tokens_per_gpu": 24}])
 def test_the_samples_that_the_rollout_keeps_get_their_advantages_and_log_probs(root, build, tmp_path, flags):
-    """One step, which computes the log-probs of before it, and four steps, with a pass for old log-probs."""
+    """One step computes the log-probs from before it, and four steps need a pass for old log-probs."""
     samples = make_samples()
     trainer = build(run_dir=str(tmp_path), **flags)
     data = rank_data(trainer.config, samples)
@@ -122,5 +122,5 @@ def test_the_samples_that_the_rollout_keeps_get_their_advantages_and_log_probs(r
         assert [token.trainer for token in found[place].tokens] == pytest.approx(log_probs.tolist(), abs=1e-4)
         mask, values = data["loss_masks"][i].float(), data["advantages"][i]
         assert found[place].advantage == pytest.approx(float((values * mask).sum() / mask.sum()), abs=1e-5)
-    trainer.train(1, rank_data(trainer.config, samples))  # a rollout that keeps none
+    trainer.train(1, rank_data(trainer.config, samples))  # this rollout keeps no sample
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["0.jsonl", "0.trainer-0.jsonl"]

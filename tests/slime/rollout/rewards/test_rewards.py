@@ -111,7 +111,7 @@ def test_dapo_reads_the_last_answer_line():
     assert reward("dapo", "Answer: 3\nno.\nAnswer: $34$", "34") == {"score": 1.0, "acc": True, "pred": "34"}
     assert reward("dapo", "Answer: 35", "34") == {"score": -1.0, "acc": False, "pred": "35"}
     assert reward("dapo", "it is 34", "34") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
-    assert reward("dapo", "Answer: 34" + " " * 300, "34")["acc"] is False  # not at the end
+    assert reward("dapo", "Answer: 34" + " " * 300, "34")["acc"] is False  # the answer is not at the end
     assert reward("dapo", "Answer: 34 or 35", "34")["acc"] is False
     assert reward("dapo", "**Answer:** 34.0<|im_end|>", 34)["acc"] is True
     assert reward("dapo", r"Answer: $\dfrac{1}{2}$", r"\frac{1}{2}")["acc"] is True
@@ -209,7 +209,7 @@ def test_gpqa_ways_to_name_the_right_choice():
     assert reward("gpqa", said, "A neutron", choices) == 1.0
     assert reward("gpqa", said, None, {**choices, "correct_letter": "c"}) == 1.0
     assert reward("gpqa", said, "x", {"choices": dict(zip("WXYC", CHOICES, strict=True))}) == 0.0
-    # No letter: the text decides, and naming every choice earns nothing.
+    # Without a letter the text decides, and a response that names every choice gets nothing.
     assert reward("gpqa", "it must be a neutron", "C", choices) == 1.0
     assert reward("gpqa", "a proton, a neutron, a photon", "C", choices) == 0.0
     assert compute_gpqa_reward("it is forty two", "Forty-two") == 1.0
@@ -221,7 +221,7 @@ def test_gpqa_ways_to_name_the_right_choice():
 
 def test_f1():
     assert normalize_answer("The  Cat, a dog!") == "cat dog"
-    # 2 common words of 3 said and 4 expected: P 2/3, R 2/4, F1 = 2*2/(3+4).
+    # 2 common words, 3 in the response and 4 expected: P 2/3, R 2/4, F1 = 2*2/(3+4).
     assert f1_score("red green blue", "green blue white black") == (4 / 7, 2 / 3, 1 / 2)
     assert f1_score("go go go", "go stop") == (2 / 5, 1 / 3, 1 / 2)
     assert f1_score("yes it is", "yes") == (0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""--rm-type code: programs that pass no test and try to be paid."""
+"""--rm-type code: programs that pass no test and try to get a reward."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def score(program, label):
 
 
 def test_no_object_of_the_program_decides_a_comparison():
-    """One program tries everything. The label collects its successes, so that one run is enough."""
+    """One program tries every cheat. The label collects its successes, so that one run is enough."""
     label = ["expected = [5]\nwon = []"]
     for test in UNEARNED:
         label.append(
@@ -189,7 +189,7 @@ def test_the_prompt_file_is_hidden(kind, tmp_path):
 
 
 def test_a_sandbox_that_fails_is_tried_once_more_and_then_gives_nothing(monkeypatch, caplog):
-    """The owner is killed from outside, as the out-of-memory killer does, in the first runs."""
+    """The test kills the owner in the first runs, as the out-of-memory killer does."""
     kept, left = LocalSandbox.exec, [1]
 
     async def killed(self, cmd, **words):
@@ -215,7 +215,7 @@ def test_a_sandbox_that_does_not_start_is_an_error(monkeypatch):
 
 
 def test_tests_never_enter_the_programs_sandbox(monkeypatch):
-    """Looks at all files and inputs of the program's sandbox."""
+    """The test reads all files and inputs of the program's sandbox."""
     given = []
     exec_of, write = LocalSandbox.exec, LocalSandbox.write_file
 

@@ -1,4 +1,4 @@
-"""--rm-type code: what statements may do with a program that runs in another process."""
+"""--rm-type code: the operations of statements on a program that runs in another process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CASES = yaml.safe_load(Path(__file__).with_name("honest_programs.yaml").read_tex
 
 
 def outcome(program, tests):
-    """ "passed", or the name of the error that the first failing statement raised."""
+    """Returns "passed", or the name of the error that the first failing statement raised."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         thread = threading.Thread(target=ProgramPeer(theirs, program).serve)
@@ -24,7 +24,7 @@ def outcome(program, tests):
         try:
             run_tests(ours, [tests])
             return "passed"
-        except Exception as error:  # The border to the program that a case tests.
+        except Exception as error:  # This is the border to the tested program.
             return type(error).__name__
         finally:
             ours.shutdown(socket.SHUT_RDWR)

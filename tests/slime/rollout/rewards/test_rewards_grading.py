@@ -1,4 +1,4 @@
-"""Right answers in the many ways to write them, answers of dapo, and the ends of responses."""
+"""Right answers in their many notations, answers of dapo, and the ends of responses."""
 
 from __future__ import annotations
 
@@ -320,6 +320,6 @@ def test_dapo(label, line, score):
     ],
 )
 def test_a_special_token_at_the_end_is_no_part_of_the_answer(name, answer, end):
-    """Its usual spellings, without a tokenizer. test_rewards_special_tokens has any spelling."""
+    """The cases are its usual spellings, without a tokenizer. test_rewards_special_tokens has other spellings."""
     reward = REWARDS[name](answer + end, "5", {})
     assert (reward["score"] if isinstance(reward, dict) else reward) == 1.0

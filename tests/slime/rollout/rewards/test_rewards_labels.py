@@ -38,7 +38,8 @@ def load(path: Path, rows: list, name: str | None, **args):
 
 
 def test_each_reward_has_a_check():
-    assert set(_CHECKS) - {"code"} == set(REWARDS) == set(GOOD)  # labels of `code`: test_rewards_code.py
+    # test_rewards_code.py has the labels of `code`
+    assert set(_CHECKS) - {"code"} == set(REWARDS) == set(GOOD)
 
 
 @pytest.mark.parametrize(("name", "label"), [(name, label) for name in WRONG for label in WRONG[name]])
@@ -63,7 +64,7 @@ def test_wrong_label_of_parquet(tmp_path, value):
     "value", [datetime.date(2024, 1, 1), datetime.datetime(2024, 1, 1), b"C", ["C"], {"a": "C"}, Decimal(1)]
 )
 def test_a_label_of_another_type_is_refused_by_each_reward(tmp_path, name, value):
-    """gpqa took its text: a date or ["C"] matched a choice with that text."""
+    """Otherwise gpqa would read its text: a date or ["C"] would match a choice with that text."""
     metadata = {"choices": ["2024-01-01", "b'C'", "C", "1", "2024-01-01 00:00:00", "{'a': 'C'}"]}
     rows = {"prompt": ["a"], "label": pa.array([value]), "metadata": [metadata]}
     pq.write_table(pa.table(rows), path := tmp_path / "d.parquet")
@@ -91,7 +92,7 @@ def test_the_reward_of_the_row_decides(tmp_path):
             [rows[0], {**rows[1], "label": "zz", "metadata": {"rm_type": "gpqa", "choices": ["a", "b"]}}],
             "math",
         )
-    with pytest.raises(ValueError, match=r"d\.jsonl:1: column 'label'"):  # an evaluation's own reward
+    with pytest.raises(ValueError, match=r"d\.jsonl:1: column 'label'"):  # the reward of the evaluation
         check = label_check(Config.from_flat(dict(rm_type="math")), "label", "gsm8k")
         load_prompts(str(tmp_path / "d.jsonl"), COLUMNS, check_label=check)
 

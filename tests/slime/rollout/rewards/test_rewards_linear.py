@@ -1,4 +1,5 @@
-"""Graders of responses that a collapsed or hostile policy writes: time in proportion to the length, and no error."""
+"""Graders get responses of a collapsed or hostile policy. Their time is proportional to the length, and they raise no
+error."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ WRAPS = {
     "gpqa": ["%s", "The answer is %s"],
     "f1": ["%s"],
 }
-# Separated by spaces: special tokens, LaTeX, brackets and numbers, words.
+# The entries are separated by spaces: special tokens, LaTeX, brackets and numbers, words.
 _PLAIN = r"""
 </s> <s> <|x|> <|x <| |> [| |] [/INST] [INST ]~ [e~[ <eos <eos. <eos> eos. <pad></s> ｜ <｜a｜> </think> <think>
 <answer> </answer> ###Response
@@ -90,7 +91,7 @@ def cpu_s(call, text: str) -> float:
 
 
 def too_slow(call, wrap: str, unit: str, length: int, limit_s: float) -> str | None:
-    """Why the time of a text and of one of twice the length is not in proportion, or not small."""
+    """Returns an error text if the time for a text and one of twice its length is not proportional, or not small."""
     for _ in range(3):  # another program may have taken the processor's caches
         short = cpu_s(call, pumped(wrap, unit, length))
         long = cpu_s(call, pumped(wrap, unit, 2 * length))
@@ -194,7 +195,7 @@ def test_special_text_at_the_ends(text, left):
 
 
 def test_the_last_letters_decide():
-    """No more than 1000 letters are looked at, so that each may be looked at closely."""
+    """The grader reads at most the last 1000 letters, so that it can check each letter closely."""
     assert chosen_letter("The answer is (C). " + "B or " * 400, "ABCD") == "C"
     assert chosen_letter("The answer is (C). " + "a " * 4000, "ABCD") == "C"  # articles do not count
     assert chosen_letter("B or " * 40_000 + "so the answer is (D).", "ABCD") == "D"
@@ -207,9 +208,9 @@ def test_number_before_many_units():
 
 @pytest.fixture
 def one_second(monkeypatch):
-    """SymPy in one process that ends after a second of CPU time."""
+    """Runs SymPy in one process that ends after a second of CPU time."""
     checker = MathChecker(workers=1, cpu_limit_s=1)
-    assert checker.equal("1/2", "0.5") is True  # started
+    assert checker.equal("1/2", "0.5") is True  # the process has started
     monkeypatch.setattr(math_equal, "_checker", lambda: checker)
     math_equal._ask.cache_clear()
     yield checker
@@ -224,7 +225,7 @@ def test_parts_of_an_answer_share_one_limit(one_second, caplog):
     began = time.monotonic()
     assert same_answer(answer, gold) is False
     assert "takes more than 1 s of CPU time" in caplog.text and len(caplog.records) == 1
-    assert time.monotonic() - began < 20  # 64 comparisons of a second each, without one limit
+    assert time.monotonic() - began < 20  # without one limit, 64 comparisons would take a second each
 
 
 def score(name: str, response: str, label: str, **args):
@@ -268,4 +269,4 @@ def test_the_event_loop_keeps_running_while_pumped_responses_are_graded():
         await asyncio.gather(*tasks)
         return longest
 
-    assert asyncio.run(scenario()) < 2  # no call keeps Python's lock; a loaded machine takes its time
+    assert asyncio.run(scenario()) < 2  # no call keeps Python's lock; a loaded machine is slower

@@ -1,4 +1,4 @@
-"""Mathematical equality through math-verify, in processes that no answer can hang."""
+"""Mathematical equality through math-verify, in processes that no answer can block."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_same(answer, gold):
         (r"2} \boxed{3", "2"),
         ("", "5"),
         (r"\frac{1}{", "1"),
-        (r"\frac{2}{4}", r"\frac{1}{2}"),  # slime asks for reduced fractions too
+        (r"\frac{2}{4}", r"\frac{1}{2}"),  # slime requires reduced fractions too
         (r"\frac24", "1/2"),
         ("[1,2]", "(1,2)"),
         ("1,2", "(1,2)"),
         (r"(2,\infty)", r"[2,\infty)"),
-        (r"\sqrt{16}", "4"),  # a whole number has to be computed
+        (r"\sqrt{16}", "4"),  # a whole number must be computed
         ("6*2", "12"),
         (r"3 \times 10^2", "300"),
         ("256", "2^8"),
@@ -93,7 +93,7 @@ def test_pathological_answer_is_bounded(checker, caplog):
     assert checker.equal("7", r"2^{2^{2^{2^{2^2}}}}") is False
     assert time.monotonic() - start < 20
     assert "takes more than 1 s of CPU time" in caplog.text
-    assert checker.equal("1/2", "0.5") is True  # and the next comparison is served
+    assert checker.equal("1/2", "0.5") is True  # the next comparison works
 
 
 def test_event_loop_keeps_running_while_a_tower_is_scored(monkeypatch, checker):
@@ -114,7 +114,7 @@ def test_event_loop_keeps_running_while_a_tower_is_scored(monkeypatch, checker):
 
     value, beats = asyncio.run(scenario())
     assert value == 0.0
-    assert beats >= 20  # at least a second of CPU time in ticks of 20 ms, with room for a loaded machine
+    assert beats >= 20  # at least a second of CPU time in ticks of 20 ms, with a margin for a loaded machine
 
 
 def test_calls_from_many_threads_share_the_workers():
@@ -151,7 +151,7 @@ def test_worker_killed_from_outside_does_not_cost_a_right_answer():
     checker = MathChecker(workers=1)
     assert checker.equal("1/2", "0.5") is True
     process = checker._idle[0].process
-    os.kill(process.pid, signal.SIGSTOP)  # so that the request is under way when the kill comes
+    os.kill(process.pid, signal.SIGSTOP)  # the request is in progress when the kill comes
     timer = threading.Timer(0.1, process.kill)
     timer.start()
     assert checker.equal("1/4", "0.25") is True

@@ -1,4 +1,4 @@
-"""remote_rm against a real local HTTP server: replies, retries, the deadline, and what is not retried."""
+"""remote_rm with a real local HTTP server: replies, retries, the deadline, and errors without a retry."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_retries_until_the_server_recovers():
 
 
 def test_a_server_that_is_down_is_logged_at_once_and_once(caplog):
-    with socket.socket() as held:  # bound and not listening: connections are refused
+    with socket.socket() as held:  # bound and not listening: the kernel rejects connections
         held.bind(("127.0.0.1", 0))
         url = f"http://user:secret@127.0.0.1:{held.getsockname()[1]}/rm?token=secret"
         args = SimpleNamespace(rm_type="remote_rm", rm_url=url, rollout_deadline_s=0.5)

@@ -44,7 +44,7 @@ def rewards_file(tmp_path):
 
 def test_weighted_sum_and_its_parts():
     one = sample(WRONG)
-    expected = 2 * 1 / (5 + 1)  # one common word, of 5 in the response and 1 in the label
+    expected = 2 * 1 / (5 + 1)  # one common word, 5 words in the response and 1 in the label
     assert scored(one, rm_type="math,f1", rm_weights=[1.0, 0.5]) == pytest.approx(0.5 * expected)
     assert one.metadata[KEY] == {"math": 0.0, "f1": pytest.approx(expected)}
     one = sample()

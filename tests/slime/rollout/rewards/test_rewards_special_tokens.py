@@ -1,4 +1,5 @@
-"""Built-in rewards read a response without the special tokens of its tokenizer, by their ids; hooks see all of it."""
+"""Built-in rewards read a response without the special tokens of its tokenizer, by their ids; hooks get the whole
+response."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def test_right_answer_before_any_end(end, name, text, label):
 
 
 def test_ids_decide_and_not_the_text():
-    """The same text without the special token's id is text: a model that writes about </s>."""
+    """The same text without the special token's id is plain text, for example a response about </s>."""
     tokenizer = tokenizer_with("~fin~")
     plain = [tokenizer.encode(letter)[0] for letter in "the end is ~fin~"]
     ids = [*plain, tokenizer.eos_token_id]

@@ -1,4 +1,5 @@
-"""The head of a provider on one rank: a step of it against the native head's, what the provider gets, its fallback."""
+"""The head of a provider on one rank: a step compared with the native head's step, the provider's inputs, its
+fallback."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ FLAGS = {
 }
 REQUESTS: list[Any] = []
 PRODUCTS: list[Tensor | None] = []
-"""Of each request, hidden states times weight before the optimizer changed the weight."""
+"""The products of hidden states and weight per request, computed before the optimizer changed the weight."""
 
 
 def recording(request):
-    """Our provider, but logits alone."""
+    """Records the request and calls this project's provider with the logits only."""
     REQUESTS.append(request)
     given = request.hidden is not None
     PRODUCTS.append((request.hidden @ request.lm_head_weight.T).detach() if given else None)
@@ -42,7 +43,7 @@ def recording(request):
 
 
 def without_gradients(request):
-    """Unavailable where a loss needs it."""
+    """Raises SelectedLogprobProviderUnavailable for logits that need a gradient."""
     if request.logits.requires_grad:
         raise SelectedLogprobProviderUnavailable("it has no backward")
     return recording(request)
@@ -66,7 +67,7 @@ def no_requests():
 
 
 def step(trainer: MegatronTrainer) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics of a step, and its gradients."""
+    """Returns a step's metrics and its gradients."""
     result, _ = train(trainer)
     named = trainer.policy.model.named_parameters()
     return result.steps[0], {name: parameter.main_grad.clone() for name, parameter in named}
@@ -81,7 +82,7 @@ def assert_same(got: tuple[dict, dict], wanted: tuple[dict, dict]) -> None:
 
 @pytest.fixture(scope="module")
 def native(root, tmp_path_factory):
-    """A step of the native head."""
+    """Returns a step of the native head."""
     folder = tmp_path_factory.mktemp("native")
     config = make_config(root, weight_dir=str(folder / "weights"), rlk_fast="off", **FLAGS)
     trainer = MegatronTrainer(config, 0, 1, init_method=f"file://{folder}/store")
@@ -147,7 +148,7 @@ def test_a_wrong_result_ends_the_step(build, name, mode, message):
 
 
 def test_a_provider_in_a_file_of_the_user(build, native, tmp_path, monkeypatch):
-    """Plain PyTorch, a mapping as the result."""
+    """The provider is plain PyTorch, and its result is a mapping."""
     (tmp_path / "my_provider.py").write_text(
         "import torch\n"
         "def provide(request):\n"
@@ -166,7 +167,7 @@ def test_a_provider_in_a_file_of_the_user(build, native, tmp_path, monkeypatch):
 
 
 def test_ids_that_sampling_kept(build):
-    """The provider gets columns; the log-probs are those of the native head over the same ids."""
+    """The provider gets columns; the log-probs equal those of the native head over the same ids."""
     flags = {"clip_grad": 0.0, "replay_kept_tokens": 4, "rollout_top_p": 0.9}
 
     def kept(trainer: MegatronTrainer) -> dict[str, float]:
