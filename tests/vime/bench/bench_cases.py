@@ -1,4 +1,4 @@
-"""Records of benchmarks with known truth, for the tests of vime.bench: seeded numbers, what they hold is said."""
+"""Records of benchmarks with known results for the tests of vime.bench, from seeded numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.tracking.environment import installed_packages
 from vime.bench.record import SIDES, Record, Repeat, Switch
 
 packages = cache(installed_packages)
-"""Reading them takes half a second, and each run and each plan does it."""
+"""Installed packages, read once, because reading takes half a second and each run and each plan does it."""
 
 CONFIG: dict[str, Any] = {
     "rollout": {"rollout_batch_size": 32, "rollout_seed": 42, "hf_checkpoint": "/models/qwen3-4b"},
@@ -56,7 +56,7 @@ PEAKS = {"trainer": 71.0, "forward": 60.0, "policy_loss": 66.0, "backward": 71.0
 
 
 def correlated(rng: np.random.Generator, steps: int, rho: float) -> np.ndarray:
-    """[steps] of a stationary autoregression of the first order, variance 1."""
+    """Returns [steps] of a stationary first-order autoregression with variance 1."""
     noise = rng.normal(size=steps) * np.sqrt(1 - rho**2)
     values = np.empty(steps)
     values[0] = rng.normal()
@@ -66,8 +66,9 @@ def correlated(rng: np.random.Generator, steps: int, rho: float) -> np.ndarray:
 
 
 def step_rows(rng: np.random.Generator, steps: int, *, slower: float) -> list[Any]:
-    """What a run reports: a trainer up to `slower` (a share) longer, correlated noise, a reward that rises."""
-    level = 1 + 0.002 * rng.normal()  # of this run: what no step of it can tell
+    """Returns a run's step metrics: a trainer up to `slower` (a share) longer, correlated noise, a reward
+    that rises."""
+    level = 1 + 0.002 * rng.normal()  # the run's own level, which its steps share
     noise = 0.02 * correlated(rng, steps, 0.5)
     rows = []
     for k in range(steps):
@@ -95,7 +96,7 @@ def step_rows(rng: np.random.Generator, steps: int, *, slower: float) -> list[An
 
 
 def a_repeat(run: str, order: int, steps: list[Any], mode: str) -> Repeat:
-    """A finished run. `mode`: rlk_fast of its configuration."""
+    """Returns a finished run. `mode`: rlk_fast of its configuration."""
     config = deepcopy(CONFIG)
     config["kernels"]["rlk_fast"] = mode
     config["logging"] |= {"run_dir": f"/runs/{run}", "dump_details": f"/runs/{run}/details"}
@@ -106,7 +107,7 @@ def a_repeat(run: str, order: int, steps: list[Any], mode: str) -> Repeat:
 def full_steps(
     *, repeats: int = 3, steps: int = 25, gain: float = 0.0, seed: int = 0, **changed: Any
 ) -> Record:
-    """Runs A B A B of whole steps; rl_kernel is `gain` (a share) quicker, with 8 % less memory."""
+    """Returns runs A B A B of whole steps; rl_kernel is `gain` (a share) faster, with 8 % less memory."""
     rng = np.random.default_rng(seed)
     sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
     for i in range(repeats):
@@ -132,7 +133,7 @@ def full_steps(
 
 
 def changed(record: Record, side: str, i: int, change: Callable[[Repeat], Repeat]) -> Record:
-    """`record` with repeat i of a side put through `change`, which gets a copy."""
+    """Returns `record` with `change` applied to a copy of repeat i of a side."""
     sides = {name: list(repeats) for name, repeats in record.sides.items()}
     sides[side][i] = change(deepcopy(sides[side][i]))
     return replace(record, sides=sides)

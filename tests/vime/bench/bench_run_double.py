@@ -1,8 +1,8 @@
-"""A stand-in for `vime train` that trains nothing: real flags, records by the classes that a run has them from.
+"""A stand-in for `vime train` that trains nothing, with real flags and a real run's records.
 
     python bench_run_double.py FLAGS
 
-The file that BENCH_DOUBLE names says how runs of a name end: {"baseline-1": {"steps": 1, "exit": 3}} stops after one
+The file BENCH_DOUBLE defines the end of the runs by name: {"baseline-1": {"steps": 1, "exit": 3}} stops after one
 step with status 3, {"hang": true} waits for the signal that ends it. BENCH_DOUBLE.started gets a line for each start.
 """
 
@@ -24,7 +24,8 @@ from vime.backends import parse_config
 
 
 def log_steps(config: Any, steps: int) -> None:
-    """`steps` rollouts of config.num_steps_per_rollout optimizer steps each, step i of all taking i + 1 seconds."""
+    """Logs `steps` rollouts of config.num_steps_per_rollout optimizer steps each; step i over all rollouts takes i +
+    1 seconds."""
     trackers = make_trackers(config, Path(config.logging.run_dir), 0)
     fast = {"rl_kernel/logp/fallbacks": 2.0, "rl_kernel/swiglu/fallbacks": 0.0, "rl_kernel/fast": 0.5}
     for step in range(steps):
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """What an orderly end leaves behind, so that a test can see there was one."""
+    """Writes the files of an orderly end, so that a test can detect it."""
     Path(os.environ["BENCH_DOUBLE"]).with_suffix(".ended").touch()
     sys.exit(130)
 

@@ -1,4 +1,4 @@
-"""Which runs may be compared: each thing that differs is refused by name, each exception is one of the tuples."""
+"""Runs that may be compared: each difference is an error with its name, and the tuples list the exceptions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def configured(section: str, name: str, value):
 
 
 def placed(*path, value):
-    """A change of the environment."""
+    """Returns a change of the environment."""
 
     def change(repeat):
         at = repeat.environment
@@ -114,11 +114,11 @@ def test_what_is_excepted_and_no_more():
         compare(changed(record, RL_KERNEL, 1, change))
     seeded = changed(record, BASELINE, 1, configured("train", "seed", 9))
     assert "train.seed" in refusal(seeded)
-    compare(changed(seeded, RL_KERNEL, 1, configured("train", "seed", 9)))  # a pair of its own seed
+    compare(changed(seeded, RL_KERNEL, 1, configured("train", "seed", 9)))  # a pair with its own seed
 
 
 def test_runs_that_cannot_count_are_named_and_their_partners_with_them():
-    """The runner writes the record after each run: what is not there yet has no configuration and no environment."""
+    """The runner writes the record after each run, so a missing run has no configuration and no environment."""
     record = full_steps(repeats=4, steps=4)
     record = changed(record, RL_KERNEL, 0, lambda r: replace(r, finished=False, steps=r.steps[:2]))
     record = changed(record, BASELINE, 2, placed("gpus", value=None))
@@ -136,7 +136,7 @@ def test_runs_that_cannot_count_are_named_and_their_partners_with_them():
 
 
 def test_repeats_pair_by_their_number_whenever_they_ran():
-    """rl_kernel-0 was begun anew after all others: its partner is still the run of its seeds."""
+    """rl_kernel-0 was repeated after all others. Its partner is still the run with its seeds."""
     record = full_steps(repeats=2, steps=4)
     record = changed(record, RL_KERNEL, 0, lambda r: replace(r, order=4))
     pairs, _ = pairs_of(record)
@@ -171,7 +171,7 @@ def test_what_has_to_be_known_is_said():
 
 
 def test_operators_that_fell_back_in_every_call_ran_no_kernel():
-    """Though others, which both sides have, did."""
+    """Other operators ran a kernel, but both sides have them."""
     record = full_steps(repeats=1, steps=4)
     record = replace(record, switch=Switch("rl_kernel_ops", ["swiglu"], ["swiglu", "logp"]))
     nothing = "No kernel ran in rl_kernel that baseline did not run: nothing here is about kernels."

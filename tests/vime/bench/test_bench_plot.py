@@ -1,4 +1,4 @@
-"""`vime bench plot`: the six pictures of a record of each form, and what it says of a record that lacks some."""
+"""`vime bench plot`: the six pictures for each form of a record, and its messages for a record that lacks some data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_six_pictures_of_two_sides(tmp_path, capsys):
 
 
 def test_steps_in_each_form(tmp_path):
-    """Lists under names of metrics or of instruments, objects a step, parts in an object of their own."""
+    """The forms are lists under names of metrics or instruments, one object per step, and parts in a separate
+    object."""
     content = {
         "reward": "gsm8k",
         "medians": {STEP: 9.0},
@@ -105,7 +106,7 @@ def test_paths_that_are_no_records(argv, says, tmp_path, monkeypatch):
 
 
 def test_records_of_other_forms_hold_these_runs():
-    """Of benchmarks/results: some that hold steps, and of how many runs; and some that hold none."""
+    """Some records of benchmarks/results hold steps of a number of runs, and some hold no steps."""
     runs = {path.stem: len(read_runs(path)) for path in records_of(ROOT / RESULTS) if path.suffix == ".json"}
     held = {name: count for name, count in runs.items() if count}
     known = {

@@ -1,4 +1,4 @@
-"""bench.json: what no report could read is refused by the name of its field."""
+"""bench.json: the error for a field that no report could read names the field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, read
 
 
 def refusal(tmp_path, change) -> str:
-    """What `read` says of a good record that `change` has been at."""
+    """Returns the error of `read` for a good record that `change` has damaged."""
     path = full_steps(repeats=2, steps=3).write(tmp_path)
     content = json.loads(path.read_text())
     change(content, content["sides"][BASELINE][0])

@@ -1,4 +1,4 @@
-"""`vime bench report` on records with known truth: what it says, what it draws, what it keeps apart."""
+"""`vime bench report` on records with known results: its text, its pictures, and the sections that it separates."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ PICTURES = (
 
 
 def text_of(record: Record) -> str:
-    """The part of a report about one record, without its pictures."""
+    """Returns the part of a report about one record, without its pictures."""
     pairs, left_out = pairs_of(record)
     return "\n".join(report.record_lines(record, pairs, left_out, compared(record, pairs)))
 
 
 def row(text: str, label: str) -> list[str]:
-    """The cells of the table row that begins with `label`; empty without one."""
+    """Returns the cells of the table row that begins with `label`, or an empty list without such a row."""
     lines = [line for line in text.splitlines() if line.startswith(f"| {label} |")]
     assert len(lines) <= 1
     return [cell.strip() for line in lines for cell in line.strip("|").split("|")]
 
 
 def drop(record: Record, side: str, *names: str) -> Record:
-    """`record` whose `side` never reported these metrics."""
+    """Returns `record` without these metrics of `side`."""
 
     def without(step: dict[str, float]) -> dict[str, float]:
         return {name: value for name, value in step.items() if not name.startswith(names)}
@@ -88,7 +88,7 @@ def test_a_difference_of_3_percent_is_found_and_equal_things_are_not_called_diff
 
 
 def test_a_metric_of_one_side_is_named_and_not_compared():
-    """And a sum whose parts no side has whole is no row."""
+    """A sum whose parts are incomplete on both sides is not a row."""
     record = drop(full_steps(repeats=3, steps=6), RL_KERNEL, "rollout/raw_reward")
     text = text_of(record)
     assert row(text, "raw_reward")[2:] == ["not recorded", *["none"] * 3, "rl_kernel did not record it"]
@@ -122,7 +122,7 @@ def test_memory_that_differs_alike_in_both_repeats_is_less():
 
 
 def test_the_numbers_are_those_of_the_steps():
-    """Times without the warm-up, numbers with it, the highest peak of all steps."""
+    """Times leave out the warm-up, numbers include it, and the peak is the highest over the steps."""
     record = full_steps(repeats=3)
     for repeat in record.sides[BASELINE]:
         repeat.steps[0] |= {"perf/step_time": 1e4, "train/grad_norm": 1e5}
@@ -225,7 +225,8 @@ def test_forward_loss_and_backward_are_compared_as_one():
 
 
 def test_pictures_show_the_numbers():
-    """Bars begin at zero and are as long as a step's parts; a difference beyond the axis is a number with an arrow."""
+    """Bars begin at zero and have the length of a step's parts; a difference beyond the axis is a number with an
+    arrow."""
     record = full_steps(repeats=3, steps=6)
     for step in (step for repeat in record.sides[RL_KERNEL] for step in repeat.steps):
         step["perf/optimizer_time"] *= 5
@@ -247,7 +248,8 @@ def test_pictures_show_the_numbers():
 
 
 def test_bars_and_curves_show_the_numbers():
-    """Mean and 99th percentile of the counted steps, the highest peaks, each step and each evaluation."""
+    """The picture has mean and 99th percentile of the counted steps, the highest peaks, each step and each
+    evaluation."""
     record = full_steps(repeats=1, steps=120)
     for repeat, mode in ((record.sides[side][0], side) for side in (BASELINE, RL_KERNEL)):
         scores = {0: 0.05, 60: 0.1, 120: 0.2 if mode == BASELINE else 0.25}

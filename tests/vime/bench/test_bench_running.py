@@ -1,6 +1,6 @@
-"""Runs of `vime bench` and what becomes of them: order, records, failures, interruption, going on. The runs themselves
-are bench_run_double.py, real but for the training; real ones are in tests/e2e/runs/test_bench_tiers.py. Only the test
-of an interruption starts processes."""
+"""Runs of `vime bench`: order, records, failures, interruption, resuming. The runs are those of bench_run_double.py,
+which are real except for the training; tests/e2e/runs/test_bench_tiers.py has real runs. Only the test of an
+interruption starts processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model(tmp_path_factory) -> Path:
 
 
 class Bench:
-    """A benchmark of four runs in a folder, its plan, and what its runs are told to do."""
+    """A benchmark of four runs in a folder, its plan, and the orders of its runs."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -61,7 +61,7 @@ class Bench:
         self.order()
 
     def order(self, **runs: dict) -> None:
-        """`baseline_1`: what the run baseline-1 is told, see bench_run_double.py."""
+        """Stores orders for runs: `baseline_1` has the orders of baseline-1, see bench_run_double.py."""
         named = {re.sub(r"_(\d)$", r"-\1", name): what for name, what in runs.items()}
         self.orders.write_text(json.dumps(named))
 
@@ -72,7 +72,7 @@ class Bench:
         return execute(self.plan(tier, **line), "vime bench e2e runs.yaml")
 
     def started(self) -> list[str]:
-        """Names of the runs started since the last call."""
+        """Returns names of the runs started since the last call."""
         path = self.orders.with_suffix(".started")
         names = path.read_text().split() if path.exists() else []
         path.unlink(missing_ok=True)
@@ -88,7 +88,8 @@ def bench(tmp_path, model, monkeypatch) -> Bench:
     in_a_process = running._run
 
     def run(command: list[str], log: Path, python_path: str) -> int:
-        """The run that `command` names, without the seconds that its process takes to start; a model in its process."""
+        """Runs the run of `command` in this process, which saves the seconds of a start. A model is made in this
+        process, too."""
         if command[:2] != [*planning.ENTRY]:
             return in_a_process(command, log, python_path)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +171,8 @@ def test_what_cannot_run_or_no_report_would_compare_is_not_begun(bench, changes,
 
 
 def test_a_folder_is_of_one_benchmark_at_a_time(bench):
-    """The second would take the first one's run for an unfinished one, and move it away while it writes."""
+    """The second benchmark would mistake the first one's run for an unfinished run, and move it away while it
+    writes."""
     with contextlib.ExitStack() as held:
         lock("--out", bench.out, held)
         with pytest.raises(ValueError, match="--out must not be in use by another run, got .*by process"):
@@ -192,7 +194,8 @@ def test_a_record_has_the_steps_as_they_were_logged_and_what_the_caller_notes(be
     assert record.notes[0] == "another run on the next GPU" and record.preset is None and record.experts == 0
     ((baseline,), (fast,)) = record.sides[BASELINE], record.sides[RL_KERNEL]
     assert [step["perf/step_time"] for step in fast.steps] == [1, 2, 3]
-    # Two optimizer steps a rollout: their mean, of *_max the largest; number 3 had no finite loss.
+    # With two optimizer steps per rollout, the value is their mean, or the largest for *_max. Number 3 had no finite
+    # loss.
     assert [step["train/loss"] for step in fast.steps] == [0.125, 0.5, 1.125]
     assert all(step[LOGPROB_DIFF] == 5e-4 and step[LOGPROB_DIFF_MAX] == 1e-2 for step in fast.steps)
     assert all(step["perf/save_model_time"] == 9 for step in fast.steps)
@@ -208,7 +211,7 @@ def test_a_record_has_the_steps_as_they_were_logged_and_what_the_caller_notes(be
     assert fast.environment["python"]["executable"].startswith("PREFIX/bin/python")
     assert sys.prefix not in json.dumps(fast.environment)
 
-    # A step is whole when its last optimizer step is there. Percentiles of the steps so far are no metric of a step.
+    # A step is complete with its last optimizer step. Percentiles of the steps so far are not a metric of a step.
     path = bench.out / "runs" / "baseline-0" / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     last = max(i for i, line in enumerate(lines) if '"train/step"' in line)
@@ -261,7 +264,7 @@ def test_an_interruption_ends_the_run_in_order_and_is_told(bench, number):
         f"planning.ENTRY = {planning.ENTRY}; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, "e2e", str(bench.file), "--out", str(bench.out)]
-    # Started in the background of a script, tests ignore Ctrl-C, and so would what they start.
+    # If a script starts the tests in the background, they ignore Ctrl-C, and their child processes would too.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     try:

@@ -1,4 +1,4 @@
-"""The files of `vime bench`: what their keys mean, which commands become of them, what is refused and how."""
+"""The files of `vime bench`: the meaning of their keys, the commands that follow, and their errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ presets:
 
 
 def in_this_process(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """scripts/make_model.py without the seconds that its process takes to start."""
+    """Runs scripts/make_model.py in this process, without the seconds of a start."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -56,7 +56,7 @@ def in_this_process(words: list[str], **options: Any) -> subprocess.CompletedPro
 
 @pytest.fixture(autouse=True)
 def models_without_a_process(monkeypatch):
-    """The commands of docs/benchmarks.md and tests/e2e/runs/test_bench_tiers.py start it as a user does."""
+    """docs/benchmarks.md and tests/e2e/runs/test_bench_tiers.py start it in a process, as a user does."""
     monkeypatch.setattr(command, "subprocess", SimpleNamespace(run=in_this_process))
     monkeypatch.setattr("slime.tracking.environment.installed_packages", packages)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -69,8 +69,8 @@ def write(folder: Path, text: str = SMALL) -> Path:
 
 
 def changed(folder: Path, **values: object) -> Path:
-    """The file with other values; None takes a key out."""
-    small = yaml.load(SMALL, yaml.BaseLoader)  # every word as it is
+    """Writes the file with other values; None removes a key."""
+    small = yaml.load(SMALL, yaml.BaseLoader)  # every word stays a text
     content = {**small, "model": {"arch": "qwen3-tiny"}, "steps": 4, "presets": None, **values}
     return write(folder, yaml.safe_dump({k: v for k, v in content.items() if v is not None}, sort_keys=False))
 
@@ -172,7 +172,7 @@ def test_files_presets_and_command_lines_that_are_not_there(tmp_path):
 
 
 def flag(argv: tuple[str, ...], name: str) -> str:
-    """The value that wins."""
+    """Returns the value that wins."""
     return [value for word, value in itertools.pairwise(argv) if word == name][-1]
 
 
@@ -212,7 +212,7 @@ def test_a_module_trains_on_what_one_run_saved(tmp_path):
 
 @pytest.mark.parametrize("path", EXAMPLES)
 def test_every_example_and_preset_has_flags_that_a_run_takes(path, tmp_path, capfd, monkeypatch):
-    """A model of somebody's own is stood in for by the shape that the file is named for, and his data by two lines."""
+    """The shape in the file's name replaces a user's own model, and two lines replace the user's data."""
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "own"
     arch = next((name for name in ARCHITECTURES if path.stem.startswith(name)), "qwen3-tiny")
@@ -233,7 +233,7 @@ def test_every_example_and_preset_has_flags_that_a_run_takes(path, tmp_path, cap
 
 
 def commands(plan: str) -> list[list[str]]:
-    """What bash would call the interpreter with, line by line of a plan."""
+    """Returns the arguments of the interpreter as bash would pass them, for each line of a plan."""
     said = plan.replace(sys.executable, "say")
     done = subprocess.run(
         ["bash", "-euc", "say() { printf '%s\\0' \"$@\"; printf '\\n'; }\n" + said],
@@ -245,7 +245,7 @@ def commands(plan: str) -> list[list[str]]:
 
 
 def test_commands_of_a_plan_are_the_commands_of_its_runs(tmp_path):
-    """As bash takes them, with values that bash would split, expand or take for a flag of its own."""
+    """bash reads the commands. Their values contain text that bash would split or expand, or that looks like a flag."""
     tricky = ["--apply-chat-template-kwargs", '{"a b": "$HOME \'x\'"}', "--lr", "-1e-6", "--label-key", "*"]
     benchmark = read_settings(Path(TINY)).with_line(steps=2, repeats=2, flags=tricky)
     for tier in ("module", "e2e"):
@@ -275,7 +275,7 @@ def test_a_plan_finds_wrong_flags_and_wrong_models(tmp_path, capfd, monkeypatch)
     assert vime(["bench", "plan", FOUR, "--model", str(tmp_path), "--data", "absent.jsonl"]) == 2
     found = capfd.readouterr()
     assert "must be a prompt file that exists, got absent.jsonl; name yours with --data" in found.err
-    assert found.out == ""  # nothing to copy from a plan that is wrong
+    assert found.out == ""  # a wrong plan prints nothing to copy
     assert not (tmp_path / "runs").exists()
 
 
@@ -326,7 +326,7 @@ def test_operators_go_through_rl_kernel_bench(tmp_path, capsys):
 
 
 def test_a_title_says_whose_model_and_data_it_is(tmp_path):
-    """And nothing of the depth or weights of the one that it stands for."""
+    """The title leaves out the depth and weights of the model that it replaces."""
     file, mine = Path(FOUR), str(tmp_path / "mine")
     own = read_settings(file).with_line(model=mine, data="x/d.jsonl")
     assert own.claim == f"{read_settings(file).claim}; here with model mine and data d.jsonl"

@@ -1,4 +1,4 @@
-"""vime.bench.statistics against numbers whose truth is known: by hand, from tables, or drawn with a seed."""
+"""vime.bench.statistics, compared with known numbers: by hand, from tables, or drawn with a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP_TIME = metric_of("perf/step_time")
 
 
 def paired_difference(pairs, weights=None, *, relative: bool):
-    """With equal weights, where none are given."""
+    """Calls it with equal weights if no weights are given."""
     equal = [tuple(np.ones(len(values)) for values in pair) for pair in pairs]
     return statistics.paired_difference(pairs, equal if weights is None else weights, relative=relative)
 
@@ -26,7 +26,8 @@ def summarise(repeats, weights=None, *, geometric: bool = False):
 
 
 def runs(rng, pairs: int, steps: int, *, gain: float = 0.0, run_sd: float, step_sd: float = 0.02):
-    """Pairs of step times around 8 s; a run's own level varies by `run_sd`, its correlated steps by `step_sd`."""
+    """Returns pairs of step times around 8 s; a run's own level varies by `run_sd`, its correlated steps by
+    `step_sd`."""
 
     def run(level: float) -> np.ndarray:
         return 8 * level * (1 + run_sd * rng.normal()) * (1 + step_sd * correlated(rng, steps, 0.5))
@@ -35,7 +36,7 @@ def runs(rng, pairs: int, steps: int, *, gain: float = 0.0, run_sd: float, step_
 
 
 def shown(seed: int, pairs: int, steps: int, **known: float) -> float:
-    """Share of trials in which a difference is shown."""
+    """Returns the share of trials in which a difference is shown."""
     rng = np.random.default_rng(seed)
     found = [paired_difference(runs(rng, pairs, steps, **known), relative=True) for _ in range(TRIALS)]
     return sum(d is not None and d.shown for d in found) / TRIALS
@@ -67,7 +68,7 @@ def test_relative_differences_are_of_means_and_geometric():
     ]
     d = paired_difference(pairs, relative=True)
     assert d.pairs == pytest.approx((0.0, -0.5, 1.0)) and d.value == pytest.approx(0.0)
-    assert (1 + d.low) * (1 + d.high) == pytest.approx(1.0)  # of logs, so it is symmetric for ratios
+    assert (1 + d.low) * (1 + d.high) == pytest.approx(1.0)  # over logs, so it is symmetric for ratios
 
 
 def test_equal_sides_are_called_different_as_often_as_the_level_says_and_3_percent_are_found():
@@ -87,7 +88,7 @@ def test_what_was_not_reported_is_left_out_of_both_sides():
 
 
 def test_fewer_than_three_pairs_have_no_interval_however_long_their_runs():
-    """Steps of a run share its level: with an interval over them, every third pair of equal sides would differ."""
+    """Steps of a run share its level. With an interval over steps, every third pair of equal sides would differ."""
     d = paired_difference(runs(np.random.default_rng(10), 2, 200, gain=0.05, run_sd=0), relative=True)
     assert d.low is None and d.high is None and not d.shown and d.within is None
     assert verdict(STEP_TIME, d) == ("fewer than 3 pairs, no verdict", False)
@@ -97,7 +98,7 @@ def test_steps_that_are_all_equal_need_no_interval():
     values = np.array([0.5, 0.7, 0.2])
     d = paired_difference([(values, values.copy())], relative=False)
     assert verdict(metric_of("rollout/raw_reward"), d)[0] == "equal"
-    other = paired_difference([(values, values[::-1])], relative=False)  # the same mean of other steps
+    other = paired_difference([(values, values[::-1])], relative=False)  # the same mean from other steps
     assert verdict(metric_of("rollout/raw_reward"), other)[0].startswith("fewer than")
 
 
@@ -126,18 +127,19 @@ def test_verdicts(name, low, high, words):
 
 def test_a_speed_is_all_tokens_by_all_seconds():
     seconds = (np.array([1.0, 3.0]), np.array([1.0, 1.0]))
-    # 160 tokens in 4 s; 50 in the one step that says it
+    # 160 tokens take 4 s; the only step that reports a speed has 50.
     speeds = (np.array([100.0, 20.0]), np.array([50.0, np.nan]))
     assert summarise(speeds, seconds).repeats == pytest.approx((40.0, 50.0))
     whole = (speeds[0], np.array([60.0, 60.0]))
     d = paired_difference([whole], [seconds], relative=True)
     assert d.value == pytest.approx(60 / 40 - 1)
-    # only step 0 is reported by both
+    # Only step 0 is reported by both.
     assert paired_difference([speeds], [seconds], relative=True).value == pytest.approx(50 / 100 - 1)
 
 
 def test_columns_and_difference_of_relative_metrics_agree():
-    """An outlier weighs in an arithmetic mean what it does not in the mean of ratios: both columns are geometric."""
+    """An outlier has a large weight in an arithmetic mean, and not in the mean of ratios, so both columns are
+    geometric."""
     firsts, seconds = ([np.full(3, x) for x in side] for side in ((1.0, 1.0, 8.0), (1.1, 1.1, 4.0)))
     means = [summarise(side, geometric=True).mean for side in (firsts, seconds)]
     d = paired_difference(list(zip(firsts, seconds, strict=True)), relative=True)

@@ -1,4 +1,4 @@
-"""The records of benchmarks/results: each renders, is listed, says its command, and is what docs/measured.md says."""
+"""The records of benchmarks/results: each renders, is listed, has its command, and agrees with docs/measured.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = sorted(RESULTS.glob("*.json"))
 
 
 def commands_of(content: Any) -> Iterator[str]:
-    """Every command that a record or one of its parts says."""
+    """Yields every command in a record or its parts."""
     if isinstance(content, dict):
         yield from [content["command"]] if "command" in content else content.get("commands", [])
     parts = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
@@ -46,7 +46,7 @@ def test_every_record_is_listed_and_says_its_command() -> None:
 
 @pytest.mark.parametrize("folder", RUNS, ids=lambda folder: folder.name)
 def test_every_record_of_runs_renders_and_the_page_of_figures_is_what_it_says(folder: Path) -> None:
-    """docs/measured.md has a row per record of --rl-kernel-ops: means of both sides, and the share saved."""
+    """docs/measured.md has a row per record of --rl-kernel-ops: both sides' means, and the share saved."""
     record = read(folder)
     pairs, left_out = pairs_of(record)
     refuse_unlike(record.name, record.switch, pairs)
@@ -87,7 +87,7 @@ def test_a_record_without_single_calls_is_compared_by_its_ranges() -> None:
 
 
 def less(found: Comparison) -> list[str]:
-    """["baseline, rl_kernel", "share less (95 % interval)"], as a person writes them; of memory no interval."""
+    """Returns ["baseline, rl_kernel", "share less (95 % interval)"] as users write them; memory has no interval."""
     means = [f"{side.mean:#.3g}".rstrip(".") for side in found.sides.values() if side is not None]
     d = found.difference
     assert d is not None

@@ -10,7 +10,7 @@ from slime.weight_sync.registry import CHANNELS, Channel
 
 
 class SecondFiles(FileChannel):
-    """Files of another name."""
+    """Writes files with another name."""
 
     name = "second"
 

@@ -1,13 +1,12 @@
-"""A stand-in for vLLM's server that can be told to fail: `python engine_double.py PORT LOG [MODULE]`. tests/e2e has
-real ones.
+"""A stand-in for vLLM's server that fails on request: `python engine_double.py PORT LOG [MODULE]`. tests/e2e has real
+servers.
 
-It runs behind the real RunKeyMiddleware in uvicorn. Every request is appended to LOG as one line "METHOD path body".
+It runs behind the real RunKeyMiddleware in uvicorn. It appends every request to LOG as one line "METHOD path body".
 POST /die ends it at once, POST /refuse PATH makes a route answer 500 from then on, and POST /answer {"path", "text"}
-has it answer text. Buckets that are broadcast it takes
-as an engine does, and with MODULE, which adds a weight channel, every part; the digests of what it holds when an update
-is finished are appended as one line "HOLDS {...}".
-POST /doom {"part": which of them, from 1, "when"} has it killed there: before it takes the part (reach), while the
-others wait for it to (stall), or once it has answered (leave).
+makes the route answer text. It takes broadcast buckets as an engine does, and with MODULE, which adds a weight
+channel, every part. When an update is finished, it appends the digests of its tensors as one line "HOLDS {...}". POST
+/doom {"part": its number, from 1, "when"} kills it there: before it takes the part (reach), while the other engines
+wait for it to take the part (stall), or once it has answered (leave).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from vime.vllm.server import VllmServer
 
 
 class DoubleServer(VllmServer):
-    """The pool's EngineHandle over this file."""
+    """The pool's EngineHandle for this file."""
 
     def command(self) -> list[str]:
         return [sys.executable, __file__, str(self.spec.port), f"{self.spec.log_path}.requests"]
@@ -39,7 +38,7 @@ def kill() -> None:
 
 
 class Receiver:
-    """What the double does with broadcast buckets."""
+    """Handles the broadcast buckets of the double."""
 
     def __init__(self) -> None:
         self.doom: dict[str, Any] = {"part": 0}
@@ -49,7 +48,7 @@ class Receiver:
         self.held: dict[str, str] = {}
 
     async def take(self, channel: str, info: dict[str, Any]) -> bool:
-        """Whether to die once this is answered."""
+        """Takes a part. Returns whether the double dies after its answer."""
         import torch
 
         from slime.weight_sync.channel import Worker
@@ -67,7 +66,7 @@ class Receiver:
         return await asyncio.to_thread(self._hold, channel, info) and when == "leave"
 
     def _hold(self, channel: str, info: dict[str, Any]) -> bool:
-        """Note what came. False when nothing did, because the broadcast was given up."""
+        """Records the received tensors. Returns False if the broadcast was given up and no tensor came."""
         with self.receivers[channel].receive(info) as part:
             if part is not None:
                 if part.series != self.series:

@@ -1,7 +1,7 @@
-"""Another user's server: `python stranger.py UID PORT LOG [RELAYED_PORT]`.
+"""A server of another user: `python stranger.py UID PORT LOG [RELAYED_PORT]`.
 
-It takes the port as the attacker of a shared host would, with SO_REUSEADDR, and writes all bytes that it gets to LOG.
-It answers every request with 200, or with what the server at RELAYED_PORT answers to the same bytes.
+It takes the port as an attacker on a shared host would, with SO_REUSEADDR, and writes all received bytes to LOG. It
+answers every request with 200, or with the answer of the server at RELAYED_PORT to the same bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BODY = b'{"workers": [], "urls":[]}'
 
 @dataclass
 class Stranger:
-    """A stranger's server that runs."""
+    """A running server of a stranger."""
 
     port: int
     log: Path
@@ -34,13 +34,13 @@ class Stranger:
 
     @property
     def heard(self) -> str:
-        """All that it was sent."""
+        """Returns all bytes that it received."""
         return self.log.read_text(errors="replace")
 
 
 @contextlib.contextmanager
 def stranger(folder: Path, port: int = 0, relayed: int = 0) -> Iterator[Stranger]:
-    """A stranger at `port` of loopback. OSError where the kernel does not let it listen."""
+    """Starts a stranger at `port` of loopback. Raises OSError if the kernel does not let it listen."""
     log = folder / f"stranger-{port}"
     log.touch()
     argv = [sys.executable, __file__, str(UID), str(port), str(log), *([str(relayed)] if relayed else [])]

@@ -1,4 +1,5 @@
-"""A weight channel is one class and one entry in the registry: flags, planner, trainer and engines take a new one."""
+"""A weight channel is one class and one entry in the registry: flags, planner, trainer and engines accept a new
+channel."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ HERE = Path(__file__).parent
 
 
 class AddedServer(DoubleServer):
-    """A double that knows the added channel."""
+    """A double with the added channel."""
 
     def command(self) -> list[str]:
         return [*super().command(), "added_channel"]
 
     def environment(self) -> dict[str, str]:
-        """Servers start without their script's folder on the path."""
+        """Returns the environment with the script's folder, because servers start without it on the path."""
         env = super().environment()
         return {**env, "PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], str(HERE)])}
 

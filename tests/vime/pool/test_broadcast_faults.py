@@ -1,4 +1,4 @@
-"""Engines that are killed while the trainer broadcasts: the real pool, channel and groups, over gloo."""
+"""Engines are killed while the trainer broadcasts: the real pool, channel and groups, over gloo."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ KEY = "broadcast-key"
 CPU = torch.device("cpu")
 BUCKETS, BUCKET_BYTES = 4, 8 * 2**20
 TIMEOUT_S, SOON_S = 120.0, 15.0
-"""The first would pass if nobody gave up. The second is for a slow machine: it takes about one second."""
+"""Seconds: the broadcast's own timeout, which would pass if nothing gave up, and the limit for a slow machine. Giving
+up takes about one second."""
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """More than a socket holds, so that the sender of a bucket notices who does not take it."""
+    """Returns more bytes than a socket holds, so that a bucket's sender notices a receiver that does not take it."""
     generator = torch.Generator().manual_seed(version)
     count = BUCKET_BYTES // 8
     return {f"layer.{i}": torch.randn(count, generator=generator) for i in range(2 * BUCKETS)}
 
 
 class BroadcastRun:
-    """A trainer, engines that can be told to die, and the pool over them."""
+    """A trainer, engines that can be killed on request, and their pool."""
 
     def __init__(self, root: Path, engines: int) -> None:
         self.root = root
@@ -54,14 +55,14 @@ class BroadcastRun:
             FileChannel(weight_dir),
         )
         self.publisher = Publisher(Export(self._export), self.channel, files, compare=False)
-        self.thread = ThreadPoolExecutor(1)  # as an actor: one call after the other
+        self.thread = ThreadPoolExecutor(1)  # like an actor: one call after the other
         fields = {"model_path": "", "run_key": KEY, "weight_dir": str(weight_dir), "start_timeout_s": 60}
         specs = [VllmSpec(log_path=str(root / f"{i}.log"), index=i, **fields) for i in range(engines)]
         router = RouterSpec(run_key=KEY, log_path=str(root / "router.log"))
         self.pool = VllmEnginePool(specs, router, spawn=DoubleServer, source=self)
 
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights that come from nowhere."""
+        """Yields weights that the test generates."""
         yield from weights(self.version).items()
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
@@ -71,7 +72,7 @@ class BroadcastRun:
         return self.thread.submit(self.publisher.file, self.version)
 
     def update(self, version: int) -> float:
-        """Seconds that it took."""
+        """Updates the engines and returns the seconds."""
         self.version = version
         began = time.monotonic()
         self.pool.publish(version)
@@ -81,12 +82,12 @@ class BroadcastRun:
         VllmControl(self.pool.engine_urls[engine], KEY)._post("/doom", how)
 
     def lines(self, engine: int, start: str) -> list[str]:
-        """What an engine was told, or has said, in all its lives."""
+        """Returns the lines of an engine's log with this start, over all its lives."""
         lines = (self.root / f"{engine}.log.requests").read_text().splitlines()
         return [line for line in lines if line.startswith(start)]
 
     def held(self, engine: int) -> list[dict[str, str]]:
-        """Digests of what an engine had at the end of each update that was broadcast."""
+        """Returns digests of an engine's tensors after each broadcast update."""
         return [json.loads(line.removeprefix("HOLDS ")) for line in self.lines(engine, "HOLDS")]
 
     def await_engines(self, count: int) -> None:
@@ -121,10 +122,11 @@ def digests(version: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     "doom",
     [
-        {"part": BUCKETS + 1, "when": "stall"},  # the next update's first: in the group, and does not take it
+        # The first bucket of the next update: the engine is in the group and does not take it.
+        {"part": BUCKETS + 1, "when": "stall"},
         pytest.param({"part": BUCKETS + 2, "when": "reach"}, marks=pytest.mark.slow),
         pytest.param({"part": BUCKETS + 3, "when": "leave"}, marks=pytest.mark.slow),  # between two buckets
-        pytest.param({"part": 2 * BUCKETS, "when": "stall"}, marks=pytest.mark.slow),  # the last one
+        pytest.param({"part": 2 * BUCKETS, "when": "stall"}, marks=pytest.mark.slow),  # the last bucket
     ],
 )
 def test_an_engine_killed_in_an_update_leaves_it_to_the_others(
@@ -145,7 +147,7 @@ def test_an_engine_killed_in_an_update_leaves_it_to_the_others(
         for line in run.lines(1, "POST /update_weights")
     ]
     assert loaded[-1] == {"path": str(run.root / "weights" / "weights-2" / "model.safetensors")}
-    run.update(3)  # a group with the new one
+    run.update(3)  # a group with the new engine
     assert [run.held(i)[-1] for i in range(3)] == [digests(3)] * 3
     run.pool.check_health()
 
@@ -192,7 +194,7 @@ def join_and_stall(info: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_who_waits_for_one_that_hangs_leaves_when_told(tmp_path: Path) -> None:
-    """As it is with NCCL, which does not notice that a process is gone."""
+    """NCCL behaves like this: it does not notice that a process has ended."""
     info = {"store": str(tmp_path / "group"), "world": 2, "timeout_s": TIMEOUT_S}
     process = mp.get_context("spawn").Process(target=join_and_stall, args=(info,))
     process.start()

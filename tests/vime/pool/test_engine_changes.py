@@ -1,5 +1,5 @@
-"""Engines that join and leave a pool, through the control socket that `vime engines` uses: engines that fail on demand,
-the real router, and places without Ray. tests/slime/cluster has Ray's; tests/e2e has a whole run."""
+"""Engines join and leave a pool, through the control socket that `vime engines` uses: engines that fail on request,
+the real router, and placement without Ray. tests/slime/cluster has Ray's placement; tests/e2e has a whole run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from vime.vllm.server import VllmSpec
 
 
 class Run:
-    """A pool of doubles with three places, of which engines have `count`, and its control socket."""
+    """A pool of doubles with three slots (`count` slots have an engine), and its control socket."""
 
     def __init__(self, root: Path, count: int, argv: list[str], **options: object) -> None:
         self.root, self.told, self.trainer = root, [], Trainer(None)
@@ -109,7 +109,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def metrics_page(running: int, waiting: int, kv_cache: float = 0.25) -> str:
-    """What vLLM's /metrics has of these."""
+    """Returns vLLM's /metrics page with these numbers."""
     values = zip(GAUGES, (running, waiting, kv_cache), strict=True)
     return "".join(f'{name}{{engine="0",model_name="m"}} {value:.3f}\n' for name, value in values)
 
@@ -152,7 +152,7 @@ def test_an_engine_joins_with_the_present_weights_and_another_leaves(
     assert found == [0] and "its place is free" in capsys.readouterr().out
     assert [m.title for m in run.pool._members] == ["engine-1"] and run.told == [2, 1]
     assert run.shown() == [["engine-0", "removed", "4"], ["engine-1", "serving", "4"]]
-    assert ask(run, "add") == 0  # in the place of engine-0, or the third one
+    assert ask(run, "add") == 0  # it takes the slot of engine-0, or the third slot
     assert [m.title for m in run.pool._members] == ["engine-1", "engine-2"] and run.told[-1] == 2
     assert len(run.places.free) == 1
 
@@ -189,7 +189,7 @@ def test_requests_that_are_left_end_elsewhere(
 def test_what_may_not_join(
     start: Callable[..., Run], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each leaves the run as it was."""
+    """Each error leaves the run unchanged."""
     run = start(1)
     run.publish()
     assert os.stat(run.control.path.parent).st_mode & 0o777 == 0o700
@@ -206,7 +206,7 @@ def test_what_may_not_join(
     run.control.start()
     monkeypatch.setattr("vime.pool.places.place_engine", no_place)
     with pytest.raises(ValueError, match="2 devices must be free"):
-        ask(run, "add", "--count", "3")  # there are two places
+        ask(run, "add", "--count", "3")  # there are two free slots
     assert len(run.places.free) == 2
     with pytest.raises(ValueError, match="--model must be one of policy, got judge"):
         ask(run, "add", "--model", "judge")

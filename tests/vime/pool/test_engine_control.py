@@ -1,4 +1,4 @@
-"""Blocking requests to a server that is frozen, or that will never answer because it is on its way out."""
+"""Blocking requests to a server that is frozen, or that never answers because it is shutting down."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def ask(listener: socket.socket, timeout_s: float) -> float:
-    """Seconds until a request to a server that never answers was given up."""
+    """Returns the seconds until a request to a server that never answers was given up."""
     port, began = listener.getsockname()[1], time.monotonic()
     with pytest.raises(OSError):
         request(f"http://127.0.0.1:{port}", "key", "POST", "/update_weights", {}, timeout_s=timeout_s)
@@ -27,7 +27,7 @@ def ask(listener: socket.socket, timeout_s: float) -> float:
 
 
 def test_a_server_that_no_longer_listens_is_not_waited_for(listener: socket.socket) -> None:
-    """As uvicorn does when vLLM's engine process has died: it shuts down, and waits for the requests it has."""
+    """uvicorn does this when vLLM's engine process has died: it shuts down, and waits for its open requests."""
 
     def accept_and_close() -> None:
         held.append(listener.accept()[0])

@@ -1,4 +1,4 @@
-"""Engines over several nodes: the command line of each process, one process that dies, and where Ray puts them."""
+"""Engines over several nodes: each process's command line, one process that dies, and Ray's placement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vime.vllm.versions import token_routes
 
 KEY = "nodes-key"
 HOSTS = ("127.0.0.2", "127.0.0.3")
-"""Not 127.0.0.1, which Ray replaces by another address of this host."""
+"""An address other than 127.0.0.1, which Ray replaces by another address of this host."""
 ENGINE_OF_TWO_NODES = Config.from_flat(
     dict(
         device="cuda",
@@ -59,7 +59,7 @@ def spec(root: Path, **changes: object) -> VllmSpec:
 
 
 def test_the_command_line_of_each_process(tmp_path: Path) -> None:
-    """The first one is the server of a one-node engine with more flags; the others run workers only."""
+    """The first process is the server of a one-node engine with more flags; the other processes run workers only."""
     names = {"nnodes", "node-rank", "master-addr", "master-port", "distributed-executor-backend", "headless"}
     alone, *both = (
         VllmServer(spec(tmp_path, nodes=nodes, node=node, host=HOSTS[node], port=7000))
@@ -78,7 +78,7 @@ def test_the_command_line_of_each_process(tmp_path: Path) -> None:
         flags = [" ".join(tokens) for tokens in pair_up(server.command()[4:])]
         added = [flag for flag in flags if flag.split()[0].removeprefix("--") in names]
         assert sorted(added) == sorted(ours)
-        routes = [] if server.spec.node == 0 else token_routes()  # only the first one answers requests
+        routes = [] if server.spec.node == 0 else token_routes()  # only the first process answers requests
         plain = [" ".join(tokens) for tokens in pair_up(alone.command()[4:])]
         assert [flag for flag in flags if flag not in added and "--host" not in flag] == [
             flag for flag in plain if "--host" not in flag and flag not in routes
@@ -151,7 +151,7 @@ def test_one_lost_process_restarts_the_whole_engine(
 
 
 def test_a_process_that_cannot_start_is_named(tmp_path: Path, no_process_left: None) -> None:
-    """And nobody waits for the first node's process, which would wait for it."""
+    """The start does not wait for the first node's process, which would wait for it."""
     began = time.monotonic()
     with pytest.raises(
         RuntimeError, match=r"(?s)node 2 of 2 of the engine ended with exit status 7.*no GPU here"
@@ -169,7 +169,7 @@ class Endless(DoubleServer):
 
 @pytest.fixture
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two GPUs on each of two loopback addresses, as Ray was told."""
+    """Starts a Ray with two GPUs on each of two loopback addresses; the GPUs do not exist."""
     monkeypatch.delenv(VISIBLE_VARIABLE, raising=False)
     memory = {"object_store_memory": 80 << 20}
     head = {"num_cpus": 1, "num_gpus": 2, "include_dashboard": False, "node_ip_address": HOSTS[0], **memory}
@@ -183,7 +183,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_ray_puts_each_process_on_its_node(two_nodes: None, tmp_path: Path) -> None:
-    """An engine of four GPUs on two nodes of two; each process is told its node's address and GPUs."""
+    """An engine of four GPUs runs on two nodes of two. Each process gets its node's address and GPUs."""
     placed = place(ENGINE_OF_TWO_NODES)
     (bundles,) = placed.engine_bundles["policy"]
     parts = placed.by_node(bundles)
@@ -209,7 +209,7 @@ def test_ray_puts_each_process_on_its_node(two_nodes: None, tmp_path: Path) -> N
 
 
 def test_the_driver_itself_starts_servers_of_its_host(tmp_path: Path) -> None:
-    """No cluster of Ray is here. The server sees the GPUs of its seat."""
+    """There is no cluster of Ray. The server sees the GPUs of its slot."""
     seat = Seat(HOSTS[0], {VISIBLE_VARIABLE: "2,3"}, ("0000:01:00.0",), {"num_gpus": 1})
     alone = make_servers(spec(tmp_path, env={"KEPT": "1"}), [seat], here=True, server=VllmServer)
     assert isinstance(alone, VllmServer)

@@ -1,4 +1,4 @@
-"""What the pool does when engines die or refuse, with engines that fail on demand and the real router."""
+"""The pool's reactions when engines die or return errors, with engines that fail on request and the real router."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def die(url: str, key: str = KEY) -> None:
 
 
 class Trainer:
-    """The source of the weights: `parts` are those of the next version, `file` makes what a restarted engine gets."""
+    """The source of the weights: `parts` of the next version, and `file`, which makes a restarted engine's file."""
 
     def __init__(self, file: Callable[[], WeightUpdate] | None) -> None:
         self.file = file or (lambda: UPDATE)
@@ -98,7 +98,7 @@ class Doubles:
         self.pool.publish(version)
 
     def requests(self, index: int) -> list[str]:
-        """Control calls the engine got, in order."""
+        """Returns the control calls that the engine got, in order."""
         lines = (self.root / f"{index}.log.requests").read_text().splitlines()
         return [line for line in lines if not line.startswith("GET")]
 
@@ -118,7 +118,7 @@ def doubles(tmp_path: Path) -> Iterator[Callable[..., Doubles]]:
 
 
 class Told(DoubleServer):
-    """A double that notes what is asked of it, by all of them in one list."""
+    """A double that records its calls in a list that all doubles share."""
 
     calls: list[tuple[str, int, bool]] = []
 
@@ -141,7 +141,7 @@ class Told(DoubleServer):
 
 
 def test_gates_open_between_meanwhile_and_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All start; then what engines wait for is done; then all take their devices. Who comes later waits for nothing."""
+    """All engines start, the work before their gates runs, then all take their devices. Later engines do not wait."""
     monkeypatch.setattr(Told, "calls", calls := [])
     doubles = Doubles(tmp_path, 2, spawn=Told, waits=True)
     try:
@@ -200,7 +200,7 @@ def test_an_update_pauses_loads_and_resumes_every_engine(doubles: Callable[..., 
 
 
 def test_parts_are_made_for_the_servers_of_now(doubles: Callable[..., Doubles]) -> None:
-    """A server that took another's place has another name: it is in no group that was made before."""
+    """A server that replaced another has another name, and is in no group that was made before."""
     told: list[dict[str, int]] = []
 
     def parts(receivers: dict[str, int]) -> Iterator[WeightUpdate]:
@@ -301,7 +301,7 @@ IN_PARTS = [
 
 @pytest.mark.slow
 def test_an_engine_that_restarts_after_parts_gets_a_file(doubles: Callable[..., Doubles]) -> None:
-    """The parts are gone by then; the trainer is asked for what it has."""
+    """The parts are gone by then, so the pool requests a file from the trainer."""
     asked: list[int] = []
 
     def weights_file() -> WeightUpdate:
@@ -320,7 +320,7 @@ def test_an_engine_that_restarts_after_parts_gets_a_file(doubles: Callable[..., 
 
 @pytest.mark.slow
 def test_an_update_that_goes_by_while_the_file_is_made_counts(doubles: Callable[..., Doubles]) -> None:
-    """The trainer is asked again: what it had before would be a version behind."""
+    """The pool requests another file, because the first one would be a version behind."""
     files = [UPDATE, replace(UPDATE, version=6)]
 
     def weights_file() -> WeightUpdate:
@@ -339,7 +339,7 @@ def test_an_update_that_goes_by_while_the_file_is_made_counts(doubles: Callable[
 def test_engines_that_drop_their_weights_serve_again_after_the_update(
     doubles: Callable[..., Doubles],
 ) -> None:
-    """Memory for weights first, for keys and values when the update is through."""
+    """Memory for weights comes first, and memory for keys and values after the update."""
     one = doubles(1, gives_memory=True)
     one.pool.sleep()
     assert one.pool.wake()
@@ -353,7 +353,7 @@ def test_engines_that_drop_their_weights_serve_again_after_the_update(
 def test_no_engine_starts_or_goes_on_starting_while_the_trainer_has_the_memory(
     doubles: Callable[..., Doubles],
 ) -> None:
-    """One dies before the trainer's turn and is starting when that begins, the other dies in it."""
+    """One engine dies before the trainer's turn and is still starting when it begins; the other dies during it."""
     late = threading.Event()
 
     def weights_file() -> WeightUpdate:
@@ -369,7 +369,7 @@ def test_no_engine_starts_or_goes_on_starting_while_the_trainer_has_the_memory(
     two.pool.sleep()
     assert engine.handle is not None and engine.handle.poll() is not None  # it has left the device
     die(second)
-    time.sleep(1)  # several looks of the monitor
+    time.sleep(1)  # the monitor checks several times
     assert not engine.starting and not late.is_set()
     assert engine.restarts == 0 and all(e.handle.poll() is not None for e in two.pool._members if e.handle)
     two.pool.wake()

@@ -1,4 +1,4 @@
-"""Supervised processes: nothing outlives its owner, logs can be read, ports are checked."""
+"""Supervised processes: no process outlives its owner, logs can be read, ports are checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vime.pool.process import SupervisedProcess, ended_how, free_port, require_f
 from vime.pool.router import RouterSpec
 from vime.vllm.router import VllmRouter
 
-# A process with a child of its own that ignores SIGTERM and a grandchild in another session.
+# A process with a child that ignores SIGTERM and a grandchild in another session.
 _STUBBORN = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -26,7 +26,7 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_n
 print("up", flush=True)
 time.sleep(100)
 """
-# What a server does for an engine: fork one, which forks a worker; a child of another thread outlives that thread.
+# Like an engine's server, this forks an engine, which forks a worker. A child of another thread outlives that thread.
 _FORKS = """
 import os, threading, time
 from vime.pool.supervise import forks_die_with_parent
@@ -191,7 +191,7 @@ def test_tail_leaves_out_the_warnings_of_libraries(tmp_path: Path) -> None:
 
 
 def test_the_log_of_a_server_that_was_killed_begins_at_its_last_start(tmp_path: Path) -> None:
-    """A router that was killed showed lines of an earlier start, and the signal was not named."""
+    """The error of a killed router has no lines of an earlier start, and names the signal."""
     log = tmp_path / "router.log"
     log.write_text("of an earlier start\n")
     script = "import os; print('of this start', flush=True); os.kill(os.getpid(), 9)"
@@ -232,8 +232,8 @@ def test_ports() -> None:
 def test_a_routers_port_is_its_own_from_the_choice_to_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its address is handed out seconds before it binds, and so is that of its gateway. Here every run would choose
-    from four ports."""
+    """The router's address is given out seconds before it binds, and so is that of its gateway. Here every run would
+    choose from four ports."""
     ports = [free_port("127.0.0.1") for _ in range(4)]
     monkeypatch.setattr(process, "FREE_PORTS", ports)
     one, two = (VllmRouter(RouterSpec(run_key="k", log_path=str(tmp_path / name))) for name in "ab")
@@ -260,7 +260,7 @@ signal.pause()
 
 
 def test_a_killed_server_leaves_no_semaphore(tmp_path: Path) -> None:
-    """Python's resource tracker, a process of the server's, removes it after the server."""
+    """Python's resource tracker, a child process of the server, removes it after the server."""
     script = _LEAVES_A_SEMAPHORE
     server = SupervisedProcess([sys.executable, "-c", script], os.environ, str(tmp_path / "log"))
     processes_below(server.pid, 2)

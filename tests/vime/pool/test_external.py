@@ -1,4 +1,4 @@
-"""Servers that were started apart: their flags, and what is said when one does not answer. Starts a real router."""
+"""Servers that were started separately: their flags, and the error if one does not answer. Starts a real router."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_without_a_key_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_does_not_answer_is_one_line_within_15_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One address refuses connections, the other one takes them and never answers."""
+    """One address rejects connections, the other accepts them and never answers."""
     monkeypatch.setenv("VIME_RUN_KEY", KEY)
     closed = free_port("127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -110,7 +110,7 @@ def test_the_router_must_have_the_same_key(
 
 
 def test_the_gateway_of_a_router_apart(tmp_path: Path, router: VllmRouter) -> None:
-    """It needs the key, leads to that router, and goes away alone."""
+    """The gateway needs the key, forwards to that router, and ends alone."""
     spec = RouterSpec(
         run_key=KEY,
         log_path=str(tmp_path / "gateway"),

@@ -1,4 +1,4 @@
-"""A stopped engine is named, with its process and what the run does next; tests/e2e/fault_cases.py has a real one."""
+"""A stopped engine is named, with its process and the run's next action; tests/e2e/fault_cases.py has a real engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which line of a server's log is the cause of its end, and what to do. The lines are those of vLLM 0.32's logs."""
+"""Finds the line of a server's log that is the cause of its end, with its remedy. The lines are those of vLLM 0.32's
+logs."""
 
 from __future__ import annotations
 

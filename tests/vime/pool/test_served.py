@@ -1,4 +1,5 @@
-"""Frozen models beside the policy: the configuration of their engines, and the pool of all of them as one."""
+"""Frozen models in addition to the policy: the configuration of their engines, and the pool that combines all
+models."""
 
 from __future__ import annotations
 
@@ -68,14 +69,14 @@ def test_the_engines_of_a_teacher_have_their_own_settings(tmp_path: Path) -> Non
     ],
 )
 def test_the_policys_engines_give_as_many_ids_as_its_loss_reads(tmp_path: Path, flags, number) -> None:
-    """The plan shows the settings, and a pool has what the record of the model says."""
+    """The plan shows the settings, and a pool has the settings of the model's record."""
     c = parse_config([*good_argv(tmp_path), *flags])
     ((policy, _, _),) = models_of(c)
     assert policy.top_tokens == engine_settings(c)["top_tokens"] == number
 
 
 def test_a_teacher_on_sglang(tmp_path: Path) -> None:
-    """Its engines are SGLang's beside the policy's of vLLM; they are not installed here."""
+    """Its engines are SGLang's, and the policy's are vLLM's; SGLang is not installed here."""
     given = argv(tmp_path, "--opd-teacher-engine-args", "mem-fraction-static=0.5")
     given[given.index("--opd-type") + 1], given[given.index("--rollout-temperature") + 1] = "sglang", "1"
     c = parse_config(given)
@@ -115,7 +116,7 @@ def test_what_a_teachers_engines_cannot_be(tmp_path: Path, flags: tuple[str, ...
 
 
 def test_a_sample_may_be_as_long_as_its_teachers_can_score(tmp_path: Path) -> None:
-    """A teacher makes one token more than it scores. Without a teacher, the model's config.json counts alone."""
+    """A teacher generates one token more than it scores. Without a teacher, only the model's config.json counts."""
     plain = parse_config(good_argv(tmp_path))
     assert longest_sequence(plain) == (256, "max_position_embeddings")
     assert longest_sequence(parse_config([*good_argv(tmp_path), "--vllm-max-model-len", "128"])) == (
@@ -132,7 +133,7 @@ def test_a_sample_may_be_as_long_as_its_teachers_can_score(tmp_path: Path) -> No
 
 
 def of_file(root: Path, judge: dict[str, object], *more: str, name: str = "judge") -> list[str]:
-    """The flags of a run whose file has an actor and one frozen model."""
+    """Returns the flags of a run whose file has an actor and one frozen model."""
     checkpoint = write_model(root / "judge", num_hidden_layers=6)
     actor = {"name": "actor", "server_groups": [{"worker_type": "regular", "num_gpus": 1}]}
     group = {"worker_type": "regular", "num_gpus": 2, **judge}
@@ -142,7 +143,7 @@ def of_file(root: Path, judge: dict[str, object], *more: str, name: str = "judge
 
 
 def test_a_judge_of_a_file(tmp_path: Path) -> None:
-    """Two engines of its own, whose settings are those of its entry."""
+    """The judge has two engines, whose settings are those of its entry."""
     given = of_file(
         tmp_path, {"overrides": {"max-model-len": 128}}, "--device", "cuda", "--vllm-max-num-seqs", "7"
     )
@@ -161,7 +162,7 @@ def test_a_judge_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_teacher_of_a_file(tmp_path: Path) -> None:
-    """It stands for --opd-teacher-model."""
+    """The entry replaces --opd-teacher-model."""
     flags = ("--use-opd", "--opd-type", "vllm", "--opd-top-k", "5", "--rollout-temperature", "0.7")
     c = parse_config(of_file(tmp_path, {}, *flags, name="teacher"))
     (model,) = teachers(c).values()
@@ -240,8 +241,8 @@ def test_the_plan_has_all_models(tmp_path: Path) -> None:
 
 
 def test_pools_start_together_and_end_together(tmp_path: Path) -> None:
-    """The trainer is waited for while the servers of all models run; a teacher's engine may restart again after each
-    update."""
+    """The run waits for the trainer while every model's servers run. A teacher's engine may restart again after
+    each update."""
 
     def pool(name: str) -> VllmEnginePool:
         spec = VllmSpec(

@@ -1,4 +1,4 @@
-"""The run's key goes to no server of another user, whatever asks and whenever that user takes the port."""
+"""The run's key goes to no server of another user, for every request and whenever that user takes the port."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_who_takes_a_port_while_its_server_starts_gets_no_key(
     server: type[Server[Any]],
     specs: type,
 ) -> None:
-    """The port stands in the command line long before the server listens. The stranger answers 200 to all."""
+    """The port is in the command line long before the server listens. The stranger answers 200 to all requests."""
     monkeypatch.setattr(server, "command", lambda self: SLEEPS)
     one = server(spec(specs, tmp_path, start_timeout_s=0.5))
     try:
@@ -91,7 +91,7 @@ def test_who_takes_a_port_while_its_server_starts_gets_no_key(
 
 @only_as_root
 def test_a_server_that_a_stranger_was_in_the_way_of_serves_later(tmp_path: Path) -> None:
-    """And once it serves, nobody gets its port, not even after its end."""
+    """Once the server runs, no other process gets its port, not even after its end."""
     one = DoubleServer(spec(VllmSpec, tmp_path, start_timeout_s=60))
     try:
         one.choose_port()
@@ -224,7 +224,7 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DoubleServer]:
 
 @only_as_root
 def test_a_proof_cannot_be_passed_on(double: DoubleServer, tmp_path: Path) -> None:
-    """The stranger hands the challenge to a server of the run, which proves another address."""
+    """The stranger forwards the challenge to a server of the run, which proves another address."""
     with stranger(tmp_path, relayed=double.spec.port) as other:
         assert not answers(f"http://127.0.0.1:{other.port}", KEY, "/health", timeout_s=5)
         assert "vime_proof" in other.heard and KEY not in other.heard
@@ -234,7 +234,7 @@ def test_a_proof_cannot_be_passed_on(double: DoubleServer, tmp_path: Path) -> No
 def test_only_a_listener_that_was_there_before_the_connection_is_trusted(
     taken: Stranger, double: DoubleServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stranger that accepted the connection and left the port to a server of this user."""
+    """A stranger accepted the connection and left the port to a server of this user."""
     (own,) = listeners.listening_at("127.0.0.1", double.spec.port)
     now = replace(own, port=taken.port)
     monkeypatch.setattr(proof, "listening_at", lambda host, port: [now])
@@ -245,7 +245,7 @@ def test_only_a_listener_that_was_there_before_the_connection_is_trusted(
 
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on another host, whose sockets this kernel does not list."""
+    """Makes the listener look like one on another host, whose sockets this kernel does not list."""
     monkeypatch.setattr(proof, "listening_at", lambda host, port: [])
 
 
@@ -258,7 +258,7 @@ def test_an_engine_on_another_host_proves_itself(double: DoubleServer, far: None
 
 
 def test_the_gateway_proves_itself_and_asks_for_the_key_first(tmp_path: Path, far: None) -> None:
-    """It stands in front of a router that was started apart, which cannot."""
+    """The gateway is in front of a separately started router, which cannot prove itself."""
     router = VllmRouter(spec(RouterSpec, tmp_path, gateway_port=free_port("127.0.0.1")))
     ready: Callable[[], bool] = lambda: answers(router.spec.gateway_url, KEY, "/workers", timeout_s=5)  # noqa: E731
     try:
@@ -278,7 +278,7 @@ def test_the_gateway_proves_itself_and_asks_for_the_key_first(tmp_path: Path, fa
 
 
 def test_a_server_that_sends_for_ever_is_given_up(far: None) -> None:
-    """In time, and after few bytes."""
+    """The request ends in time, and after few bytes."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:
