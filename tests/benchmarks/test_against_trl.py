@@ -1,5 +1,4 @@
-"""The comparison with TRL: its flags, the measured part of the runs, the record, and runs that
-fail."""
+"""Tests the comparison with TRL: its flags, the measured part of the runs, the record, and runs that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of rollouts ahead: its lengths, its bound by hand, and its table. It starts no run."""
+"""Tests the benchmark of rollouts ahead: its lengths, its bound by hand, and its table. It starts no run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variable-length flash path of packed attention on one GPU, whole and in context-parallel slices."""
+"""Tests the variable-length flash path of packed attention on one GPU, whole and in context-parallel slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of the audit on a GPU: the same order statistics and sums as on the host, and their time."""
+"""Tests figures of the audit on a GPU: the same order statistics and sums as on the host, and their time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`ratio_kl`, `grpo_loss`, `swiglu`, `rotary`, masked reductions and `group_advantage` on a GPU: accuracy at millions
-of tokens, bits that repeat, no synchronisation, CUDA graphs, NCCL."""
+"""Tests `ratio_kl`, `grpo_loss`, `swiglu`, `rotary`, masked reductions and `group_advantage` on a GPU: accuracy at
+millions of tokens, bits that repeat, no synchronisation, CUDA graphs, NCCL."""
 
 from contextlib import contextmanager
 

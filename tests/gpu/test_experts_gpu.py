@@ -1,5 +1,5 @@
-"""Grouped products of experts on a GPU: accuracy, empty experts, Megatron's buffers, no synchronisation, and the
-speed compared with one expert after the other, at the shape of Qwen3-30B-A3B."""
+"""Tests grouped products of experts on a GPU: accuracy, empty experts, Megatron's buffers, no synchronisation, and
+the speed compared with one expert after the other, at the shape of Qwen3-30B-A3B."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models of families on one GPU: vLLM's log-probs equal the trainer's, before and after an update of live
+"""Tests tiny models of families on one GPU: vLLM's log-probs equal the trainer's, before and after an update of live
 weights.
 
 tests/e2e/engines/test_engine_families.py does the same on CPUs. Here the dtype is bfloat16, in which trainer and

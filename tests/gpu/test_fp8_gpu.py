@@ -1,4 +1,4 @@
-"""Weights in blocks of fp8 on GPUs: the comparison with an update, and engines of vLLM, with experts too.
+"""Tests weights in blocks of fp8 on GPUs: the comparison with an update, and engines of vLLM, with experts too.
 
 vLLM's kernels without FlashInfer, DeepGEMM and Marlin are enough: CUTLASS or Triton for linear layers, Triton for
 experts.

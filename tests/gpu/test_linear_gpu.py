@@ -1,5 +1,5 @@
-"""The linear operators on a GPU: accuracy, memory bounds, repeats, no synchronisation, CUDA graphs, strict mode. For
-all operators: when Triton compiles."""
+"""Tests the linear operators on a GPU: accuracy, memory bounds, repeats, no synchronisation, CUDA graphs, strict
+mode. For all operators: when Triton compiles."""
 
 import itertools
 from functools import cache

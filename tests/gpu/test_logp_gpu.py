@@ -1,4 +1,4 @@
-"""`logp` on a GPU: accuracy at full vocabularies, memory, repeatability, no synchronisation, CUDA graphs."""
+"""Tests `logp` on a GPU: accuracy at full vocabularies, memory, repeatability, no synchronisation, CUDA graphs."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Timers on a GPU: CUDA events measure the GPU's time without waiting for it, and phases their peak memory."""
+"""Tests timers on a GPU: CUDA events measure the GPU's time without waiting for it, and phases their peak memory."""
 
 import pickle
 import time

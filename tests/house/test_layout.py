@@ -1,4 +1,5 @@
-"""The layout rules of the house: sizes, import direction, no import rings, heavy libraries only in allowed files."""
+"""Tests the layout rules of the house: sizes, import direction, no import rings, heavy libraries only in allowed
+files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text rules of the house: no file depends on one machine, hides a fault, or names a missing file."""
+"""Tests the text rules of the house: no file depends on one machine, hides a fault, or names a missing file."""
 
 from __future__ import annotations
 

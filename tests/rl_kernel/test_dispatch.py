@@ -1,4 +1,4 @@
-"""The mode and the choice of the implementation: every branch, with its reason."""
+"""Tests the mode and the choice of the implementation: every branch, with its reason."""
 
 import subprocess
 import sys

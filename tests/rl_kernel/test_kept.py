@@ -1,4 +1,4 @@
-"""The compact kept set: construction, rows, checks, and the plain mask by hand."""
+"""Tests the compact kept set: construction, rows, checks, and the plain mask by hand."""
 
 import math
 

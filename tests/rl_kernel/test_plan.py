@@ -1,4 +1,4 @@
-"""The memory plan of the linear operators, with hand-computed numbers."""
+"""Tests the memory plan of the linear operators, with hand-computed numbers."""
 
 import pytest
 

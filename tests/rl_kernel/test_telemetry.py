@@ -1,4 +1,4 @@
-"""Counts, reasons and milliseconds of the operators' calls."""
+"""Tests counts, reasons and milliseconds of the operators' calls."""
 
 import time
 

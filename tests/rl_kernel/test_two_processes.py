@@ -1,4 +1,4 @@
-"""Operators over two gloo processes, vocabulary- and data-parallel, compared with the same call in one process."""
+"""Compares vocabulary- and data-parallel operators over two gloo processes with the same call in one process."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The table of GPU figures: which runs count, which do not, and the text of the table."""
+"""Tests the table of GPU figures: which runs count, which do not, and the text of the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""make_model.py: published shapes, checkpoints that load, a tokenizer for every id, bytes that a seed fixes."""
+"""Tests make_model.py: published shapes, checkpoints that load, a tokenizer for every id, bytes that a seed fixes."""
 
 from __future__ import annotations
 

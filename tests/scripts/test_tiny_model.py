@@ -1,4 +1,4 @@
-"""The tiny model: it loads, its tokenizer round-trips, its data adds up, and a seed fixes every byte."""
+"""Tests the tiny model: it loads, its tokenizer round-trips, its data adds up, and a seed fixes every byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of the loop, with small implementations of its three protocols that record every call."""
+"""Tests the order of the loop, with small implementations of its three protocols that record every call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The switch: each configuration's head with its reason, one decision per operator, strict mode, a step's
+"""Tests the switch: each configuration's head with its reason, one decision per operator, strict mode, a step's
 counts."""
 
 import os

@@ -1,4 +1,4 @@
-"""The record of a sample: the errors of its border check, how a response grows, and that a saved sample loads
+"""Tests the record of a sample: the errors of its border check, how a response grows, and that a saved sample loads
 unchanged."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""SGLang's routes on a real engine, directly and through the gateway: tokens, log-probs, streams, aborts, refusals.
+"""Tests SGLang's routes on a real engine, directly and through the gateway: tokens, log-probs, streams, aborts,
+refusals.
 
 test_backend_conformance.py runs these tests on its engine, which still serves after them.
 """

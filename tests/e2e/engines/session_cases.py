@@ -1,4 +1,4 @@
-"""Sessions of agents on a real engine, for every backend. test_backend_conformance.py has the engine."""
+"""Tests sessions of agents on a real engine, for every backend. test_backend_conformance.py has the engine."""
 
 from __future__ import annotations
 

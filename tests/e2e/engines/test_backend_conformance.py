@@ -1,4 +1,4 @@
-"""One suite for every rollout backend: sampling, log-probs, aborts, pauses, versions, weight updates, faults.
+"""Runs one suite for every rollout backend: sampling, log-probs, aborts, pauses, versions, weight updates, faults.
 
 One vLLM engine serves all tests. "vllm": our client through vllm-router. "sglang": the SGLang client through the real
 sglang-router, to SGLang's routes of the same engine. The routes' tests (gateway_cases) and those of log-probs of

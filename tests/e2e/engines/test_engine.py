@@ -1,4 +1,4 @@
-"""One real engine behind the real router: keys, log-probs, seeds, weight updates, aborts, restarts.
+"""Tests one real engine behind the real router: keys, log-probs, seeds, weight updates, aborts, restarts.
 
 The tests share the engine, which still serves after them, and run in the order of the file.
 """

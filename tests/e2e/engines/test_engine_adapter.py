@@ -1,5 +1,5 @@
-"""An adapter in a real engine: the engine's log-probs equal the trainer's, and an update replaces the adapter in
-place."""
+"""Tests an adapter in a real engine: the engine's log-probs equal the trainer's, and an update replaces the adapter
+in place."""
 
 from __future__ import annotations
 

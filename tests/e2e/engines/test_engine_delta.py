@@ -1,4 +1,5 @@
-"""Deltas in a real engine: its live weights equal the trainer's, and a delta that does not fit changes nothing."""
+"""Tests deltas in a real engine: its live weights equal the trainer's, and a delta that does not fit changes
+nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One real engine over two "nodes": two processes at two loopback addresses, each with one tensor-parallel worker.
+"""Tests one real engine over two "nodes": two processes at two loopback addresses, each with one tensor-parallel
+worker.
 
 The tests share the engine and run in the order of the file; the last test ends it.
 """

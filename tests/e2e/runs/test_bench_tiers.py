@@ -1,5 +1,5 @@
-"""`vime bench` on the tiny pair of examples/bench: one real run per side in both tiers, and the records that they
-write."""
+"""Tests `vime bench` on the tiny pair of examples/bench: one real run per side in both tiers, and the records that
+they write."""
 
 from __future__ import annotations
 

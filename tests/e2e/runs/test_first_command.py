@@ -1,4 +1,4 @@
-"""README's first command with two rollouts, in a checkout and from an unpacked source archive."""
+"""Tests README's first command with two rollouts, in a checkout and from an unpacked source archive."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The rl_kernel switch on real engines: --rlk-fast off and auto train the same model; strict is an error on a CPU at
-once."""
+"""Tests the rl_kernel switch on real engines: --rlk-fast off and auto train the same model; strict is an error on a
+CPU at once."""
 
 from __future__ import annotations
 

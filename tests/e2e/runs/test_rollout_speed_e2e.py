@@ -1,4 +1,4 @@
-"""The rollout benchmark on a real engine, at a tiny size: every contender gets its number of tokens."""
+"""Tests the rollout benchmark on a real engine, at a tiny size: every contender gets its number of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark: its command line on tiny shapes, and its arithmetic on known timings."""
+"""Tests the benchmark: its command line on tiny shapes, and its arithmetic on known timings."""
 
 from __future__ import annotations
 

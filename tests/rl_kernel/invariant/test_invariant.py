@@ -1,4 +1,4 @@
-"""The operators of rl_kernel.invariant on a host: compared with float64, alone and among other rows, and their
+"""Compares the operators of rl_kernel.invariant on a host with float64, alone and among other rows, and their
 gradients."""
 
 from __future__ import annotations

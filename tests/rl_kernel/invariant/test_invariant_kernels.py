@@ -1,4 +1,4 @@
-"""The Triton kernels of rl_kernel.invariant (in the interpreter without a GPU), and their code for Hopper GPUs.
+"""Tests the Triton kernels of rl_kernel.invariant (in the interpreter without a GPU), and their code for Hopper GPUs.
 
 The interpreter multiplies tiles with numpy, whose sums depend on the row, and has no bfloat16. Here it multiplies in
 float64, so that its bits follow from the kernel alone.

@@ -1,4 +1,4 @@
-"""`expert_rows`, `expert_dispatch` and `expert_combine` compared with hand-worked rows, the float64 formulas and
+"""Compares `expert_rows`, `expert_dispatch` and `expert_combine` with hand-worked rows, the float64 formulas and
 derivatives, in the reference and the kernels (in Triton's interpreter without a GPU)."""
 
 import pytest

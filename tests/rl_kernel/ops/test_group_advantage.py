@@ -1,4 +1,4 @@
-"""`group_advantage` compared with hand-worked numbers and the per-group formula."""
+"""Compares `group_advantage` with hand-worked numbers and the per-group formula."""
 
 import math
 

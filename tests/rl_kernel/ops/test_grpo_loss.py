@@ -1,4 +1,4 @@
-"""`grpo_loss` compared with hand-worked numbers, the float64 formula and numerical derivatives."""
+"""Compares `grpo_loss` with hand-worked numbers, the float64 formula and numerical derivatives."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The contract of `linear_token_loss` for both implementations, and the reference in float64."""
+"""Tests the contract of `linear_token_loss` for both implementations, and the reference in float64."""
 
 from functools import partial
 

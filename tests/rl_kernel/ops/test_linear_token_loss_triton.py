@@ -1,4 +1,4 @@
-"""`linear_token_loss` over the kernels, compared with the float64 formula: blocks of tokens, the buffer of the weight
+"""Compares `linear_token_loss` over the kernels with the float64 formula: blocks of tokens, the buffer of the weight
 gradient, tiles that are computed again, and `grpo_loss` with all its terms inside."""
 
 from dataclasses import dataclass

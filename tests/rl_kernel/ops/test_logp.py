@@ -1,4 +1,4 @@
-"""`logp` compared with hand-worked numbers, the float64 formula, numerical derivatives and `linear_logp`."""
+"""Compares `logp` with hand-worked numbers, the float64 formula, numerical derivatives and `linear_logp`."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Masked reductions in one process, compared with hand-worked numbers and numerical derivatives."""
+"""Compares masked reductions in one process with hand-worked numbers and numerical derivatives."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`ratio_kl` compared with hand-worked numbers, the float64 formulas and numerical derivatives."""
+"""Compares `ratio_kl` with hand-worked numbers, the float64 formulas and numerical derivatives."""
 
 import math
 

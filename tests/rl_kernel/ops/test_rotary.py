@@ -1,4 +1,4 @@
-"""`rotary` compared with hand-worked numbers, the float64 formula and numerical derivatives."""
+"""Compares `rotary` with hand-worked numbers, the float64 formula and numerical derivatives."""
 
 import pytest
 import torch

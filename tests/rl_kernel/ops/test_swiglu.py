@@ -1,4 +1,4 @@
-"""`swiglu` compared with hand-worked numbers, the float64 formula and numerical derivatives."""
+"""Compares `swiglu` with hand-worked numbers, the float64 formula and numerical derivatives."""
 
 import math
 

@@ -1,4 +1,5 @@
-"""`swiglu` with a factor for each row, in the reference and in the kernels (in Triton's interpreter without a GPU)."""
+"""Tests `swiglu` with a factor for each row, in the reference and in the kernels (in Triton's interpreter without a
+GPU)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Commands and files of a local sandbox."""
+"""Tests commands and files of a local sandbox."""
 
 from __future__ import annotations
 

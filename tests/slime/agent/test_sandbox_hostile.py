@@ -1,4 +1,4 @@
-"""Hostile programs: each ends, its limit is named, and nothing is left behind."""
+"""Tests hostile programs: each ends, its limit is named, and nothing is left behind."""
 
 from __future__ import annotations
 

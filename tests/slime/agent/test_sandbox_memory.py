@@ -1,4 +1,4 @@
-"""Memory and disk that belong to no process: each kind ends the sandbox, or the kernel rejects it."""
+"""Tests memory and disk that belong to no process: each kind ends the sandbox, or the kernel rejects it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corrections between engine and trainer at every level, compared with numbers by hand."""
+"""Compares corrections between engine and trainer at every level with numbers by hand."""
 
 from __future__ import annotations
 

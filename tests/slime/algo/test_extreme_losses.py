@@ -1,5 +1,5 @@
-"""Losses, corrections and advantages at extreme log-probs: in tokens that count, and in masked tokens, which may hold
-any value."""
+"""Tests losses, corrections and advantages at extreme log-probs: in tokens that count, and in masked tokens, which
+may hold any value."""
 
 from __future__ import annotations
 

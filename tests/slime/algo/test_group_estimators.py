@@ -1,4 +1,4 @@
-"""RLOO and pass@k from the rewards of a group, compared with numbers by hand and brute force."""
+"""Compares RLOO and pass@k from the rewards of a group with numbers by hand and brute force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every objective compared with numbers by hand, and the arguments of every hook."""
+"""Compares every objective with numbers by hand, and checks the arguments of every hook."""
 
 import math
 from dataclasses import replace

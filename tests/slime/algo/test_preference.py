@@ -1,5 +1,5 @@
-"""DPO on the trainer: loss and metrics of pairs by hand, compared with transformers, and several ranks compared with
-one."""
+"""Tests DPO on the trainer: loss and metrics of pairs by hand, compared with transformers, and several ranks compared
+with one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The interface of upstream vime's providers: the records, the fallback in both modes, and the checks of a result."""
+"""Tests the interface of upstream vime's providers: the records, the fallback in both modes, and the checks of a
+result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy losses of --pg-loss-type, compared with numbers by hand, and their gradients."""
+"""Compares the policy losses of --pg-loss-type and their gradients with numbers by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses over top-k ids, compared with numbers by hand: centred scores, forward KL and Jensen-Shannon."""
+"""Compares losses over top-k ids with numbers by hand: centred scores, forward KL and Jensen-Shannon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The value loss and the explained variance, compared with numbers by hand."""
+"""Compares the value loss and the explained variance with numbers by hand."""
 
 from __future__ import annotations
 

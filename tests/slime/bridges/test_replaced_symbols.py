@@ -1,4 +1,4 @@
-"""Replaced symbols: a record is applied and undone, and every record has a symbol that exists."""
+"""Tests replaced symbols: a record is applied and undone, and every record has a symbol that exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths of flags: a path that a run could not read or write is an error that names the flag."""
+"""Tests paths of flags: a path that a run could not read or write is an error that names the flag."""
 
 from pathlib import Path
 

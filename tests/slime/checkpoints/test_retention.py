@@ -1,4 +1,4 @@
-"""Removal of older checkpoints: real folders, and the folders that a flag of the run names."""
+"""Tests removal of older checkpoints: real folders, and the folders that a flag of the run names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Devices for trainers and engines on CPUs: the arithmetic, on a real local Ray, and the errors for a run that does
-not fit. test_placement_gpus.py tests the choice of GPUs."""
+"""Tests devices for trainers and engines on CPUs: the arithmetic, on a real local Ray, and the errors for a run that
+does not fit. test_placement_gpus.py tests the choice of GPUs."""
 
 from __future__ import annotations
 

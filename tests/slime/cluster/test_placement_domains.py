@@ -1,4 +1,4 @@
-"""NVLink domains: the driver's report, the order in which a run takes its GPUs, and layouts that are errors."""
+"""Tests NVLink domains: the driver's report, the order in which a run takes its GPUs, and layouts that are errors."""
 
 from __future__ import annotations
 

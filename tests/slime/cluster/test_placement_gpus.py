@@ -1,5 +1,5 @@
-"""The GPUs of trainers and engines. A real local Ray counts GPUs that do not exist, and real processes report the
-GPUs that they would see."""
+"""Tests the GPUs of trainers and engines. A real local Ray counts GPUs that do not exist, and real processes report
+the GPUs that they would see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines of several GPUs on a Ray with two nodes. Both nodes are on this host, and their GPUs do not exist.
+"""Tests engines of several GPUs on a Ray with two nodes. Both nodes are on this host, and their GPUs do not exist.
 tests/vime/pool/test_engine_nodes.py tests engines that fill several nodes."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The token of a Ray cluster: the file that holds it, and the errors of clients without it."""
+"""Tests the token of a Ray cluster: the file that holds it, and the errors of clients without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of models with experts: the flags of slime's scripts, and errors with their reasons."""
+"""Tests flags of models with experts: the flags of slime's scripts, and errors with their reasons."""
 
 from __future__ import annotations
 

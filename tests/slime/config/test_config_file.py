@@ -1,4 +1,4 @@
-"""--config: layers of YAML files under a command line, errors with file and line, all problems in one report."""
+"""Tests --config: layers of YAML files under a command line, errors with file and line, all problems in one report."""
 
 from pathlib import Path
 

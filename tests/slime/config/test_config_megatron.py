@@ -1,4 +1,4 @@
-"""Megatron's flags: generated flags, historical names, and flags that only describe the checkpoint."""
+"""Tests Megatron's flags: generated flags, historical names, and flags that only describe the checkpoint."""
 
 import dataclasses
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Hooks by file, `folder/file.py:name`, for every flag that takes a hook."""
+"""Tests hooks by file, `folder/file.py:name`, for every flag that takes a hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The types of hooks: the calls that a run's checks accept, and functions that mypy rejects."""
+"""Tests the types of hooks: the calls that a run's checks accept, and functions that mypy rejects."""
 
 from __future__ import annotations
 

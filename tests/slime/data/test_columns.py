@@ -1,4 +1,5 @@
-"""The table of columns: a new record brings values from the engine's answer to the loss, and no other code names it."""
+"""Tests the table of columns: a new record brings values from the engine's answer to the loss, and no other code
+names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt files as tables of `datasets`: every kind of source, the cached facts, and each named error."""
+"""Tests prompt files as tables of `datasets`: every kind of source, the cached facts, and each named error."""
 
 from __future__ import annotations
 

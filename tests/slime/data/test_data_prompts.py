@@ -1,4 +1,4 @@
-"""Prompt files: every format, every column, the slice, the chat template, the limit, and each named error."""
+"""Tests prompt files: every format, every column, the slice, the chat template, the limit, and each named error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data source: order, numbering, the buffer, and a restart that continues exactly."""
+"""Tests the data source: order, numbering, the buffer, and a restart that continues exactly."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""--replay-kept-tokens on the trainer: log-probs over the tokens that top-p kept, by hand, in every head and on two
-ranks."""
+"""Tests --replay-kept-tokens on the trainer: log-probs over the tokens that top-p kept, by hand, in every head and on
+two ranks."""
 
 from __future__ import annotations
 

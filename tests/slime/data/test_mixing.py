@@ -1,4 +1,4 @@
-"""Several data sets with weights, the curriculum by pass rates, and a restart that continues both exactly."""
+"""Tests several data sets with weights, the curriculum by pass rates, and a restart that continues both exactly."""
 
 from __future__ import annotations
 

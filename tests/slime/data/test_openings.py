@@ -1,4 +1,4 @@
-"""Warnings about prompts that a chat template spoils without an error."""
+"""Tests warnings about prompts that a chat template spoils without an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DAPO's overlong filtering and soft punishment, and Dr.GRPO's constant length, by hand."""
+"""Tests DAPO's overlong filtering and soft punishment, and Dr.GRPO's constant length, by hand."""
 
 from __future__ import annotations
 

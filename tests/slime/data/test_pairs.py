@@ -1,4 +1,4 @@
-"""Rows of preference pairs: text and messages, with and without a prompt, each named error, and the rollout."""
+"""Tests rows of preference pairs: text and messages, with and without a prompt, each named error, and the rollout."""
 
 from __future__ import annotations
 

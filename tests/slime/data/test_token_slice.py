@@ -1,4 +1,4 @@
-"""Context-parallel slices of packed rows, by hand and by properties for any lengths."""
+"""Tests context-parallel slices of packed rows, by hand and by properties for any lengths."""
 
 from __future__ import annotations
 

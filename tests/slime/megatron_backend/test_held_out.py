@@ -1,5 +1,4 @@
-"""The loss of held-out samples in real Megatron, compared with transformers, with training, and between layouts of
-ranks."""
+"""Compares the loss of held-out samples in real Megatron with transformers, with training, and between rank layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints in fp8 and int4: the test quantises a tiny DeepSeek-V3, which loads as its dequantised weights."""
+"""Tests checkpoints in fp8 and int4: it quantises a tiny DeepSeek-V3, which loads as its dequantised weights."""
 
 from __future__ import annotations
 

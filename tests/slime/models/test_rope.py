@@ -1,5 +1,5 @@
-"""Rotary frequencies compared with those of transformers, and settings without support. test_megatron_model_config.py
-has the settings that are errors."""
+"""Compares rotary frequencies with those of transformers, and tests settings without support.
+test_megatron_model_config.py has the settings that are errors."""
 
 from __future__ import annotations
 

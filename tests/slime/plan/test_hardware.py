@@ -1,4 +1,4 @@
-"""The table of GPUs, and the settings and errors of --gpu in a configuration."""
+"""Tests the table of GPUs, and the settings and errors of --gpu in a configuration."""
 
 from __future__ import annotations
 

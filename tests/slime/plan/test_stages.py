@@ -1,4 +1,4 @@
-"""Each pipeline stage's layers: by hand, as Megatron distributes them, and layouts that cannot be divided."""
+"""Tests each pipeline stage's layers: by hand, as Megatron distributes them, and layouts that cannot be divided."""
 
 from __future__ import annotations
 

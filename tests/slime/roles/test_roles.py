@@ -1,4 +1,4 @@
-"""The models of a configuration, their order, and the folders of their weights and checkpoints."""
+"""Tests the models of a configuration, their order, and the folders of their weights and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limit of requests in flight: by hand, and as a semaphore whose limit changes while samples run."""
+"""Tests the limit of requests in flight: by hand, and as a semaphore whose limit changes while samples run."""
 
 from __future__ import annotations
 

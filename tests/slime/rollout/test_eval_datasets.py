@@ -1,4 +1,4 @@
-"""Settings of evaluation datasets: the fields of the file are checked before anything starts."""
+"""Tests settings of evaluation datasets: the fields of the file are checked before anything starts."""
 
 from __future__ import annotations
 

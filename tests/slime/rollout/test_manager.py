@@ -1,4 +1,4 @@
-"""The rollout manager: from prompts to each rank's data, its hooks, and the data position of checkpoints."""
+"""Tests the rollout manager: from prompts to each rank's data, its hooks, and the data position of checkpoints."""
 
 from __future__ import annotations
 

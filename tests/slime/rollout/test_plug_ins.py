@@ -1,4 +1,4 @@
-"""The unchanged plug-ins of examples/plugins, and the small modules that plug-ins import.
+"""Tests the unchanged plug-ins of examples/plugins, and the small modules that plug-ins import.
 
 Plug-ins that read tensors of trainer ranks run in test_trainer_parallel.py.
 """

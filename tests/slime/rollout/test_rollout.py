@@ -1,4 +1,4 @@
-"""The rollout loop: filters, refill, abort, partial rollouts, deadlines and the errors that end it."""
+"""Tests the rollout loop: filters, refill, abort, partial rollouts, deadlines and the errors that end it."""
 
 from __future__ import annotations
 

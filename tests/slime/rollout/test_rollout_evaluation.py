@@ -1,4 +1,4 @@
-"""Evaluation datasets, metrics by hand, replay files, and HTTP for hooks."""
+"""Tests evaluation datasets, metrics by hand, replay files, and HTTP for hooks."""
 
 from __future__ import annotations
 

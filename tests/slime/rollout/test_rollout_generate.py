@@ -1,4 +1,4 @@
-"""One sample: seeds, budgets, continuation, status, hooks and rewards. The engine is a double."""
+"""Tests one sample: seeds, budgets, continuation, status, hooks and rewards. The engine is a double."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The stream with rollouts ahead: batches of the first finished groups, bounded age, evaluation meanwhile, and a
-restart."""
+"""Tests the stream with rollouts ahead: batches of the first finished groups, bounded age, evaluation meanwhile, and
+a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of rollouts whose samples fanned out: siblings are one trajectory, with one reward."""
+"""Tests metrics of rollouts whose samples fanned out: siblings are one trajectory, with one reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each token's version: over partial rollouts and sessions, in saved rollouts, in staleness, and in the loss."""
+"""Tests each token's version: over partial rollouts and sessions, in saved rollouts, in staleness, and in the loss."""
 
 from __future__ import annotations
 

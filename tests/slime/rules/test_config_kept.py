@@ -1,4 +1,4 @@
-"""--replay-kept-tokens in the configuration: its requirements, and the engines' requests."""
+"""Tests --replay-kept-tokens in the configuration: its requirements, and the engines' requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--offload and related flags: accepted values, and errors with a reason."""
+"""Tests --offload and related flags: accepted values, and errors with a reason."""
 
 import pytest
 from config_cases import good_argv

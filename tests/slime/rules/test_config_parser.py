@@ -1,4 +1,4 @@
-"""From the words of a command line to typed values with one owner."""
+"""Tests the parser, from the words of a command line to typed values with one owner."""
 
 import json
 import pickle

@@ -1,4 +1,5 @@
-"""Routing replay in the configuration: flags that it allows, flags that it changes, and errors with their reason."""
+"""Tests routing replay in the configuration: flags that it allows, flags that it changes, and errors with their
+reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of the shelf of algorithms: names, flags that cannot be combined, and the advice of `vime plan`."""
+"""Tests rules of the shelf of algorithms: names, flags that cannot be combined, and the advice of `vime plan`."""
 
 from __future__ import annotations
 

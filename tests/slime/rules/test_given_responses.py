@@ -1,4 +1,4 @@
-"""Losses on given responses: their requirements, and values that decide the requirements of a run."""
+"""Tests losses on given responses: their requirements, and values that decide the requirements of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of existing launch scripts: those compared with config.json, those without effect, and errors."""
+"""Tests flags of existing launch scripts: those compared with config.json, those without effect, and errors."""
 
 from __future__ import annotations
 

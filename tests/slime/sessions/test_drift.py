@@ -1,4 +1,4 @@
-"""Random conversations in five chat formats: a session sends its own tokens, and the format's text for the new
+"""Tests random conversations in five chat formats: a session sends its own tokens, and the format's text for the new
 messages. No request may lose the tokens that the model wrote."""
 
 from __future__ import annotations

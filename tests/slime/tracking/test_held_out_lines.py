@@ -1,4 +1,5 @@
-"""Held-out losses in the output for users: scores, the step line, the line of an evaluation, and the last lines."""
+"""Tests held-out losses in the output for users: scores, the step line, the line of an evaluation, and the last
+lines."""
 
 from __future__ import annotations
 

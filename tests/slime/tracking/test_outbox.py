@@ -1,4 +1,4 @@
-"""The metrics that functions of the user log: the numbers, their step, and their receivers."""
+"""Tests the metrics that functions of the user log: the numbers, their step, and their receivers."""
 
 from __future__ import annotations
 

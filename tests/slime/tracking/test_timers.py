@@ -1,4 +1,4 @@
-"""Timers, peaks of memory, percentiles and traces, compared with hand-computed figures."""
+"""Compares timers, peaks of memory, percentiles and traces with hand-computed figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans of samples that a collector receives, the slowest sample of a group, and memory snapshots of a GPU."""
+"""Tests spans of samples that a collector receives, the slowest sample of a group, and memory snapshots of a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""MLflow, SwanLab, Trackio and Prometheus: the values that they receive from a run, in their own files and answers.
+"""Tests MLflow, SwanLab, Trackio and Prometheus: the values that they receive from a run, in their own files and
+answers.
 
 MLflow, SwanLab and Trackio are no packages of this project. If one is installed, the test uses it. If it is not
 installed, a stand-in with the signatures of the recorded version takes the calls: a call that the version would not

@@ -1,4 +1,4 @@
-"""Logged numbers, the console lines and environment.json, compared with hand-computed figures."""
+"""Compares logged numbers, the console lines and environment.json with hand-computed figures."""
 
 from __future__ import annotations
 

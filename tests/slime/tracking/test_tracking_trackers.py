@@ -1,4 +1,4 @@
-"""metrics.jsonl, TensorBoard and W&B: their contents, and that a resumed run does not write them twice."""
+"""Tests metrics.jsonl, TensorBoard and W&B: their contents, and that a resumed run does not write them twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names, keywords and defaults on which slime's plug-ins rely, tested by their behaviour."""
+"""Tests names, keywords and defaults on which slime's plug-ins rely, tested by their behaviour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The distribution of weights over buckets."""
+"""Tests the distribution of weights over buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights as files: the written files, the kept files, and digests that depend on every bit."""
+"""Tests weights as files: the written files, the kept files, and digests that depend on every bit."""
 
 from __future__ import annotations
 

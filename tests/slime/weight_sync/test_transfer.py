@@ -1,4 +1,5 @@
-"""The states of engines during updates, sleep and failures. tests/vime/pool/test_engine_pool.py has real servers."""
+"""Tests the states of engines during updates, sleep and failures. tests/vime/pool/test_engine_pool.py has real
+servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vime audit` without an engine: its inputs, its errors, the replay, the table, the picture."""
+"""Tests `vime audit` without an engine: its inputs, its errors, the replay, the table, the picture."""
 
 from __future__ import annotations
 

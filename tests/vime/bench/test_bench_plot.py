@@ -1,4 +1,5 @@
-"""`vime bench plot`: the six pictures for each form of a record, and its messages for a record that lacks some data."""
+"""Tests `vime bench plot`: the six pictures for each form of a record, and its messages for a record that lacks some
+data."""
 
 from __future__ import annotations
 

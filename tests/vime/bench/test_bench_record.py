@@ -1,4 +1,4 @@
-"""bench.json: the error for a field that no report could read names the field."""
+"""Tests bench.json: the error for a field that no report could read names the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of `vime bench`: the meaning of their keys, the commands that follow, and their errors."""
+"""Tests the files of `vime bench`: the meaning of their keys, the commands that follow, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vime.bench.statistics, compared with known numbers: by hand, from tables, or drawn with a seed."""
+"""Compares vime.bench.statistics with known numbers: by hand, from tables, or drawn with a seed."""
 
 from __future__ import annotations
 

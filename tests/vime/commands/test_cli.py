@@ -1,4 +1,4 @@
-"""The command line: exit codes, one-line errors, stock scripts, the plan's arithmetic."""
+"""Tests the command line: exit codes, one-line errors, stock scripts, the plan's arithmetic."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""`vime explain`: messages found by a part, by a whole line with values, and by misspelled words."""
+"""Tests `vime explain`: messages found by a part, by a whole line with values, and by misspelled words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vime plan --gpu NAME`: that GPU's memory decides, and a section shows its figures and their consequences."""
+"""Tests `vime plan --gpu NAME`: that GPU's memory decides, and a section shows its figures and their consequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`vime plan --gpu-memory-gib N`: the decisions for a GPU of another machine, and engine flags that are given twice."""
+"""Tests `vime plan --gpu-memory-gib N`: the decisions for a GPU of another machine, and engine flags that are given
+twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call in a forked process: its result, its errors, and the state that stays out of this process."""
+"""Tests a call in a forked process: its result, its errors, and the state that stays out of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines over several nodes: each process's command line, one process that dies, and Ray's placement."""
+"""Tests engines over several nodes: each process's command line, one process that dies, and Ray's placement."""
 
 from __future__ import annotations
 

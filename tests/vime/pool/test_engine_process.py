@@ -1,4 +1,4 @@
-"""Supervised processes: no process outlives its owner, logs can be read, ports are checked."""
+"""Tests supervised processes: no process outlives its owner, logs can be read, ports are checked."""
 
 from __future__ import annotations
 

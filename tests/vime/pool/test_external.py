@@ -1,4 +1,5 @@
-"""Servers that were started separately: their flags, and the error if one does not answer. Starts a real router."""
+"""Tests servers that were started separately: their flags, and the error if one does not answer. Starts a real
+router."""
 
 from __future__ import annotations
 

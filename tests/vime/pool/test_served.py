@@ -1,4 +1,4 @@
-"""Frozen models in addition to the policy: the configuration of their engines, and the pool that combines all
+"""Tests frozen models in addition to the policy: the configuration of their engines, and the pool that combines all
 models."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""--rollout-backend sglang: its flags, its server's command line, and the parsing of answers. With an engine:
+"""Tests --rollout-backend sglang: its flags, its server's command line, and the parsing of answers. With an engine:
 e2e/test_backend_conformance.py."""
 
 from __future__ import annotations

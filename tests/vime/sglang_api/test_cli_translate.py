@@ -1,4 +1,4 @@
-"""`--sglang-*` flags: the flag that each becomes, and those without a counterpart."""
+"""Tests `--sglang-*` flags: the flag that each becomes, and those without a counterpart."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""--vllm-config and --sglang-config: layouts that become flags, and the messages for other layouts."""
+"""Tests --vllm-config and --sglang-config: layouts that become flags, and the messages for other layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vime trace`: the file has every process, a viewer can draw its lanes, and a range of steps is cut out."""
+"""Tests `vime trace`: the file has every process, a viewer can draw its lanes, and a range of steps is cut out."""
 
 from __future__ import annotations
 

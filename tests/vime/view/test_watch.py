@@ -1,4 +1,4 @@
-"""`vime watch` with Textual's pilot: the screen of running, finished and failed runs at two sizes."""
+"""Tests `vime watch` with Textual's pilot: the screen of running, finished and failed runs at two sizes."""
 
 from __future__ import annotations
 

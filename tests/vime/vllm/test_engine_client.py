@@ -1,4 +1,4 @@
-"""Requests, retries and errors of the client, with a local HTTP server that fails on purpose."""
+"""Tests requests, retries and errors of the client, with a local HTTP server that fails on purpose."""
 
 from __future__ import annotations
 

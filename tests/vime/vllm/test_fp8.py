@@ -1,4 +1,4 @@
-"""`--vllm-quantization`: rules, the engine's flags, its bytes and the remark. Engines: e2e/test_engine_fp8.py."""
+"""Tests `--vllm-quantization`: rules, the engine's flags, its bytes and the remark. Engines: e2e/test_engine_fp8.py."""
 
 from __future__ import annotations
 

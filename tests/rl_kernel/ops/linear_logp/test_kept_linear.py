@@ -1,4 +1,5 @@
-"""`linear_logp` and `linear_token_loss` with a kept set: log-probs over the kept ids, entropy over all columns."""
+"""Tests `linear_logp` and `linear_token_loss` with a kept set: log-probs over the kept ids, entropy over all
+columns."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`linear_logp` compared with hand-worked numbers, the float64 formula and derivatives, and its bound of memory."""
+"""Compares `linear_logp` with hand-worked numbers, the float64 formula and derivatives, and checks its memory bound."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The linear operators' kernels over two gloo processes (in Triton's interpreter), compared with the whole float64
+"""Compares the linear operators' kernels over two gloo processes (in Triton's interpreter) with the whole float64
 formula. Shards have any size, one is all padding, rows overflow on one side only, and tokens come in blocks."""
 
 from datetime import timedelta

@@ -1,5 +1,5 @@
-"""`linear_logp` over the kernels (in Triton's interpreter without a GPU): both heads, every gradient, every use of
-the workspace, compared with the float64 formula and with plain PyTorch in the same dtype."""
+"""Tests `linear_logp` over the kernels (in Triton's interpreter without a GPU): both heads, every gradient, every use
+of the workspace, compared with the float64 formula and with plain PyTorch in the same dtype."""
 
 from functools import cache, partial
 

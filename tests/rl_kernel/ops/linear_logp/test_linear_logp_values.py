@@ -1,5 +1,5 @@
-"""`linear_logp` at values where an exponential head could fail: sums that overflow, probabilities near 1 and 0, and
-invalid targets and temperatures that no check has read."""
+"""Tests `linear_logp` at values where an exponential head could fail: sums that overflow, probabilities near 1 and 0,
+and invalid targets and temperatures that no check has read."""
 
 import math
 from functools import partial

@@ -1,5 +1,5 @@
-"""Soft cap and scale of logits in `logp`, `linear_logp` and `linear_token_loss`, in the reference and the kernels,
-compared with the float64 formula and with plain PyTorch."""
+"""Tests soft cap and scale of logits in `logp`, `linear_logp` and `linear_token_loss`, in the reference and the
+kernels, compared with the float64 formula and with plain PyTorch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Log-probs of given ids, and `linear_top`: compared with all logits in float64, in one process and over two."""
+"""Compares log-probs of given ids, and `linear_top`, with all logits in float64, in one process and over two."""
 
 import math
 from datetime import timedelta

@@ -1,5 +1,5 @@
-"""--rlk-bitwise in trainers of two tensor-parallel ranks over gloo: bits are equal in every packing, and steps are
-those of one rank with the default operators."""
+"""Tests --rlk-bitwise in trainers of two tensor-parallel ranks over gloo: bits are equal in every packing, and steps
+are those of one rank with the default operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--rlk-bitwise in a real trainer: bits are equal in every packing, and the errors before and during a run."""
+"""Tests --rlk-bitwise in a real trainer: bits are equal in every packing, and the errors before and during a run."""
 
 from __future__ import annotations
 

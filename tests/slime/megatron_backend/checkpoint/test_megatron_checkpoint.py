@@ -1,4 +1,4 @@
-"""Checkpoints: exact continuation, kills in the middle of a save, and errors."""
+"""Tests checkpoints: exact continuation, kills in the middle of a save, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of slime's converter and of Megatron: read on one rank, rejected with errors, and written."""
+"""Tests checkpoints of slime's converter and of Megatron: read on one rank, rejected with errors, and written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""--lora-dropout: scoring passes compute the engines' model without dropout, and training passes draw dropout masks."""
+"""Tests --lora-dropout: scoring passes compute the engines' model without dropout, and training passes draw dropout
+masks."""
 
 from __future__ import annotations
 

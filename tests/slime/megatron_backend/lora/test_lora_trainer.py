@@ -1,4 +1,4 @@
-"""A trainer with adapters: the weights that change, the reference, and resuming."""
+"""Tests a trainer with adapters: the weights that change, the reference, and resuming."""
 
 from __future__ import annotations
 

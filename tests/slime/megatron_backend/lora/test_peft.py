@@ -1,4 +1,5 @@
-"""PEFT directories: both programs compute the same logits, and a directory is written as it was read, bit for bit."""
+"""Tests PEFT directories: both programs compute the same logits, and a directory is written as it was read, bit for
+bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated delta net layers: the delta rule by its definition, packed rows that share nothing, dtypes and errors."""
+"""Tests gated delta net layers: the delta rule by its definition, packed rows that share nothing, dtypes and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--optimizer-cpu-offload: Adam with its state on the host equals plain Adam, to the last bit on a CPU."""
+"""Tests --optimizer-cpu-offload: Adam with its state on the host equals plain Adam, to the last bit on a CPU."""
 
 from __future__ import annotations
 

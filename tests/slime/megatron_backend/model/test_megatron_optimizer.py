@@ -1,4 +1,4 @@
-"""Optimizer and schedule: torch's AdamW is the reference for the update, hand-computed rates for the schedule."""
+"""Tests optimizer and schedule: torch's AdamW is the reference for the update, hand-computed rates for the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit of steps on a real trainer: figures by hand, samples that are not comparable, strict mode, faults."""
+"""Tests the audit of steps on a real trainer: figures by hand, samples that are not comparable, strict mode, faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit on two trainer ranks over gloo: one rank's figures, one line per step, one error for both ranks."""
+"""Tests the audit on two trainer ranks over gloo: one rank's figures, one line per step, one error for both ranks."""
 
 from __future__ import annotations
 

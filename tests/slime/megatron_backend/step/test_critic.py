@@ -1,4 +1,5 @@
-"""PPO's critic on one rank: values, advantages, value loss and checkpoints, compared with transformers and by hand."""
+"""Tests PPO's critic on one rank: values, advantages, value loss and checkpoints, compared with transformers and by
+hand."""
 
 from __future__ import annotations
 

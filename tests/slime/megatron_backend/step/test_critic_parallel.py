@@ -1,5 +1,4 @@
-"""A critic on two and four ranks over gloo, compared with one rank: equal values, metrics and weights of both
-models."""
+"""Compares a critic on two and four ranks over gloo with one rank: equal values, metrics and weights of both models."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Losses over given ids in the trainer: centred scores over the sampler's top-k, forward KL and Jensen-Shannon over a
-teacher's. Values are compared with full logits of transformers, and every head and two ranks with one."""
+"""Tests losses over given ids in the trainer: centred scores over the sampler's top-k, forward KL and Jensen-Shannon
+over a teacher's. Values are compared with full logits of transformers, and every head and two ranks with one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--replay-kept-tokens: a KL compares two models over the same ids."""
+"""Tests --replay-kept-tokens: a KL compares two models over the same ids."""
 
 from __future__ import annotations
 

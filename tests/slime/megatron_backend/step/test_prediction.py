@@ -1,4 +1,4 @@
-"""Multi-token prediction on tiny models, compared with plain PyTorch: loss, gradients, weights, and the unchanged
+"""Compares multi-token prediction on tiny models with plain PyTorch: loss, gradients, weights, and the unchanged
 policy."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trainer with --enable-mtp-training: the policy, checkpoints, exports, layouts of ranks, and bad flags."""
+"""Tests a trainer with --enable-mtp-training: the policy, checkpoints, exports, layouts of ranks, and bad flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Replayed experts in a tiny Qwen3-MoE: its own choices change no bit, and other choices agree with plain PyTorch."""
+"""Tests replayed experts in a tiny Qwen3-MoE: its own choices change no bit, and other choices agree with plain
+PyTorch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""On-policy distillation with a teacher on the trainer's ranks: its log-probs compared with transformers, the reverse
-KL in the advantages by hand, and two ranks compared with one."""
+"""Tests on-policy distillation with a teacher on the trainer's ranks: its log-probs compared with transformers, the
+reverse KL in the advantages by hand, and two ranks compared with one."""
 
 from __future__ import annotations
 

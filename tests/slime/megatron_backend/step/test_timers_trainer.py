@@ -1,4 +1,4 @@
-"""The times of a real trainer rank: the parts of its training add up, in numbers and in a trace."""
+"""Tests the times of a real trainer rank: the parts of its training add up, in numbers and in a trace."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The trainer on one rank, with real Megatron: gradients compared with transformers, the columns of a step, hooks,
-resume."""
+"""Tests the trainer on one rank, with real Megatron: gradients compared with transformers, the columns of a step,
+hooks, resume."""
 
 from __future__ import annotations
 

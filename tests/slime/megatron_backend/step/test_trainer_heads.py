@@ -1,4 +1,5 @@
-"""From hidden states to log-probs: every head of the trainer on one rank, compared with transformers in float64."""
+"""Compares every head of the trainer, which computes log-probs from hidden states, on one rank with transformers in
+float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two and four trainer ranks over gloo, compared with one: the same metrics, weights and published file.
+"""Compares two and four trainer ranks over gloo with one: the same metrics, weights and published file.
 
 The worker processes run every layout in turn and write their results; the tests compare them with a single rank.
 """

@@ -1,4 +1,4 @@
-"""A trainer with routing replay: its experts, its metrics, and ranks of every kind compared with one."""
+"""Tests a trainer with routing replay: its experts, its metrics, and ranks of every kind compared with one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The files of a trainer: checkpoints in the background, for every trained role, and its part of the kept samples."""
+"""Tests the files of a trainer: checkpoints in the background, for every trained role, and its part of the kept
+samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--rm-type code: programs that pass, fail, cheat and misbehave, each in a real sandbox."""
+"""Tests --rm-type code: programs that pass, fail, cheat and misbehave, each in a real sandbox."""
 
 from __future__ import annotations
 

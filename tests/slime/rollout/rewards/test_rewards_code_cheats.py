@@ -1,4 +1,4 @@
-"""--rm-type code: programs that pass no test and try to get a reward."""
+"""Tests --rm-type code: programs that pass no test and try to get a reward."""
 
 from __future__ import annotations
 

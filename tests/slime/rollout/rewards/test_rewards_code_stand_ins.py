@@ -1,4 +1,4 @@
-"""--rm-type code: the operations of statements on a program that runs in another process."""
+"""Tests --rm-type code: the operations of statements on a program that runs in another process."""
 
 from __future__ import annotations
 

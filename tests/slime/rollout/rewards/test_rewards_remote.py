@@ -1,4 +1,4 @@
-"""remote_rm with a real local HTTP server: replies, retries, the deadline, and errors without a retry."""
+"""Tests remote_rm with a real local HTTP server: replies, retries, the deadline, and errors without a retry."""
 
 from __future__ import annotations
 

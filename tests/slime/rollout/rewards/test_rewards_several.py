@@ -1,4 +1,4 @@
-"""Several rewards: their flags, their sum, their parts in samples and metrics."""
+"""Tests several rewards: their flags, their sum, their parts in samples and metrics."""
 
 from __future__ import annotations
 

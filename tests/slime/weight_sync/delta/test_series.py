@@ -1,4 +1,5 @@
-"""The trainer's series of deltas with the host's copy: the copy's weights after each update, and rejected deltas."""
+"""Tests the trainer's series of deltas with the host's copy: the copy's weights after each update, and rejected
+deltas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The page of `vime ui` in headless Chromium: its content, keyboard, phone width, 10,000 samples, texts as text."""
+"""Tests the page of `vime ui` in headless Chromium: its content, keyboard, phone width, 10,000 samples, texts as
+text."""
 
 from __future__ import annotations
 

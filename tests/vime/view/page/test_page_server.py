@@ -1,4 +1,4 @@
-"""The server and the exported file of `vime ui`: access, answers, and texts that stay texts."""
+"""Tests the server and the exported file of `vime ui`: access, answers, and texts that stay texts."""
 
 from __future__ import annotations
 

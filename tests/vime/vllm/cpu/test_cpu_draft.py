@@ -1,4 +1,4 @@
-"""The sampling parameters of drafted tokens on CPUs. e2e/test_engine_draft.py tests their log-probs."""
+"""Tests the sampling parameters of drafted tokens on CPUs. e2e/test_engine_draft.py tests their log-probs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of an engine on CPUs. tests/e2e/engines/test_engine_start.py has a real engine that is forked."""
+"""Tests the settings of an engine on CPUs. tests/e2e/engines/test_engine_start.py has a real engine that is forked."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Experts of engines on CPUs, in plain PyTorch. Real engines: tests/e2e/engines/test_engine_spread_experts.py, and
-MiniMax-M2 in tests/e2e/engines/test_engine_families.py."""
+"""Tests experts of engines on CPUs, in plain PyTorch. Real engines: tests/e2e/engines/test_engine_spread_experts.py,
+and MiniMax-M2 in tests/e2e/engines/test_engine_families.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The import of vision code without torchvision, in a child process. A real engine that uses it: qwen3-5 in
+"""Tests the import of vision code without torchvision, in a child process. A real engine that uses it: qwen3-5 in
 tests/e2e/engines/test_engine_families.py."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""vLLM's layers with the operators of rl_kernel.invariant: modules of a real model without replacement, and names of
-vLLM that are strings. tests/e2e/examples/test_train_bitwise.py has whole runs."""
+"""Tests vLLM's layers with the operators of rl_kernel.invariant: modules of a real model without replacement, and
+names of vLLM that are strings. tests/e2e/examples/test_train_bitwise.py has whole runs."""
 
 from __future__ import annotations
 

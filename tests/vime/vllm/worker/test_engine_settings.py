@@ -1,4 +1,4 @@
-"""The settings of an engine's workers, in vLLM's flag and together with the user's value of that flag."""
+"""Tests the settings of an engine's workers, in vLLM's flag and together with the user's value of that flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probs of a step, through vLLM's own packing. e2e/test_engine.py tests the values in engines' answers."""
+"""Tests log-probs of a step, through vLLM's own packing. e2e/test_engine.py tests the values in engines' answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sleep on a GPU with other users. tests/e2e/engines/test_engine_start.py tests its start gate with a real server."""
+"""Tests sleep on a GPU with other users. tests/e2e/engines/test_engine_start.py tests its start gate with a real
+server."""
 
 from __future__ import annotations
 

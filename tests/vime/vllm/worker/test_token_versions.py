@@ -1,4 +1,4 @@
-"""Each sampled token's weight version, through vLLM's own record of requests. With an engine: e2e/engines."""
+"""Tests each sampled token's weight version, through vLLM's own record of requests. With an engine: e2e/engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model served at a temperature: vLLM's own layer, without an engine. The example's teacher is a real engine."""
+"""Tests a model served at a temperature: vLLM's own layer, without an engine. The example's teacher is a real
+engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head of a provider on one rank: a step compared with the native head's step, the provider's inputs, its
+"""Tests the head of a provider on one rank: a step compared with the native head's step, the provider's inputs, its
 fallback."""
 
 from __future__ import annotations
