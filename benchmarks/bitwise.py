@@ -1,4 +1,4 @@
-"""How many log-probs of trainer and engine have the same bits, and what that costs per step.
+"""Counts the log-probs of trainer and engine with the same bits, and measures the time per step.
 
     python benchmarks/bitwise.py OUT                        on a GPU: the shape of SmolLM2-135M, random weights
     python benchmarks/bitwise.py OUT --arch qwen3-tiny      on a CPU
@@ -6,12 +6,12 @@
     python benchmarks/bitwise.py OUT --ranks 2              two tensor-parallel ranks in trainer and engine
     python benchmarks/bitwise.py OUT --sides bitwise,logged --steps 200 -- --config FILE ...    another run: its flags
 
-trains GRPO once for each side, with the same seeds, in OUT/SIDE, and prints one row for each. A run that ended well is
-not made again. Sides: off (the default operators, not compared), logged (the same, compared), plain (no operator of
+trains GRPO once per side, with the same seeds, in OUT/SIDE, and prints one row per side. A finished run is not
+repeated. Sides: off (the default operators, not compared), logged (the same, compared), plain (no operator of
 rl_kernel, compared), invariant (vLLM's own --vllm-batch-invariant, on GPUs only), head, norms and attention (a part of
-the operators of --rlk-bitwise, each with those before), bitwise (all, with the products). Without other flags, the
-reward says whether the last token is odd, so that a random model has something to learn. Below a row are the mean
-rewards of 20 steps each, and the evaluations.
+the operators of --rlk-bitwise, each including the previous parts), bitwise (all operators, with the products). Without
+other flags, the reward is 1 if the last token is odd, so that a random model can learn. Below a row are the mean
+rewards of blocks of 20 steps, and the evaluations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMPARED = ("--rlk-consistency", "audit")
 ON_GPUS = (
     *("--bf16", "--vllm-max-model-len", "1024"),
-    # A small engine, so that the state of a 4B need not leave a GPU of 140 GiB while the engine generates.
+    # A small engine, so that the state of a 4B can stay on a GPU of 140 GiB while the engine generates.
     *("--vllm-gpu-memory-utilization", "0.2", "--vllm-kv-cache-memory-bytes", str(8 << 30)),
 )
 PARTS = {
@@ -50,12 +50,12 @@ SIDES = {
 
 
 def odd_end(args: Any, sample: Any, **unused: Any) -> float:
-    """The reward: 1 if the last token is odd."""
+    """Returns the reward: 1 if the last token is odd."""
     return float(sample.tokens[-1] % 2)
 
 
 def flags(model: Path, asked: argparse.Namespace) -> list[str]:
-    """Of `vime train` with a random model, without those that each run has."""
+    """Returns flags of `vime train` for a random model, without the flags that differ between the runs."""
     return [
         *("--hf-checkpoint", str(model), "--colocate"),
         *("--prompt-data", str(model / "arithmetic" / "train.jsonl"), "--input-key", "prompt"),
@@ -73,7 +73,7 @@ def flags(model: Path, asked: argparse.Namespace) -> list[str]:
 
 
 def run(side: str, given: list[str], asked: argparse.Namespace) -> int:
-    """The exit code of the side's run. Its output is in OUT/SIDE.log."""
+    """Makes the side's run and returns its exit code. The output of the run is in OUT/SIDE.log."""
     run_dir = asked.out / side
     if (run_dir / "done").exists():
         return 0
@@ -98,9 +98,9 @@ def run(side: str, given: list[str], asked: argparse.Namespace) -> int:
 
 
 def row(run_dir: Path) -> str:
-    """The figures of a run: differing tokens of all tokens, mean and largest difference in nats; medians without the
-    first step: seconds of a step, its rollout and its training, tokens per second of the engine; the trainer's most
-    memory in GiB."""
+    """Returns the figures of a run: differing tokens and all tokens, mean and largest difference in nats. Medians
+    without the first step: seconds of a step, its rollout and its training, tokens per second of the engine. The
+    trainer's peak memory in GiB."""
     steps = [step for step in lines(run_dir / "metrics.jsonl") if "perf/step_time" in step]
 
     def median(name: str) -> str:
@@ -114,7 +114,7 @@ def row(run_dir: Path) -> str:
 
 
 def compared(run_dir: Path) -> str:
-    """Differing tokens of all tokens, mean and largest difference."""
+    """Returns differing tokens and all tokens, mean and largest difference."""
     if not (run_dir / "audit.jsonl").exists():
         return "not compared | - | -"
     audits = lines(run_dir / "audit.jsonl")
@@ -126,7 +126,7 @@ def compared(run_dir: Path) -> str:
 
 
 def curves(run_dir: Path) -> str:
-    """Mean rewards of 20 steps each, and what evaluations found."""
+    """Returns mean rewards of blocks of 20 steps, and the scores of the evaluations."""
     steps = lines(run_dir / "metrics.jsonl")
     rewards = [step["rollout/raw_reward"] for step in steps if "rollout/raw_reward" in step]
     means = [statistics.fmean(rewards[i : i + 20]) for i in range(0, len(rewards), 20)]

@@ -1,19 +1,19 @@
-"""What a step of vLLM's engine takes, by default and with the operators of --rlk-bitwise.
+"""Measures the time of a step of vLLM's engine, by default and with the operators of --rlk-bitwise.
 
     python benchmarks/engine_steps.py OUT.json --model runs/smollm2/sft
     python benchmarks/engine_steps.py OUT.json --model MODEL --sides bitwise --requests 64 --no-profile
 
-An engine per side, each in a process of its own, with random prompts and no weights from a trainer. Sides: default,
+Each side has an engine in a separate process, with random prompts and no weights from a trainer. Sides: default,
 default-1 (the older of vLLM's two model runners), bitwise and bitwise-1. Measured:
 
-    decode N      milliseconds a token of N requests that run together
+    decode N      milliseconds per token with N concurrent requests
     prompts N     milliseconds of a call with N prompts of 100 tokens and one token each
     load          seconds and steps of --requests groups of 16 requests with one prompt and answers of 4 to 128 tokens,
                   of which --running run at a time, as in a rollout; again under torch's profiler: the device's time,
                   by kernel
 
-The first call of each kind warms up. Then a time of decoding is the mean of two calls with 33 tokens each, less that of
-two calls with one token; a time of prompts is the median of three calls; the load is the faster of two.
+The first call of each kind is a warm-up. A time of decoding is the mean of two calls with 33 tokens minus the mean of
+two calls with one token. A time of prompts is the median of three calls. The load is the faster of two calls.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from vime.vllm.worker.settings import EngineSettings
 _OLDER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 _OURS = bitwise.ENVIRONMENT
 SIDES = {"default": {}, "default-1": _OLDER, "bitwise": _OURS, "bitwise-1": {**_OURS, **_OLDER}}
-"""Side -> variables of its process. The sides of --rlk-bitwise have the variables of its engines."""
+"""Side -> environment variables of its process. The bitwise sides have the variables of engines with --rlk-bitwise."""
 PROMPT, GROUP, LONGEST = 100, 16, 128
 KERNELS = 14
-"""Kernels that a record names, those that take longest."""
+"""Number of kernels in a record: the kernels with the longest times."""
 
 
 class Engine:
@@ -73,7 +73,7 @@ class Engine:
         return [self.random.randrange(10, self.vocabulary - 10) for _ in range(tokens)]
 
     def run(self, prompts: list[list[int]], lengths: list[int]) -> tuple[float, int]:
-        """Seconds and steps until each prompt has an answer of its length. All are there from the start."""
+        """Returns seconds and steps until each prompt has an answer of its length. All requests start together."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

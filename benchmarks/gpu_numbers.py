@@ -1,12 +1,12 @@
-"""The figures of GPU runs against their targets, in one table: `python benchmarks/gpu_numbers.py PATH...`
+"""Compares the figures of GPU runs with their targets in one table: `python benchmarks/gpu_numbers.py PATH...`
 
-A PATH is a run directory, or a JSON file of `rl_kernel.bench --out`, of `rollout_speed.py --out`, or of
-anything else that says {"figures": {"NAME": number}} with a NAME of FIGURES below. A target that nothing of this
-measures is shown as "not measured"; a run only counts for targets that its flags and its model's size fit. For the
-share of the host link such a file may hold the link's own speeds instead, under the names of LINK.
+A PATH is a run directory, or a JSON file of `rl_kernel.bench --out`, of `rollout_speed.py --out`, or of any program
+that writes {"figures": {"NAME": number}} with a NAME of FIGURES below. A target without a figure is shown as "not
+measured". A run counts only for targets that fit its flags and its model's size. For the share of the host link, such
+a file may have the speeds of the link instead, under the names of LINK.
 
-Times are medians over the steps after the first, which compiles. A run directory may hold gpu_memory.csv, which
-`nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500` writes beside the run.
+Times are medians over the steps after the first step, which compiles. A run directory may have gpu_memory.csv, which
+`nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500` writes during the run.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from slime.hardware import HARDWARE
 from slime.plan.flops import ForwardFlops
 
 PEAK_TFLOPS = {device: gpu.bf16_flops / 1e12 for gpu in HARDWARE.values() for device in gpu.devices}
-"""Dense bfloat16 products by the name that the driver gives a GPU."""
+"""Name of a GPU in the driver -> peak of dense bfloat16 products, in TFLOP/s."""
 IDLE_MIB = 1024
-"""A GPU of the host that has no more in use is not of the run."""
+"""A GPU with at most this number of MiB in use does not belong to the run."""
 RISE = 0.1
 MICRO_BATCHES = (16_384, 32_768)
 LINK = {"offload": "link_offload_gib_per_s", "onload": "link_onload_gib_per_s"}
-"""Which figure of a file says how fast bare copies of page-locked memory are from the GPU to the host and back."""
+"""Direction -> figure with the speed of plain copies of page-locked memory, from the GPU to the host and back."""
 
 Found = Iterator[tuple[float, str]]
-"""(value, where it comes from)"""
+"""(value, source of the value)"""
 
 
 def _times(
@@ -53,7 +53,7 @@ def _times(
 
 
 def _tp2_to_tp1(run: GpuRun) -> bool:
-    """On the same GPUs or on others: two GPUs can only be the same."""
+    """Returns whether the run updates TP 1 engines from a TP 2 trainer. With two GPUs, both share the GPUs."""
     return (run.flags["tensor_model_parallel_size"], run.flags["rollout_num_gpus_per_engine"]) == (2, 1)
 
 
@@ -79,8 +79,9 @@ def _rollout(against: str) -> Callable[[Sources], Found]:
 
 
 def _mfu(sources: Sources) -> Found:
-    """FLOPs of a forward and a backward of two through the layers, without the head, of samples of the mean length (a
-    lower bound, as attention grows with the square), by time and GPU; of GPUs whose peak is known."""
+    """Yields the model FLOPs utilisation for GPUs in PEAK_TFLOPS. The FLOPs are one forward plus a backward of two
+    forwards through the layers, without the head, for samples of the mean length. This is a lower bound, because
+    attention grows with the square."""
     for run in sources.large():
         if run.gpu not in PEAK_TFLOPS:
             continue
@@ -94,8 +95,8 @@ def _mfu(sources: Sources) -> Found:
 
 
 def _loss_part(sources: Sources) -> Found:
-    """Time of the loss part by that of rl_kernel.bench for as many tokens of this width and vocabulary; the largest
-    case of each, on the same GPU. One trainer, forward and backward of head and loss in one pass."""
+    """Yields the time of the loss part divided by the time of rl_kernel.bench for the same number of tokens, width and
+    vocabulary. It uses the largest case of each on the same GPU, for one trainer and the one-pass head."""
     bench: dict[tuple[Any, ...], tuple[int, float]] = {}
     for _, content in sources.files:
         for case in content.get("linear", []):
@@ -114,8 +115,8 @@ def _loss_part(sources: Sources) -> Found:
 
 
 def _memory_growth(sources: Sources) -> Found:
-    """Largest memory in use during step 10 by that of step 3, minus 1, of the GPU where it grew most; nothing if it was
-    not watched from there on."""
+    """Yields the largest memory during step 10 divided by the largest memory during step 3, minus 1, of the GPU with
+    the largest growth. Without a record from step 3 on, there is no value."""
     for run in sources.runs:
         file = run.path / "gpu_memory.csv"
         if not file.exists():
@@ -140,8 +141,8 @@ def _memory_growth(sources: Sources) -> Found:
 
 
 def _curves_that_rise(sources: Sources) -> Found:
-    """Runs colocated and disaggregated with rl_kernel off and auto whose last three rollouts are better than their
-    first three by RISE."""
+    """Yields the number of runs, colocated and disaggregated with rl_kernel off and auto, whose last three rollouts are
+    better than their first three by RISE."""
     risen = set()
     for run in sources.runs:
         reward = run.series.series.get("rollout/raw_reward")
@@ -154,8 +155,8 @@ def _curves_that_rise(sources: Sources) -> Found:
 
 
 def _audit(sources: Sources) -> Found:
-    """How far the mean |trainer - engine| of the first rollout moves between off and auto, by the mean |difference| of
-    the trainer's own log-probs in another batch layout (`vime audit`): infinite where that is nothing."""
+    """Yields the change of the mean |trainer - engine| of the first rollout between off and auto, divided by the mean
+    |difference| of the trainer's log-probs between batch layouts (`vime audit`). It is infinite if the divisor is 0."""
     by_mode: dict[bool, dict[str, GpuRun]] = {}
     for run in sources.runs:
         if "consistency/abs_dlogp_mean" in run.series.series:
@@ -183,8 +184,8 @@ def _audited(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _layout_noise(pairs: Iterable[dict[str, Any]]) -> float | None:
-    """Nats: the largest mean difference between the trainer's training rows and its other layouts of them. None
-    without an audit."""
+    """Returns the largest mean difference between the trainer's training rows and other layouts, in nats. None without
+    an audit."""
     layouts = [
         p["mean"] for p in pairs if all(p[which].startswith("trainer, ") for which in ("first", "second"))
     ]
@@ -193,7 +194,7 @@ def _layout_noise(pairs: Iterable[dict[str, Any]]) -> float | None:
 
 @dataclass(frozen=True)
 class Target:
-    """`figure`: its name in a file of {"figures": ...}. `above`: whether more is better."""
+    """One target. `figure` is its name in a file of {"figures": ...}. `above` is true if more is better."""
 
     figure: str
     what: str
@@ -204,7 +205,7 @@ class Target:
 
 
 def _link_share(sources: Sources) -> Found:
-    """Bandwidth of the slower of both ways by the link's own, which a file of the same machine has to give."""
+    """Yields the bandwidth of the slower direction divided by the link's bandwidth from a file of the same machine."""
     given: dict[str, float] = {}
     for _, content in sources.files:
         given |= content.get("figures", {})
@@ -243,7 +244,7 @@ FIGURES = (
     ),
     Target("mfu", "training, model FLOPs / 989 TFLOP/s", 0.4, "x", _mfu, above=True),
     Target("loss_part", "log-probs and loss / rl_kernel.bench", 1.15, "x", _loss_part),
-    # The parameters leave while weights are published: those seconds are in the hand-over's, too.
+    # The parameters are offloaded while weights are published. The seconds of the hand-over include this time, too.
     Target(
         "offload_s",
         "trainer's state out and back",
@@ -259,8 +260,8 @@ FIGURES = (
 
 
 def rows(sources: Sources) -> list[tuple[Target, float | None, str]]:
-    """(target, value, source), a row for each source that has it; at least one a target. ValueError for a figure that
-    has no target."""
+    """Returns (target, value, source) rows: one row per source with the value, and at least one row per target.
+    ValueError for a figure without a target."""
     known = {target.figure for target in FIGURES} | {*LINK.values()}
     for name, content in sources.files:
         if unknown := content.get("figures", {}).keys() - known:
@@ -280,7 +281,7 @@ def rows(sources: Sources) -> list[tuple[Target, float | None, str]]:
 
 
 def verdict(target: Target, value: float | None) -> str:
-    """Met, or by how much of the limit it is missed."""
+    """Returns "met", or by which share of the limit the target is missed."""
     if value is None:
         return "not measured"
     if (value >= target.limit) if target.above else (value <= target.limit):

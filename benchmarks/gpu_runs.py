@@ -1,4 +1,4 @@
-"""What gpu_numbers.py reads: run directories and result files."""
+"""The inputs of gpu_numbers.py: run directories and result files."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from vime.bench.record import flags_of
 from vime.run_metrics import RunMetrics, load_run
 
 LARGE = 3e9
-"""Parameters in layers from which on a model counts for targets that are said for a Qwen3-4B (3.6e9)."""
+"""Smallest number of parameters in layers with which a model counts for the targets of a Qwen3-4B (3.6e9)."""
 
 
 @dataclass(frozen=True)
 class GpuRun:
-    """One run directory. `flags`: its resolved configuration, sections flattened. `model`: config.json of the model,
-    {} where that is gone."""
+    """One run directory. `flags` is its resolved configuration with flattened sections. `model` is the model's
+    config.json, {} if the file does not exist."""
 
     path: Path
     series: RunMetrics
@@ -43,9 +43,9 @@ class GpuRun:
         return cls(path, load_run(path), flags, model)
 
     def median(self, *metrics: str, where_present: Sequence[str] = ()) -> float | None:
-        """Of the sum of `metrics` over the steps that have them all, but the first and those that began before the run
-        had its GPUs to itself (ALONE_FROM); None where there is none. The times `where_present` are added in the steps
-        that have them."""
+        """Returns the median over the steps of the sum of `metrics`, in steps that have all of these metrics. The first
+        step, and steps that began before ALONE_FROM, do not count. The times `where_present` are added in steps that
+        have them. None without such a step."""
         if not all(name in self.series.series for name in metrics):
             return None
         columns = [self._by_step(name) for name in metrics]
@@ -68,7 +68,7 @@ class GpuRun:
 
     @cached_property
     def step_ends(self) -> dict[int, float]:
-        """Seconds since 1970 at which each rollout's step was over."""
+        """Returns the end of each rollout's step, in seconds since 1970."""
         rows = [
             json.loads(line) for line in (self.path / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         ]
@@ -81,12 +81,12 @@ class GpuRun:
 
     @property
     def layer_parameters(self) -> int:
-        """Matrices of the layers that a token goes through. 0 when the model is unknown."""
+        """Number of parameters in the layers' matrices that a token uses. 0 if the model is unknown."""
         return Shape.of(self.model).active if self.model else 0
 
     @property
     def gpu(self) -> str | None:
-        """Name of the first GPU of the host; None when the run did not note it."""
+        """Name of the first GPU of the host; None if the run did not record it."""
         file = self.path / ENVIRONMENT_FILE
         gpus = json.loads(file.read_text(encoding="utf-8")).get("gpus") if file.exists() else None
         return gpus[0]["name"] if gpus else None
@@ -97,7 +97,7 @@ class GpuRun:
 
     @property
     def samples(self) -> int:
-        """Of one rollout."""
+        """Number of samples of one rollout."""
         return self.flags["rollout_batch_size"] * self.flags["n_samples_per_prompt"]
 
 
@@ -111,7 +111,7 @@ class Sources:
 
 
 def read(paths: Sequence[Path]) -> Sources:
-    """ValueError for a path that is neither a run directory nor a JSON object."""
+    """Reads run directories and JSON files. ValueError for a path that is neither."""
     runs, files = [], []
     for path in paths:
         if path.is_dir():

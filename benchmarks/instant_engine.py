@@ -1,8 +1,8 @@
 """An engine that answers at once, to measure our side of a rollout: `python benchmarks/instant_engine.py`.
 
-Prints its port and serves /v1/completions: an answer of `max_tokens` tokens with log-probs, as vLLM gives it, or one
-for each sample of a group (vime.vllm.group_wire), made once for each length. A measuring instrument, not a test
-double: nothing in it can be told to fail.
+Prints its port and serves /v1/completions. An answer has `max_tokens` tokens with log-probs in vLLM's format, or one
+answer per sample of a group (vime.vllm.group_wire). Answers are made once per length. The engine is for measurements
+only; unlike a test double, it cannot simulate failures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vime.vllm.group_wire import SAMPLES, SampleAnswer, frame
 
 
 def completion(tokens: int) -> tuple[str, list[int], list[float]]:
-    """Text, token ids and log-probs."""
+    """Returns text, token ids and log-probs of an answer."""
     numbers = range(tokens)
     text = "".join(f" word{i % 1000}" for i in numbers)
     return text, [(i * 7919) % 50_000 for i in numbers], [-(1.2345678901234567 + i % 89 / 7) for i in numbers]
@@ -27,21 +27,22 @@ def completion(tokens: int) -> tuple[str, list[int], list[float]]:
 
 @lru_cache(8)
 def sample(tokens: int) -> SampleAnswer:
-    """One sample's answer, at place 0."""
+    """Returns the answer of one sample, with index 0."""
     text, token_ids, log_probs = completion(tokens)
     ids, values = np.array(token_ids, np.int32).tobytes(), np.array(log_probs, np.float32).tobytes()
     return SampleAnswer(0, ids, values, text, "length", [0], prompt_tokens=128)
 
 
 def group(each: list[dict[str, Any]]) -> bytes:
-    """The frames of all samples."""
+    """Returns the frames of all samples."""
     samples = ((place, sample(own["max_tokens"])) for place, own in enumerate(each))
     return b"".join(frame(msgspec.structs.replace(one, place=place)) for place, one in samples)
 
 
 @lru_cache(8)
 def answer(tokens: int) -> bytes:
-    """The body of a completion: figures with as many digits, and words about as long, as real ones."""
+    """Returns the body of a completion. Its numbers have the digits, and its words about the length, of real
+    answers."""
     text, token_ids, log_probs = completion(tokens)
     choice = {
         "index": 0,

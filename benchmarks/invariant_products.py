@@ -1,11 +1,11 @@
-"""The product of rl_kernel.invariant compared with cuBLAS: times and bits.
+"""Compares the product of rl_kernel.invariant with cuBLAS: times and bits.
 
     python benchmarks/invariant_products.py OUT.json                all models, 16 to 8,192 rows, in bfloat16
     python benchmarks/invariant_products.py OUT.json --every-tile   each tile too, and whether its bits differ
 
-For the four products of a layer of each model. A time is that of one product in a CUDA graph of several, whose weights
-do not fit into the cache together: the second of three runs. The table has, for each number of rows, the time of the
-four products divided by that of cuBLAS.
+The script measures the four products of a layer of each model. A time is the time of one product in a CUDA graph of
+several products, whose weights together do not fit into the cache. It is from the second of three runs. For each number
+of rows, the table has the time of the four products divided by cuBLAS' time.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LAYERS = {
 """Model -> product -> outputs and inputs."""
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 CACHE_BYTES = 150_000_000
-"""More than the second-level cache of an H200 (50 MB) has."""
+"""Bytes of weights in a graph: more than the second-level cache of an H200 (50 MB)."""
 
 
 def microseconds(call: Callable[[Tensor], object], weights: list[Tensor]) -> float:
-    """Of one call, in a graph of a call for each weight."""
+    """Returns the microseconds of one call, in a graph with one call per weight."""
     call(weights[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,7 @@
-"""`python benchmarks/parallel.py`: the linear operators on two GPUs, against one with half the vocabulary.
+"""`python benchmarks/parallel.py`: compares the linear operators on two GPUs with one GPU and half the vocabulary.
 
-Two processes (NCCL; gloo and tiny shapes on a CPU) hold half of the weight each. Every contender runs with the group
-and without it, in turns, with the same work on both; the difference is what the collectives cost.
+Two processes (NCCL; gloo and tiny shapes on a CPU) have half of the weight each. Every operator runs with and without
+the group, in turns, with the same work per process. The difference is the cost of the collectives.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _rank(rank: int, folder: str, cases: list[LinearCase], on_gpus: bool, rounds
 
 
 def _measure(case: LinearCase, rank: int, device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every call, by contender and whether alone or together."""
+    """Returns the milliseconds of every call, by operator, alone and together."""
     clock = CudaClock() if device.type == "cuda" else HostClock()
     contenders = _contenders(case, rank, device)
     heat(contenders[("linear_logp forward", "alone")], clock, 1.0 if device.type == "cuda" else 0.0)
@@ -96,10 +96,11 @@ def _measure(case: LinearCase, rank: int, device: torch.device, rounds: int) -> 
 
 
 def _meeting(device: torch.device) -> Callable[[], None]:
-    """What runs before a timed call: both processes reach it at once, and with work queued, as in training.
+    """Returns a function to call before a timed call. Both processes then start together, with queued work as in
+    training.
 
-    On GPUs matrix products (FILL_MS of them) let the hosts' launches run ahead, then an all-reduce on the stream meets:
-    the GPUs start together, however far apart their hosts are.
+    On GPUs, the hosts' launches run ahead during matrix products of FILL_MS. An all-reduce on the stream then
+    synchronises the GPUs, for any delay between their hosts.
     """
     token = torch.zeros(1, device=device)
     if device.type == "cpu":
@@ -158,7 +159,7 @@ def _contenders(
 
 
 def _merged(folder: str, case: LinearCase) -> list[dict[str, Any]]:
-    """Medians of the slower process."""
+    """Returns the medians of the slower process."""
     ranks = [
         json.loads(Path(folder, f"{case.name}-{rank}.json").read_text(encoding="utf-8"))
         for rank in range(PROCESSES)

@@ -1,5 +1,4 @@
-"""Memory of all processes below this one: of a command with everything that it started, shared pages counted once.
-And the memory in use of the GPU, all processes counted."""
+"""Measures the memory of all processes below this process, with shared pages counted once, and the used GPU memory."""
 
 from __future__ import annotations
 
@@ -16,35 +15,35 @@ from slime.memory.processes import proportional
 
 INTERVAL_S = 1.0
 GPU_HOST_INTERVAL_S = 5.0
-"""On a GPU host, processes map so much memory that its sum takes time."""
+"""Seconds between two samples on a GPU host, where processes map much memory and a sample takes time."""
 GPU_INTERVAL_MS = 200
 PR_SET_CHILD_SUBREAPER = 36
 """prctl(2)'s number."""
 
 
 def adopt_orphans() -> None:
-    """A process whose parent has ended becomes a child of this process, so that no part of a command is missed."""
+    """Makes this process the parent of every descendant whose parent has ended, so that the sum misses no process."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def descendants(root: int) -> list[int]:
-    """The processes below `root`, without it."""
+    """Returns the process ids of the descendants of `root`."""
     return [process.pid for process in psutil.Process(root).children(recursive=True)]
 
 
 def pss_bytes(process: int) -> int:
-    """The proportional set size: a page that n processes share counts 1/n. 0 for a process that has ended."""
+    """Returns the proportional set size: a page that n processes share counts 1/n. 0 for a process that has ended."""
     return proportional(process) or 0
 
 
 def visible_gpu() -> str:
-    """The first GPU that a command sees, an index or a UUID as nvidia-smi takes them."""
+    """Returns the first GPU that a command sees, as an index or a UUID for nvidia-smi."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
 
 
 def reap(patience_s: float) -> None:
-    """Wait until this process has no child, adopted ones included. TimeoutError if some are left."""
+    """Waits until this process has no child, including adopted processes. TimeoutError if some are left."""
     end = time.monotonic() + patience_s
     while True:
         try:
@@ -63,8 +62,8 @@ def reap(patience_s: float) -> None:
 class PeakMemory:
     """Samples the sum over the descendants of this process, in a thread; `peak_bytes` is the largest.
 
-    With `gpu`, also the memory in use of the first visible GPU, by nvidia-smi. `peak_gpu_bytes` is the largest of it,
-    and None without `gpu`.
+    With `gpu`, it also samples the used memory of the first visible GPU with nvidia-smi. `peak_gpu_bytes` is the
+    largest value, and None without `gpu`.
     """
 
     def __init__(self, *, gpu: bool = False) -> None:
@@ -105,5 +104,5 @@ class PeakMemory:
     def _sample_gpu(self) -> None:
         assert self._listing and self._listing.stdout
         for line in self._listing.stdout:
-            if line.strip().isdigit():  # the last line is cut off
+            if line.strip().isdigit():  # The last line is incomplete.
                 self.peak_gpu_bytes = max(self.peak_gpu_bytes or 0, int(line) << 20)

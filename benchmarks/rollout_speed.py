@@ -1,19 +1,19 @@
-"""Our rollout beside raw vLLM, on the same live engine: tokens/s of both, and their ratio.
+"""Compares our rollout with plain vLLM clients on the same live engine: tokens/s of both, and their ratio.
 
     python benchmarks/rollout_speed.py --model Qwen3-4B --out rollout_speed.json
     python benchmarks/rollout_speed.py --model tiny/base --requests 16 --response-tokens 24 --rounds 2   (CPU)
-    python benchmarks/rollout_speed.py --model tiny/base --instant     what our side takes, without an engine
+    python benchmarks/rollout_speed.py --model tiny/base --instant     the time of our side, without an engine
 
-Any other flag goes to the run's configuration (--vllm-gpu-memory-utilization 0.85). Every contender asks for the same
-prompts and the same number of tokens, the end of the text ignored, all requests at once:
+Any other flag goes to the run's configuration (--vllm-gpu-memory-utilization 0.85). Every contender sends the same
+prompts and requests the same number of tokens, all requests at once. The end token does not end a response:
 
     ours                one rollout of the rollout manager: prompts, router, rewards, groups, train data, packing
-    raw                 a bare HTTP client at the engine itself, which asks for nothing but text
-    raw, log-probs      the same, and token ids and log-probs of what was sampled, as any trainer needs them
-    our client alone    a request per group, without samples, rewards and hooks
+    raw                 a plain HTTP client at the engine, which requests only text
+    raw, log-probs      the same client, which also requests the sampled token ids and log-probs, as any trainer does
+    our client alone    one request per group, without samples, rewards and hooks
 
-They take turns, in an order that changes; before each turn the engine forgets what it has cached of prompts. A round
-that is not counted comes first. The ratio that counts is ours / raw; the others say where the rest goes.
+The contenders take turns, in an order that changes. Before each turn, the engine's prompt cache is emptied. The first
+round is a warm-up. The main figure is ours / raw; the other ratios show the sources of the difference.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
 LOG_PROBS, CLIENT = "raw, log-probs", "our client alone"
 TARGET = 0.9
 PATIENCE_S = 1800.0
-"""For the file of --after."""
+"""Longest wait for the file of --after, in seconds."""
 
 
 async def generate_whole(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """The rollout's generate function, but a response goes on to its full length."""
+    """The rollout's generate function, with responses of full length."""
     return await generate(args, sample, {**sampling_params, "ignore_eos": True})
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What is measured against. `url`: the engine itself; `forget` empties its prompt cache."""
+    """The engine of all contenders. `url` is the engine's address; `forget` empties its prompt cache."""
 
     client: VllmEngineClient
     url: str
@@ -84,7 +84,7 @@ class Engine:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and the flags of `vime train` that are left."""
+    """Returns the script's options, and the remaining flags for `vime train`."""
     parser = argparse.ArgumentParser(
         description="Tokens/s of our rollout and of raw vLLM.", allow_abbrev=False
     )
@@ -107,7 +107,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def write_prompts(path: Path, args: argparse.Namespace) -> None:
-    """Texts of --prompt-tokens random digits, a token each in Qwen's tokenizers and in ours: enough for all rounds."""
+    """Writes prompts of --prompt-tokens random digits for all rounds. A digit is one token in Qwen's tokenizers and
+    ours."""
     digits, tokenizer = random.Random(0), load_tokenizer(args.model)
     texts = [
         "".join(digits.choices("0123456789", k=args.prompt_tokens))
@@ -122,7 +123,7 @@ def write_prompts(path: Path, args: argparse.Namespace) -> None:
 
 
 def configure(args: argparse.Namespace, flags: list[str], folder: Path) -> Config:
-    """A run of rollouts alone, with the reward that costs least."""
+    """Returns the configuration of a run with rollouts only, and the cheapest reward."""
     write_prompts(folder / "prompts.jsonl", args)
     return parse_config(
         [
@@ -141,7 +142,7 @@ def configure(args: argparse.Namespace, flags: list[str], folder: Path) -> Confi
 
 @contextmanager
 def vllm_engine(config: Config, folder: Path) -> Iterator[Engine]:
-    """One engine behind the router, as `vime train` starts them, without Ray."""
+    """Starts one engine behind the router, as `vime train` does, without Ray."""
     key = secrets.token_hex(32)
     spec = VllmSpec(**engine_settings(config), run_key=key, log_path=str(folder / "engine.log"))
     router = RouterSpec(
@@ -176,11 +177,11 @@ def instant_engine() -> Iterator[Engine]:
 
 
 class Contest:
-    """The contenders, each a method of a round's number that returns (tokens, seconds)."""
+    """The contenders. Each is a method that takes a round's number and returns (tokens, seconds)."""
 
     def __init__(self, args: argparse.Namespace, config: Config, engine: Engine) -> None:
         self.args, self.engine = args, engine
-        # Pickled as Ray pickles what the trainers get.
+        # Ray pickles the data of the trainers in the same way.
         self.manager = RolloutManager(
             config, engine.client, 1, engine.facts, lambda data: pickle.dumps(pack_columns(data))
         )
@@ -200,19 +201,19 @@ class Contest:
         began = time.perf_counter()
         batch = self.manager.generate(turn)
         seconds = time.perf_counter() - began
-        data = pickle.loads(batch.rank_data[0])  # ok: bytes that this process has just made
+        data = pickle.loads(batch.rank_data[0])  # Safe: this process has just made these bytes.
         responses = data["response_lengths"]
         assert len(responses) == self.args.requests, f"{len(responses)} samples of {self.args.requests}"
         return sum(responses), seconds
 
     def wanted(self, turn: int) -> list[list[int]]:
-        """A prompt per request."""
+        """Returns one prompt per request."""
         prompts = self.args.requests // self.args.group
         first = turn * prompts
         return [ids for ids in self.prompts[first : first + prompts] for _ in range(self.args.group)]
 
     def client_alone(self, turn: int) -> tuple[int, float]:
-        """The requests that ours makes, without samples, rewards and hooks."""
+        """Sends the requests of our rollout, without samples, rewards and hooks."""
         params = {**SAMPLING, "max_new_tokens": self.args.response_tokens}
 
         async def ask() -> tuple[int, float]:
@@ -228,7 +229,7 @@ class Contest:
         return asyncio.run(ask())
 
     def raw(self, turn: int, extra: dict[str, Any]) -> tuple[int, float]:
-        """vLLM's own /v1/completions. `extra`: beyond a prompt and its sampling."""
+        """Sends requests to vLLM's /v1/completions. `extra` has fields in addition to the prompt and its sampling."""
         same = {"model": SERVED_MODEL_NAME, "max_tokens": self.args.response_tokens, **SAMPLING, **extra}
         return asyncio.run(self._ask([{**same, "prompt": ids} for ids in self.wanted(turn)]))
 
@@ -247,7 +248,7 @@ class Contest:
             return tokens, time.perf_counter() - began
 
     def run(self) -> dict[str, list[dict[str, float]]]:
-        """Every turn of every contender; the round that is not counted is left out."""
+        """Runs every turn of every contender. The result leaves out the warm-up round."""
         turns: dict[str, list[dict[str, float]]] = {name: [] for name in self.contenders}
         expected = self.args.requests * self.args.response_tokens
         for turn in range(self.args.rounds + 1):
@@ -265,7 +266,7 @@ class Contest:
 
 
 def summary(args: argparse.Namespace, turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians over the rounds: tokens/s, ours / each raw form, and how many requests a core of ours drives."""
+    """Returns medians over the rounds: tokens/s, ours / each raw client, and requests per core of our side."""
     speed = {name: statistics.median(t["tokens_per_s"] for t in each) for name, each in turns.items()}
     cpu_s = statistics.median(t["cpu_s"] for t in turns[OURS])
     return {
@@ -291,7 +292,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def wait_for(file: Path | None) -> None:
-    """Return when it is there. TimeoutError after PATIENCE_S."""
+    """Waits until the file exists. TimeoutError after PATIENCE_S."""
     end = time.monotonic() + PATIENCE_S
     while file is not None and not file.exists():
         if time.monotonic() > end:
@@ -311,8 +312,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(args: argparse.Namespace, flags: list[str], argv: Sequence[str] | None) -> None:
-    """Measure, print, write --out."""
-    read_hf_config(args.model)  # a folder that is not there is not looked for on the hub
+    """Measures, prints the results, and writes --out."""
+    read_hf_config(args.model)  # A missing folder is an error; it is not searched on the hub.
     if args.out is not None and not args.out.parent.is_dir():
         raise ValueError(f"--out must name a file in a folder that exists, got {args.out}")
     with ExitStack() as stack:

@@ -1,12 +1,12 @@
-"""Requests per second of sessions, compared with the same requests to the engine's client.
+"""Measures the requests per second of sessions, compared with the same requests to the engine's client.
 
     python benchmarks/session_speed.py [--sessions 256] [--turns 4] [--tokens 16]
 
-One vLLM engine on CPUs with a tiny random model. `vllm`: OpenAI's client and the chat endpoint of the engine itself.
-`sessions`: the same client and a session, which adds ids, log-probs and the router. `tokens`: the engine's client with
-token ids, without HTTP in front and without a chat template. Each waits for an answer before the next turn. The order
-alternates, and the first round warms up. The engine's prefix cache is emptied before each, because all send the same
-prompts.
+All use one vLLM engine on CPUs with a tiny random model. `vllm` is OpenAI's client with the engine's chat endpoint.
+`sessions` is the same client with a session, which adds ids, log-probs and the router. `tokens` is the engine's client
+with token ids, without an HTTP server for agents and without a chat template. Each waits for an answer before the next
+turn. The order alternates, and the first round is a warm-up. The engine's prefix cache is emptied before each turn,
+because all send the same prompts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AGAIN = "and 5 more"
 
 
 class Load:
-    """The requests of both ways, over one engine."""
+    """The requests of all three clients, over one engine."""
 
     def __init__(self, state: GenerateState, engine_url: str, turns: int, tokens: int) -> None:
         self.state, self.engine_url, self.turns = state, engine_url, turns
@@ -52,7 +52,7 @@ class Load:
         self.params = state.sampling_params | {"max_new_tokens": tokens, "ignore_eos": True}
 
     async def tokens(self, index: int) -> None:
-        """The engine's client with token ids."""
+        """Sends token ids with the engine's client."""
         render, encode = self.state.tokenizer.apply_chat_template, self.state.tokenizer.encode
         asked = {"tokenize": False, "add_generation_prompt": True}
         ids = encode(render([{"role": "user", "content": f"{index} {QUESTION}"}], **asked))
@@ -71,13 +71,13 @@ class Load:
             said.append({"role": "user", "content": AGAIN})
 
     async def vllm(self, index: int) -> None:
-        """OpenAI's client and vLLM's own chat endpoint."""
+        """Sends messages with OpenAI's client to vLLM's chat endpoint."""
         client = self.client.with_options(base_url=f"{self.engine_url}/v1", api_key=Stack.key)
         fields = {"max_tokens": self.params["max_new_tokens"], "extra_body": {"ignore_eos": True}}
         await self.chat(client, index, **fields)
 
     async def sessions(self, index: int) -> None:
-        """OpenAI's client and a session."""
+        """Sends messages with OpenAI's client to a session."""
         sample = Sample(prompt="", index=index)
         async with open_session(self.state.args, sample, self.params) as session:
             client = self.client.with_options(base_url=session.base_url, api_key=session.api_key)
@@ -111,7 +111,7 @@ def main() -> None:
             Config.of_args(hook_args), stack.pool.client(), tokenizer, hook_args=hook_args
         ).enter()
         gc.collect()
-        gc.freeze()  # as in the rollout manager's process
+        gc.freeze()  # The rollout manager's process does the same.
         load = Load(state, stack.pool.engine_urls[0], args.turns, args.tokens)
         try:
             rates: dict[str, list[float]] = {"vllm": [], "sessions": [], "tokens": []}

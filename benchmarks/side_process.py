@@ -1,4 +1,4 @@
-"""One command of against_trl.py: it runs to its end, with progress lines, its peak memory and a limit."""
+"""Runs one command of against_trl.py to its end, with progress lines, its peak memory and a time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from process_tree import PeakMemory, descendants, reap
 
 PATIENCE_S = 60.0
-"""For the end of processes that outlive the command that started them."""
+"""Longest wait, in seconds, for processes that outlive the command that started them."""
 END_S = 20.0
 PROGRESS_S = 15.0
 POLL_S = 0.2
@@ -25,7 +25,7 @@ _ERROR = re.compile(
 
 @dataclass(frozen=True)
 class Ended:
-    """`begin` and `end` in seconds since 1970. `peak_gpu_bytes`: None without a GPU."""
+    """The result of a command. `begin` and `end` are in seconds since 1970. `peak_gpu_bytes` is None without a GPU."""
 
     begin: float
     end: float
@@ -34,7 +34,7 @@ class Ended:
 
 
 def error_line(log: Path) -> str:
-    """The last line that says an error, or else the last line that is not empty."""
+    """Returns the last line with an error, or the last line that is not empty."""
     lines = [
         line.strip()
         for line in log.read_text(errors="replace", encoding="utf-8").splitlines()
@@ -54,9 +54,9 @@ def execute(
     limit_s: float,
     gpu: bool,
 ) -> Ended:
-    """Run a command with its output in `log`. RuntimeError if it fails, or takes longer than `limit_s`.
+    """Runs a command with its output in `log`. RuntimeError if it fails, or takes longer than `limit_s`.
 
-    `progress` is called with the seconds since its begin, at once and then every PROGRESS_S.
+    `progress` is called at once and then every PROGRESS_S, with the seconds since the command's start.
     """
     failed = True
     try:
@@ -85,7 +85,7 @@ def execute(
 
 
 def end_all() -> None:
-    """End every process below this one: in order if it does so within END_S, or else by SIGKILL."""
+    """Ends every descendant of this process: regularly within END_S, or else by SIGKILL."""
     for number, patience_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
         for process in descendants(os.getpid()):
             try:

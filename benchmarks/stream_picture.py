@@ -1,10 +1,10 @@
-"""When engine, manager and trainer of runs work and when they are idle, from their events.jsonl, as a picture.
+"""Draws when engine, manager and trainer of runs work and when they are idle, from the runs' events.jsonl.
 
     python benchmarks/stream_picture.py stream_cpu.json --work runs/stream_speed --out stream_idle.png
 
-`--work` is the folder of the runs of the record, see stream_speed.py. The engine works while a group has not all its
-responses and rewards. The manager works from the moment a batch is cut until it is train data. The trainer works while
-it trains and while its weights are sent.
+`--work` is the folder of the record's runs, see stream_speed.py. The engine works while a group lacks responses or
+rewards. The manager works from the time at which a batch is complete until it is train data. The trainer works while it
+trains and while its weights are sent.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Activity:
-    """`spans`: (begin, end) in seconds since the run's first event, for each part; `running`: (time, groups that
-    generate) at each change. `begin` and `end` bound the steps that count."""
+    """The working times of a run. `spans` has (begin, end) per part, in seconds since the run's first event. `running`
+    has (time, number of groups in generation) at each change. `begin` and `end` bound the steps that count."""
 
     spans: dict[str, list[Span]]
     running: list[tuple[float, int]]
@@ -47,13 +47,13 @@ class Activity:
     end: float
 
     def idle(self, part: str) -> float:
-        """The share of the time from `begin` to `end` in which a part had nothing to do."""
+        """Returns the share of the time from `begin` to `end` in which a part was idle."""
         busy = sum(max(0.0, min(stop, self.end) - max(start, self.begin)) for start, stop in self.spans[part])
         return 1 - busy / (self.end - self.begin)
 
 
 def activity(run_dir: Path, warm_up: int) -> Activity:
-    """What the parts of a run did. The first `warm_up` steps do not count."""
+    """Reads the working times of the parts of a run. The first `warm_up` steps do not count."""
     events = list(read_events(run_dir))
     zero = events[0].time
     spans: dict[str, list[Span]] = {part: [] for part in PARTS}
@@ -75,7 +75,7 @@ def activity(run_dir: Path, warm_up: int) -> Activity:
 
 
 def groups_over_time(events: Sequence[Event]) -> list[tuple[float, int]]:
-    """(seconds since the first event, groups that generate) at each change."""
+    """Returns (seconds since the first event, number of groups in generation) at each change."""
     groups: set[int] = set()
     out = []
     for event in events:
@@ -90,7 +90,7 @@ def groups_over_time(events: Sequence[Event]) -> list[tuple[float, int]]:
 
 
 def above_zero(points: Sequence[tuple[float, int]]) -> list[Span]:
-    """The times from a count above 0 to the next 0."""
+    """Returns the time spans in which the count is above 0."""
     spans, began = [], None
     for now, count in points:
         if count and began is None:
@@ -107,7 +107,7 @@ def idle_shares(run_dir: Path, warm_up: int) -> dict[str, float]:
 
 
 def draw(record: dict[str, Any], runs: dict[int, Activity], out: Path) -> None:
-    """One panel of time for each staleness, and one of the speeds beside the bounds of the simulated queue."""
+    """Draws one timeline per staleness, and one panel with the speeds and the bounds of the simulated queue."""
     levels = sorted(runs)
     figure, panels = plt.subplots(
         len(levels) + 1, 1, figsize=(9, 1.55 * len(levels) + 2.2), constrained_layout=True
@@ -125,7 +125,7 @@ def draw(record: dict[str, Any], runs: dict[int, Activity], out: Path) -> None:
 
 
 def _timeline(axes: Axes, run: Activity, window: float) -> None:
-    """The engine's row has the height of the groups that run."""
+    """Draws the rows of a run. The height of the engine's row is the number of running groups."""
     most = max(count for _, count in run.running)
     times = [now - run.begin for now, _ in run.running]
     heights = [2.1 + 0.8 * count / most for _, count in run.running]

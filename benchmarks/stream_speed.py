@@ -1,22 +1,22 @@
-"""Rollouts ahead under a heavy tail of lengths: tokens per second and reward at several --max-staleness.
+"""Measures rollouts ahead under a heavy tail of lengths: tokens per second and reward at several --max-staleness.
 
     python benchmarks/stream_speed.py --out stream_cpu.json
     python benchmarks/stream_speed.py --staleness 0,1 --seeds 1 --rollouts 8        a short trial
     python benchmarks/stream_speed.py --tis --rollouts 100 --out rewards.json      final rewards of older samples
     python benchmarks/stream_speed.py --show stream_cpu.json                        the table of a record
 
-A tiny model, one engine and one trainer rank on the same cores. The lengths of responses are log-normal, with p99 at 20
-times the median (examples/bench/lengths.py); the reward is the share of odd token ids. The runs of a seed take turns.
-The first two rollouts of a run do not count: tokens per second are the response tokens of the others by the time from
-the end of the second step to the end of the last one.
+The runs use a tiny model, with one engine and one trainer rank on the same cores. The lengths of responses are
+log-normal, with p99 at 20 times the median (examples/bench/lengths.py). The reward is the share of odd token ids. The
+runs of a seed take turns. The first two rollouts of a run do not count: tokens per second are the response tokens of
+the other rollouts, divided by the time from the end of the second step to the end of the last step.
 
-`idle` is the share of that time in which engine, manager and trainer had nothing to do; stream_picture.py draws it.
+`idle` is the share of this time in which engine, manager and trainer were idle; stream_picture.py draws it.
 
-`bound` is what the same queue gives in a simulation: each token takes the engine the time that it took in the run of
-staleness 0, whatever else runs, and training takes what it took there.
+`bound` is the speed of the same queue in a simulation. Each token takes the time that it took in the run of staleness
+0, for any load, and training takes the same time as in this run.
 
-With --tis, the trainer computes the old log-probs, and --use-tis corrects for the weights that sampled each token. Its
-table has rewards: the mean of the last ten rollouts, and the first rollout above 0.9.
+With --tis, the trainer computes the old log-probs, and --use-tis corrects for the weights that sampled each token. The
+table then has rewards: the mean of the last ten rollouts, and the first rollout above 0.9.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lengths import length_of  # noqa: E402
 
 PROMPTS, ANSWERS, LIMIT, WARM_UP = 16, 4, 768, 2
 LAST, GOAL = 10, 0.9
-"""Rollouts whose mean reward is the final one with --tis, and the reward whose first rollout is in its table."""
+"""With --tis: number of last rollouts whose mean is the final reward, and the reward whose first rollout is listed."""
 
 
 def command(
@@ -67,7 +67,7 @@ def command(
 def measure(
     tiny: Path, run_dir: Path, staleness: int, seed: int, rollouts: int, *, tis: bool
 ) -> dict[str, Any]:
-    """One run: tokens per second, seconds of the parts of a step, rewards."""
+    """Makes one run. Returns tokens per second, seconds of the parts of a step, and rewards."""
     run_dir.mkdir(parents=True)
     paths = [str(REPOSITORY), str(REPOSITORY / "examples" / "bench")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -99,7 +99,7 @@ def measure(
 
 
 def bound(staleness: int, rollouts: int, token_s: float, train_s: float) -> float:
-    """Tokens per second of the queue alone."""
+    """Returns the tokens per second of the simulated queue."""
     groups = [
         [length_of(group * ANSWERS + i, LIMIT) for i in range(ANSWERS)] for group in range(rollouts * PROMPTS)
     ]
@@ -131,7 +131,7 @@ def bound(staleness: int, rollouts: int, token_s: float, train_s: float) -> floa
 
 
 def table(record: dict[str, Any]) -> str:
-    """One row for each staleness; ratios to staleness 0 of the same seed."""
+    """Returns a table with one row per staleness, and ratios to staleness 0 of the same seed."""
     runs, lines = record["runs"], []
     base = {run["seed"]: run["tokens_per_s"] for run in runs if run["staleness"] == 0}
     lines.append(
@@ -157,7 +157,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def idle_lines(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """One line for each staleness of a record that has idle times."""
+    """Returns one line per staleness of a record with idle times."""
     lines = []
     for staleness in sorted({run["staleness"] for run in runs if "idle" in run}):
         found = [run["idle"] for run in runs if run["staleness"] == staleness]
@@ -167,7 +167,7 @@ def idle_lines(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def reward_table(record: dict[str, Any]) -> str:
-    """One row for each staleness of a record with --tis."""
+    """Returns a table with one row per staleness of a record with --tis."""
     runs = record["runs"]
     lines = [
         f"{'staleness':>9} {'final reward, each seed':>26} {'mean':>6} {'rollout above ' + str(GOAL):>20}"

@@ -1,15 +1,15 @@
-"""How fast a trainer rank trains: model FLOPs utilisation, the parts of a step, peak memory by phase.
+"""Measures the speed of a trainer rank: model FLOPs utilisation, the parts of a step, peak memory by phase.
 
     python benchmarks/training_speed.py --hf-checkpoint DIR --sequences 32 --prompt-len 512 --response-len 3584 \
         --use-dynamic-batch-size --max-tokens-per-gpu 16384 [any flag of vime train]
 
-Sequences of random ids and equal length go through the trainer (slime.megatron_backend.step) as a rollout's do: no
-engine, no Ray. Every step is one optimizer step. With --colocate --offload-train the state leaves after each step and
-comes back. With --ranks N, N processes train on the N first GPUs; the figures are those of rank 0, and FLOPs are
-divided by N.
+The trainer (slime.megatron_backend.step) processes sequences of random ids and equal length like the sequences of a
+rollout, without an engine and Ray. Every step is one optimizer step. With --colocate --offload-train, the state moves
+to the host and back after each step. With --ranks N, N processes train on the first N GPUs; the figures are from rank
+0, and FLOPs are divided by N.
 
-Model FLOPs are 6 x parameters of the layers x tokens, attention's and the head's over the response
-(slime.plan.flops.ForwardFlops); what recomputation does again is not counted. By the time of actor_train: forward,
+Model FLOPs are 6 x parameters of the layers x tokens, plus attention, plus the head over the response
+(slime.plan.flops.ForwardFlops). Recomputation does not count. They are divided by the time of actor_train: forward,
 loss, backward and optimizer.
 """
 
@@ -38,17 +38,17 @@ from slime.plan.flops import ForwardFlops
 from slime.types import Sample, TrainData
 from vime.backends import parse_config
 
-with warnings.catch_warnings():  # Megatron remarks on optional packages at import
+with warnings.catch_warnings():  # Megatron warns about optional packages at import.
     warnings.simplefilter("ignore", UserWarning)
     from slime.megatron_backend.step.trainer import MegatronTrainer
 
 GROUP = 8
 COMPILING = 2
-"""The first steps, which compile kernels and count for nothing."""
+"""Number of first steps, which compile kernels and do not count."""
 
 
 def made_up(count: int, prompt: int, response: int, vocab: int, seed: int) -> list[Sample]:
-    """`count` samples in groups of 8, rewards 0 and 1 in turns."""
+    """Makes `count` samples in groups of 8, with alternating rewards 0 and 1."""
     rng = random.Random(seed)
     return [
         Sample(
@@ -78,7 +78,7 @@ def config_of(arguments: argparse.Namespace, given: list[str], run_dir: str) -> 
 def batch(
     arguments: argparse.Namespace, trainer: MegatronTrainer, hf_config: dict[str, Any], step: int
 ) -> TrainData:
-    """The rank's part of a step."""
+    """Returns the rank's part of a step."""
     lengths = arguments.prompt_len, arguments.response_len
     samples = made_up(arguments.sequences, *lengths, hf_config["vocab_size"], step)
     parts = make_rank_data(trainer.config, trainer.hooks, samples, trainer.info.dp_size, hf_config)
@@ -86,8 +86,8 @@ def batch(
 
 
 def top_kernels(trainer: MegatronTrainer, arguments: argparse.Namespace, hf_config: dict[str, Any]) -> str:
-    """Two tables of one more step: the kernels with the most time on the device, and the calls with the most on the
-    host."""
+    """Runs one more step. Returns two tables: the kernels with the most device time, and the calls with the most host
+    time."""
     data = batch(arguments, trainer, hf_config, arguments.steps)
     with torch.profiler.profile() as profile:
         trainer.train(arguments.steps, data)
@@ -101,7 +101,7 @@ def top_kernels(trainer: MegatronTrainer, arguments: argparse.Namespace, hf_conf
 
 
 def train(rank: int, arguments: argparse.Namespace, given: list[str], folder: str) -> None:
-    """Train `--steps` steps on one rank. Rank 0 prints the timers of each and writes them to rows.json in `folder`."""
+    """Trains `--steps` steps on one rank. Rank 0 prints the timers of each step and writes them to rows.json."""
     config = config_of(arguments, given, folder)
     hf_config = read_hf_config(config.rollout.hf_checkpoint)
     store = f"file://{folder}/store"
@@ -109,7 +109,7 @@ def train(rank: int, arguments: argparse.Namespace, given: list[str], folder: st
     rows = []
     for step in range(arguments.steps):
         perf = trainer.train(step, batch(arguments, trainer, hf_config, step)).perf
-        # as the publishing of weights does
+        # A weight update does the same.
         trainer.policy.residence.release("parameters", timer="weights_offload")
         rows.append(perf)
         if rank == 0:
@@ -124,7 +124,7 @@ def train(rank: int, arguments: argparse.Namespace, given: list[str], folder: st
 
 
 def measure(arguments: argparse.Namespace, given: list[str]) -> dict[str, Any]:
-    """Train on all ranks; medians over all steps but the first COMPILING."""
+    """Trains on all ranks. Returns medians over all steps except the first COMPILING."""
     with tempfile.TemporaryDirectory() as folder:
         hf_config = read_hf_config(config_of(arguments, given, folder).rollout.hf_checkpoint)
         if arguments.ranks == 1:
@@ -180,7 +180,7 @@ def main(argv: list[str]) -> int:
 
 
 def report(arguments: argparse.Namespace, given: list[str], argv: list[str]) -> None:
-    """Measure, print, write --out."""
+    """Measures, prints the results, and writes --out."""
     if arguments.sequences < GROUP or arguments.sequences % GROUP:
         raise ValueError(f"--sequences must be a multiple of {GROUP}, got {arguments.sequences}")
     if arguments.steps <= COMPILING:

@@ -1,7 +1,7 @@
 """The cases of against_trl.py, and their settings under the names of each side.
 
 Both sides have the same model, prompts, reward, batch sizes, optimizer settings, precision and recomputation. On a GPU,
-both engines may use the same part of the card's memory, and a micro-batch has about as many tokens on either side.
+both engines may use the same part of the card's memory, and the micro-batches of both sides have about the same size.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 
 OURS, TRL, TRL_SLEEP = "ours", "trl", "trl-sleep"
 SIDES = (OURS, TRL, TRL_SLEEP)
-"""`trl-sleep`: TRL with vllm_enable_sleep_mode. Its engine frees its memory while the trainer works, as ours
-always does; without it, TRL saves the time to put the engine to sleep."""
+"""`trl-sleep` is TRL with vllm_enable_sleep_mode. Its engine frees its memory while the trainer works, as our engine
+always does. Without this mode, TRL saves the time of sleep and wake-up."""
 
 
 @dataclass(frozen=True)
 class TrlCase:
-    """One comparison. `steps`: optimizer steps per rollout. `max_tokens`: of a response. `data`: see `DATA`.
+    """One comparison. `steps` is the number of optimizer steps per rollout, and `max_tokens` the limit of a response.
 
-    `micro_tokens` is the size of our packed micro-batches, and `micro_samples` that of TRL's padded ones (None: all
-    samples of an optimizer step). `engine_gib`: GPU memory of the engine. `flags`: more flags of our side.
+    `data` is a key of `DATA`. `micro_tokens` is the size of our packed micro-batches, in tokens. `micro_samples` is the
+    size of TRL's padded micro-batches, in samples (None: all samples of an optimizer step). `engine_gib` is the GPU
+    memory of the engine, and `flags` are more flags of our side.
     """
 
     model: str
@@ -41,7 +42,7 @@ class TrlCase:
 
     @property
     def samples(self) -> int:
-        """Of one rollout."""
+        """Number of samples of one rollout."""
         return self.prompts * self.answers
 
 
@@ -56,7 +57,7 @@ CASES = {
         **{"prompts": 64, "answers": 8, "max_tokens": 256, "lr": 1e-6, "device": "cuda"},
         **{"micro_tokens": 16384, "micro_samples": 32, "engine_gib": 12.0, "context": 1024},
     ),
-    # The gradients are zero between two steps. So they leave the GPU without a copy.
+    # The gradients are zero between two steps, so their GPU memory is freed without a copy.
     "qwen3-4b-gpu": TrlCase(
         *(QWEN3, "arithmetic"),
         **{"prompts": 16, "answers": 8, "max_tokens": 512, "lr": 1e-6, "device": "cuda"},
@@ -69,7 +70,7 @@ CASES = {
         },
         flags=("--offload-train", "--offload-train-parts", "gradients"),
     ),
-    # The same on a card of 80 GiB: of ours, the whole trainer leaves the GPU while the engine generates.
+    # The same on a card of 80 GiB. On our side, the whole trainer is offloaded while the engine generates.
     "qwen3-4b-80gib": TrlCase(
         *(QWEN3, "arithmetic"),
         **{"prompts": 16, "answers": 8, "max_tokens": 512, "lr": 1e-6, "device": "cuda"},
@@ -81,12 +82,12 @@ CASES = {
 SmolLM2-135M; and on a GPU SmolLM2-135M and a random Qwen3-4B, on a card of 130 GiB or of 80 GiB."""
 
 DATA = {"tiny": ("prompt", "label"), "arithmetic": ("prompt", "label"), "gsm8k": ("question", "answer")}
-"""Prompts of a case -> the columns of prompt and label in their file."""
+"""Prompts of a case -> the columns of prompt and label in the prompt file."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The files of one run. `gpu_gib`: memory of the card, 0 without one."""
+    """The files of one run. `gpu_gib` is the memory of the card, 0 without a card."""
 
     model: Path
     prompts: Path
@@ -94,12 +95,13 @@ class Place:
     gpu_gib: float = 0.0
 
     def engine_share(self, case: TrlCase) -> float:
-        """The part of the card's memory that the engine may use."""
+        """Returns the share of the card's memory that the engine may use."""
         return round(case.engine_gib / self.gpu_gib, 4)
 
 
 def our_command(case: TrlCase, place: Place, rollouts: int, seed: int) -> list[str]:
-    """`vime train` with the flags of scripts/run-tiny-grpo.sh, without checkpoints, evaluations and shuffling."""
+    """Returns `vime train` with the flags of scripts/run-tiny-grpo.sh, without checkpoints, evaluations and
+    shuffling."""
     prompt, label = DATA[case.data]
     return [
         *("--colocate", "--hf-checkpoint", str(place.model), "--prompt-data", str(place.prompts)),
@@ -130,7 +132,8 @@ def our_command(case: TrlCase, place: Place, rollouts: int, seed: int) -> list[s
 
 
 def our_gpu_flags(case: TrlCase, place: Place) -> list[str]:
-    """bfloat16 parameters with float32 main weights, gradients and Adam state, and flash attention."""
+    """Returns flags for bfloat16 parameters with float32 main weights, gradients and Adam state, and flash
+    attention."""
     recompute = [
         "--recompute-granularity",
         "full",
@@ -150,7 +153,7 @@ def our_gpu_flags(case: TrlCase, place: Place) -> list[str]:
 
 
 def trl_job(case: TrlCase, place: Place, rollouts: int, seed: int, sleep: bool) -> dict[str, Any]:
-    """The fields of trl_side.Job."""
+    """Returns the fields of trl_side.Job."""
     prompt, label = DATA[case.data]
     cuda = case.device == "cuda"
     return {

@@ -1,10 +1,10 @@
-"""TRL's side of against_trl.py: GRPO of one case with trl.GRPOTrainer, timed.
+"""TRL's side of against_trl.py: a timed GRPO run of one case with trl.GRPOTrainer.
 
     PYTHONPATH=benchmarks/.trl:. python benchmarks/trl_side.py '{"model": ..., "prompts": ..., "out": ..., ...}'
 
-against_trl.py makes the folder and the argument, the JSON object of the fields of `Job`. The result goes to the file
-`out`, as JSON, after each rollout: seconds since 1970 of the begin and the end of each rollout with its optimizer
-steps, the seconds of its generation, the mean response length and the mean reward.
+against_trl.py makes the folder and the argument, a JSON object with the fields of `Job`. After each rollout, the script
+writes the result to the file `out` as JSON: the begin and the end of each rollout with its optimizer steps in seconds
+since 1970, the seconds of its generation, the mean response length and the mean reward.
 
 On a GPU, a vLLM engine in this process generates. On CPUs, transformers generates.
 """
@@ -27,7 +27,7 @@ from slime.rollout.rewards.gsm8k import gsm8k_reward
 
 @dataclass(frozen=True)
 class Job:
-    """One run. `steps`: optimizer steps per rollout. `prompts` has one JSON object with prompt and label a line."""
+    """One run. `steps` is the number of optimizer steps per rollout. `prompts` has JSON lines with prompt and label."""
 
     device: str
     model: str
@@ -50,7 +50,7 @@ class Job:
     seed: int
 
     def settings(self) -> dict[str, Any]:
-        """The settings of trl_cases.our_command under TRL's names, and TRL's defaults for all others."""
+        """Returns the settings of trl_cases.our_command under TRL's names. All other settings are TRL's defaults."""
         samples = self.prompts_per_rollout * self.answers
         return {
             **{"output_dir": self.run_dir, "max_steps": self.rollouts * self.steps, "seed": self.seed},
@@ -77,7 +77,7 @@ class Job:
         }
 
     def gpu_settings(self) -> dict[str, Any]:
-        """The engine. As on our side, nothing corrects for its log-probs: the correction is one more pass."""
+        """Returns the settings of the engine. As on our side, its log-probs are not corrected, which saves a pass."""
         return {
             **{"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": self.sleep},
             "vllm_gpu_memory_utilization": self.engine_share,
@@ -86,7 +86,8 @@ class Job:
         }
 
     def dataset(self) -> Dataset:
-        """The prompts of all rollouts as conversations, in the order of the file, from its start again at its end."""
+        """Returns the prompts of all rollouts as conversations. It reads the file in order, and repeats it at its
+        end."""
         rows = [json.loads(line) for line in Path(self.prompts).read_text(encoding="utf-8").splitlines()]
         count = self.rollouts * self.prompts_per_rollout
         taken = [rows[i % len(rows)] for i in range(count)]
@@ -96,7 +97,7 @@ class Job:
 
 @dataclass
 class Record:
-    """What a run writes to `out`. Each list has one value a rollout."""
+    """The content of `out`. Each list has one value per rollout."""
 
     begins: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -110,7 +111,7 @@ class Record:
     def score(
         self, completions: list[Any], completion_ids: list[list[int]], label: list[Any], **_: Any
     ) -> list[float]:
-        """TRL's reward function: our `gsm8k` reward. Both sides count the end token as a token of the response."""
+        """Computes our `gsm8k` reward for TRL. Both sides count the end token as a token of the response."""
         rewards = [
             gsm8k_reward(c[0]["content"], gold, {}) for c, gold in zip(completions, label, strict=True)
         ]
@@ -119,7 +120,7 @@ class Record:
         return rewards
 
     def timed(self, generate: Any) -> Any:
-        """`generate`, which also notes its seconds."""
+        """Wraps `generate` so that it also records its seconds."""
 
         def call(*given: Any, **named: Any) -> Any:
             begin = time.time()
@@ -131,7 +132,7 @@ class Record:
 
 
 class Clock(TrainerCallback):
-    """Writes down when a rollout begins and when its last optimizer step ends."""
+    """Records the begin of each rollout and the end of its last optimizer step."""
 
     def __init__(self, record: Record, job: Job) -> None:
         self.record, self.job = record, job
@@ -144,9 +145,9 @@ class Clock(TrainerCallback):
         self.record.optimizer_steps = state.global_step
         if state.global_step % self.job.steps == 0:
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the optimizer's kernels belong to the step
+                torch.cuda.synchronize()  # The time of the step includes the optimizer's kernels.
             self.record.ends.append(time.time())
-            part = Path(self.job.out + ".part")  # against_trl.py reads the file while the run goes on
+            part = Path(self.job.out + ".part")  # against_trl.py reads the file during the run.
             part.write_text(json.dumps(asdict(self.record)) + "\n", encoding="utf-8")
             part.rename(self.job.out)
 
@@ -154,7 +155,7 @@ class Clock(TrainerCallback):
 def main(argv: list[str]) -> None:
     job = Job(**json.loads(argv[0]))
     if job.device == "cpu":
-        sys.modules["vllm"] = None  # type: ignore[assignment]  # TRL imports vLLM where it finds it
+        sys.modules["vllm"] = None  # type: ignore[assignment]  # TRL imports vLLM if it is installed.
     from trl import GRPOConfig, GRPOTrainer
 
     record = Record(threads=torch.get_num_threads())

@@ -1,8 +1,8 @@
 """Runs of against_trl.py, their record on disk, and its table.
 
 A record is {"sessions": [...]}. A session is one call of the script: machine, versions, cases and runs. A later call
-with the same --out adds its session, from the same machine or from another one. Round k of our side is compared with
-round k of TRL's in the same session, because they took turns there. The table shows lowest, median and highest.
+with the same --out adds its session, from the same machine or from another machine. The table compares round k of our
+side with round k of TRL's side in the same session, because they took turns. It shows lowest, median and highest.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ ROWS = {
     "tokens per response": ("response_tokens", False),
     "reward": ("reward", False),
 }
-"""Row of the table -> field of a run, and whether less of it is better, so that it has a ratio."""
+"""Row of the table -> field of a run, and whether less is better. Only such rows have a ratio."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One command. Fields with a list have one value a rollout; `generation_s` includes rewards on our side only.
+    """One command. Lists have one value per rollout. `generation_s` includes rewards on our side only.
 
-    `start_s` ends when the first rollout begins, `end_s` begins when the last one ends. The first `warm_up` rollouts do
-    not count.
+    `start_s` ends when the first rollout begins, and `end_s` begins when the last rollout ends. The first `warm_up`
+    rollouts do not count.
     """
 
     case: str
@@ -56,7 +56,7 @@ class Run:
 
 
 def value_of(run: dict[str, Any], name: str) -> float | None:
-    """The median of a run's rollouts that count, or its only value; None where nothing was measured."""
+    """Returns the median over the counted rollouts of a run, or its only value; None without a measurement."""
     value = run.get(name)
     if isinstance(value, list):
         counted = value[run.get("warm_up", 1) :]
@@ -71,8 +71,8 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summary(sessions: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Case -> row -> side -> the spread over the runs of all sessions: {"of", "ratio"}. `ratio`: the value of this side
-    divided by ours in the same round."""
+    """Returns case -> row -> side -> the spread over the runs of all sessions: {"of", "ratio"}. `ratio` is the value of
+    this side divided by ours in the same round."""
     runs = [(number, run) for number, session in enumerate(sessions) for run in session["runs"]]
     table: dict[str, dict[str, dict[str, Any]]] = {}
     for case in dict.fromkeys(run["case"] for _, run in runs):
@@ -93,7 +93,7 @@ def summary(sessions: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str,
 
 
 def text(sessions: Sequence[dict[str, Any]]) -> str:
-    """The table for people: lowest, median and highest. "/ ours": that side divided by ours."""
+    """Returns the table: lowest, median and highest. "/ ours" is a side divided by ours."""
 
     def shown(values: dict[str, float] | None) -> str:
         return "{lowest:.3g} / {median:.3g} / {highest:.3g}".format(**values) if values else "-"
@@ -117,7 +117,7 @@ def text(sessions: Sequence[dict[str, Any]]) -> str:
 
 
 def read_sessions(path: Path) -> list[dict[str, Any]]:
-    """The sessions of a record. ValueError for a file that is no record."""
+    """Returns the sessions of a record. ValueError for a file that is not a record."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:

@@ -1,16 +1,16 @@
-"""Bytes and seconds of an update: all weights, what changed, and an adapter alone.
+"""Measures bytes and seconds of an update with all weights, with a delta, and with an adapter alone.
 
     python benchmarks/weight_kinds.py --of 1e-6=DIR 5e-6=DIR --out weight_kinds_cpu.json
     python benchmarks/weight_kinds.py --runs full=RUN delta=RUN adapter=RUN --out weight_kinds_runs_cpu.json
     python benchmarks/weight_kinds.py --show weight_kinds_cpu.json              the tables of a record
 
-RUN is the --run-dir of a whole run of that kind, with its trainer and engine. Its own metrics are taken, and whether
+RUN is the --run-dir of a whole run of this kind, with its trainer and engine. The script reads its metrics, and whether
 the engine compared all live weights in each update (--check-weight-update-equal).
 
 DIR is the --weight-dir of a run with --update-weight-disk-keep-files, of mode full or delta; its name is the learning
-rate. Each version is compared with the one before. The functions are those of a run; float32 weights are rounded to
-bfloat16 first. Seconds are of one call. Peak memory is of a process of its own per case, with 500 million
-bfloat16 weights that arrive tensor by tensor.
+rate. Each version is compared with the previous version, with the functions of a run. float32 weights are first rounded
+to bfloat16. Seconds are for one call. Peak memory is measured in a separate process per case, with 500 million bfloat16
+weights that arrive tensor by tensor.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _huffman(raw: bytes) -> bytes:
 
 
 def timed(act: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
-    """The best seconds, and the result."""
+    """Returns the shortest time in seconds, and the result."""
     best, result = float("inf"), None
     for _ in range(times):
         began = time.perf_counter()
@@ -78,7 +78,7 @@ def timed(act: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
 
 
 def versions(directory: Path) -> Iterator[Tensors]:
-    """The published weights of a run, in order."""
+    """Yields the published weights of a run, in order."""
     current: Tensors = {}
     count = len([*directory.glob("weights-*"), *directory.glob("delta-*")])
     for version in range(count):
@@ -96,7 +96,7 @@ def versions(directory: Path) -> Iterator[Tensors]:
 
 
 def step(old: Tensors, new: Tensors, scratch: Path) -> dict[str, Any]:
-    """One update in each kind."""
+    """Measures one update of each kind."""
     row: dict[str, Any] = {"full": full(new, scratch), "delta": {}}
     for name in ENCODINGS:
         row["delta"][name] = delta(old, new, name, scratch)
@@ -149,7 +149,7 @@ def delta(old: Tensors, new: Tensors, name: str, scratch: Path) -> dict[str, flo
 
 
 def adapter(tensors: Tensors) -> Tensors:
-    """Matrices of a LoRA adapter of RANK for every product of a layer."""
+    """Returns matrices of a LoRA adapter of RANK for every linear layer of a decoder layer."""
     found = {}
     for name, tensor in tensors.items():
         if name.removesuffix(".weight").rpartition(".")[2] in LINEAR:
@@ -160,7 +160,7 @@ def adapter(tensors: Tensors) -> Tensors:
 
 
 def compressions(old: Tensors, new: Tensors) -> dict[str, dict[str, float]]:
-    """What each way to compress the records of an update takes, on one thread."""
+    """Measures each compression of the records of an update, on one thread."""
     kept: list[bytes] = []
     plain = zlib.compress
     sparse.zlib.compress = lambda raw, level: kept.append(raw) or plain(raw, level)  # type: ignore[assignment,func-returns-value,attr-defined]
@@ -178,9 +178,9 @@ def compressions(old: Tensors, new: Tensors) -> dict[str, dict[str, float]]:
 
 
 def peak(case: str) -> dict[str, float]:
-    """Host memory of one rank, in bytes: before an update, and at its peak."""
+    """Returns the host memory of one rank, in bytes: before an update, and at its peak."""
     source = torch.empty(2048, 2048, dtype=torch.bfloat16).normal_()
-    sent = source.clone()  # stands for the GPU's memory: the export makes nothing on the host
+    sent = source.clone()  # A replacement for GPU memory: on a GPU, the export needs no host memory.
 
     def values(i: int, version: int) -> torch.Tensor:
         sent.copy_(source).mul_(1 + i)
@@ -203,14 +203,14 @@ def peak(case: str) -> dict[str, float]:
         )
         before = _status("VmRSS")
         for version in range(2 if case == "delta" else 1):
-            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak counts from here
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # This resets the peak.
             while publisher.next(version, {"engine": 1}) is not None:
                 pass
     return {"weights_bytes": 2 * 119 * 2048**2, "before": before, "peak": _status("VmHWM")}
 
 
 def _status(name: str) -> int:
-    """Bytes of this process, by the kernel's name."""
+    """Returns a memory figure of this process in bytes. `name` is the kernel's name of the figure."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
@@ -243,7 +243,7 @@ def measure(runs: dict[str, Path]) -> dict[str, Any]:
 
 
 def speeds(share: float, updates: int = 4) -> dict[str, Any]:
-    """Seconds to make a delta of 505 million bfloat16 weights of which `share` changes, and to apply it."""
+    """Measures the seconds to make and to apply a delta of 505 million bfloat16 weights, of which `share` changes."""
     shapes = [(1536, 4096)] * 40 + [(4096, 1536)] * 20 + [(1536, 1536)] * 40 + [(32768, 1024)]
     weights = {f"w{i}": torch.empty(*shape, dtype=torch.bfloat16).normal_() for i, shape in enumerate(shapes)}
     found: dict[str, Any] = {"share": share, "weights": sum(t.numel() for t in weights.values())}
@@ -267,8 +267,8 @@ def speeds(share: float, updates: int = 4) -> dict[str, Any]:
 
 
 def run_record(kind: str, run_dir: Path) -> dict[str, Any]:
-    """The updates of a run after its first, which brings all weights or a new adapter. ValueError for a run that has
-    not ended well."""
+    """Returns the updates of a run after the first update, which has all weights or a new adapter. ValueError for a run
+    that has not finished."""
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "perf/update_weights_time" in row]

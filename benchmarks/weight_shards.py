@@ -1,13 +1,13 @@
-"""What an update costs trainer ranks whose model is tensor parallel: peak host memory per rank, and seconds.
+"""Measures the cost of an update for tensor-parallel trainer ranks: peak host memory per rank, and seconds.
 
     python benchmarks/weight_shards.py --out benchmarks/results/weight_shards_cpu.json
 
-A dense Qwen3 of 500 million random weights in bfloat16 on two ranks, which talk through gloo. They publish in these
-ways. "gathered, file": rank 0 gathers all tensors and writes them, as adapters are written. "own slices, file": each
-rank writes its own slices. "broadcast of own slices": the buckets of --update-weight-transport nccl to one engine
-worker, another process that drops them. "delta": a whole set, then deltas, before each of which 1% of the values is
-drawn and changed; "whole set" is the first update of such a run. Peaks are what the kernel says of a process (VmHWM)
-beyond what it had before the first update; files are in /dev/shm and do not count.
+The model is a dense Qwen3 of 500 million random weights in bfloat16 on two ranks, which communicate through gloo. The
+ranks publish with these methods. "gathered, file": rank 0 gathers all tensors and writes them, as it does for
+adapters. "own slices, file": each rank writes its own slices. "broadcast of own slices": the buckets of
+--update-weight-transport nccl go to one engine worker, a process that drops them. "delta": a whole set, and then
+deltas; before each delta, 1% of the values is drawn and changed. "whole set" is the first update of such a run. A peak
+is the kernel's VmHWM of a process minus its memory before the first update. Files are in /dev/shm and do not count.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SHAPE = {
 
 
 def rank_work(rank: int, root: Path, case: str, orders: mp.SimpleQueue) -> None:
-    """One trainer rank: REPEATS updates. The seconds are of the last one. Rank 0 tells the engine of each part."""
+    """Runs REPEATS updates on one trainer rank. The seconds are from the last update. Rank 0 notifies the engine."""
     torch.set_num_threads(1)
     config = Config.from_flat(
         {
@@ -78,7 +78,7 @@ def rank_work(rank: int, root: Path, case: str, orders: mp.SimpleQueue) -> None:
     init_parallel(rank, RANKS, config, init_method=f"file://{root}/store", local_rank=rank)
     model = build_model(SHAPE, config, ddp=False)
     for parameter in model.parameters():
-        parameter.data.normal_()  # its pages exist now
+        parameter.data.normal_()  # This allocates the pages.
     sliced = Export(lambda: export_hf(model), OwnSlices(model))
     export = Export(sliced.whole) if "gathered" in case else sliced
     channel: WeightChannel = FileChannel(root / "weights")
@@ -115,7 +115,7 @@ def rank_work(rank: int, root: Path, case: str, orders: mp.SimpleQueue) -> None:
 
 
 class CountedSnapshot(Snapshot):
-    """Keeps how many bytes this rank gave of the last delta."""
+    """A snapshot that also stores the bytes of this rank's part of the last delta."""
 
     given = 0
 
@@ -126,7 +126,7 @@ class CountedSnapshot(Snapshot):
 
 
 def change(model: torch.nn.Module, seed: int) -> None:
-    """1% of the values of this rank."""
+    """Changes 1% of the values of this rank."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         values = parameter.data.view(-1)
@@ -137,9 +137,9 @@ def change(model: torch.nn.Module, seed: int) -> None:
 def updated(
     parts: Callable[[int], Iterator[WeightUpdate]], versions: Iterable[int], engine: Orders | None
 ) -> dict[str, Any]:
-    """Some updates: the peak of all, and the seconds and bytes of the last one. `engine` is told of each part of a
-    broadcast."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak counts from here
+    """Runs several updates. Returns the peak over all updates, and the seconds and bytes of the last update. `engine`
+    is notified of each part of a broadcast."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # This resets the peak.
     for version in versions:
         dist.barrier()
         began, sent = time.perf_counter(), 0
@@ -162,13 +162,13 @@ def engine_work(root: Path, orders: mp.SimpleQueue) -> None:
 
 
 def status(name: str) -> int:
-    """Bytes of this process, by the kernel's name."""
+    """Returns a memory figure of this process in bytes. `name` is the kernel's name of the figure."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def measure(case: str) -> list[dict[str, Any]]:
-    """Of each rank: what it measured, by update."""
+    """Returns the measurements of each rank, by update."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         root, orders = Path(folder), context.SimpleQueue()

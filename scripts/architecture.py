@@ -1,4 +1,4 @@
-"""A row of the table of models (architectures.py), and what families write in another way than Qwen does."""
+"""A row of the table of models (architectures.py), and the differences between other families and Qwen."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ EXPERT_KEYS = {
     "minimax_m2": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
     "gpt_oss": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
 }
-"""How config.json of a family spells the numbers of `Architecture.experts`, if not as Qwen does."""
+"""Names of the numbers in `Architecture.experts` in a family's config.json, if they differ from Qwen's names."""
 
 ROTARY = {
     **{family: {"partial_rotary_factor": 0.5} for family in ("glm4", "glm4_moe", "minimax_m2")},
     **{f: {"partial_rotary_factor": 0.25} for f in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
 }
-"""More rotary fields of a family: these rotate half or a quarter of a head."""
+"""More rotary fields of families that rotate half or a quarter of a head."""
 
 NOT_IN_TRANSFORMERS = {
     "mimo": ("qwen2", "MiMoForCausalLM"),
@@ -88,7 +88,7 @@ NOT_IN_TRANSFORMERS = {
 STORED_AS = {
     "minimax_m2": {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
 }
-"""Family -> how its checkpoints spell parts of the names that transformers gives."""
+"""Family -> the parts of tensor names that its checkpoints spell differently than transformers."""
 
 
 STACKED = ("gpt_oss",)

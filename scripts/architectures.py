@@ -45,7 +45,7 @@ def latent(
 ) -> dict[str, Any]:
     """Fields of models with latent attention: width of the queries' latent vector, (dimensions of a key without
     position, of a value), dense layers, shared experts, scale of the experts' output. All published models have 512
-    latent dimensions of keys and values, and 64 rotated ones. Their layers of prediction are not trained here."""
+    latent dimensions of keys and values, and 64 rotated dimensions. Their prediction layers are left out."""
     return {
         "q_lora_rank": q,
         "kv_lora_rank": 512,
@@ -91,8 +91,8 @@ def delta(values: int, **more: Any) -> dict[str, Any]:
 
 
 def qwen3_5(name: str, sizes: tuple[Any, ...], tied: bool, values: int, **experts: Any) -> Architecture:
-    """A text model of Qwen3.5: `sizes` are hidden, ffn, layers and heads. Its vision tower and its layer of prediction
-    are left out."""
+    """A text model of Qwen3.5: `sizes` are hidden, ffn, layers and heads. Its vision tower and its prediction layer are
+    left out."""
     family = "qwen3_5_moe_text" if experts else "qwen3_5_text"
     shared = {"shared_expert_intermediate_size": 512} if experts else {}
     return Architecture(

@@ -47,7 +47,7 @@ if wants base; then
     container=$(build from scratch)
     build add --quiet "$container" "$WORK/base.tar" / >/dev/null
     if [[ -n "${BASE_PYTHON:-}" ]]; then
-        # What pip installed there stays out. /usr/local/bin comes before /usr/bin in PATH, and ldconfig reads /usr/local/lib.
+        # Packages of pip are left out. /usr/local/bin comes before /usr/bin in PATH, and ldconfig reads /usr/local/lib.
         tar -C "$BASE_PYTHON" --exclude='site-packages/*' --exclude='__pycache__' --exclude='lib/python3*/test' \
             -cf "$WORK/python.tar" bin include lib
         build add --quiet "$container" "$WORK/python.tar" /usr/local/ >/dev/null
@@ -69,7 +69,7 @@ if wants image; then
     step "image: $size"
 fi
 
-# Runs COMMAND in the container as the image's user, with a /dev/shm of that size. With chroot isolation, the container has
+# Runs COMMAND in the container as the image's user, with a /dev/shm of SHM_SIZE. With chroot isolation, the container has
 # its caller's /dev/shm, so the caller runs in its own mount namespace with its own /dev/shm.
 inside() { # SHM_SIZE COMMAND...
     # shellcheck disable=SC2016
@@ -82,7 +82,7 @@ must_fail() { # TEXT SHM_SIZE COMMAND...
     ! output=$(inside "$@" 2>&1) || die "this must fail: ${*:2}"
     grep -- "$text" <<<"$output" || die "this must name $text: ${*:2}, got: $output"
 }
-[[ "$TARGET" == cpu ]] || PARTS=${PARTS/demo/} # it needs a GPU
+[[ "$TARGET" == cpu ]] || PARTS=${PARTS/demo/} # The demo of the gpu image needs a GPU.
 if wants check || wants demo; then
     container=$(build from "$IMAGE")
     trap 'build rm "$container" >/dev/null' EXIT

@@ -1,11 +1,11 @@
-"""Compares our math and DAPO rewards with those of the verl package, which has slime's graders, on seeded pairs.
+"""Compares our math and DAPO rewards with the graders of the verl package, which has slime's graders, on seeded pairs.
 
     pip download --no-deps -d wheels verl pylatexenc
     for wheel in wheels/*.whl; do python -m zipfile -e "$wheel" graders; done
     python scripts/compare_graders.py graders
 
-Prints, per kind of answer, how many of the pairs get the same verdict, and each kind of difference once. Of verl, only
-the two files of the graders are imported. The package is no dependency of this project.
+Prints, per kind of answer, the number of pairs with equal results, and each kind of difference once. The script imports
+only the two grader files of verl. The package is not a dependency of this project.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Pair = tuple[str, str, str]
 
 
 def reference(folder: Path) -> tuple[Callable[[str, str], bool], Callable[[str, str], bool]]:
-    """verl's graders: (answer, label) -> bool and (response, label) -> bool."""
+    """Returns verl's graders: (answer, label) -> bool and (response, label) -> bool."""
     sys.path.insert(0, str(folder))
     for name in ("verl", "verl.utils", "verl.utils.reward_score"):  # their __init__ files import all of verl
         module = sys.modules[name] = types.ModuleType(name)
@@ -120,14 +120,14 @@ MAKERS = (whole_numbers, fractions, decimals, expressions, expressions, texts)
 
 
 def pairs(count: int, seed: int = 0) -> Iterator[Pair]:
-    """`count` pairs of an answer and a label, the same for the same seed."""
+    """Yields `count` pairs of an answer and a label. The same seed gives the same pairs."""
     rng = random.Random(seed)
     for _ in range(count):
         yield rng.choice(MAKERS)(rng)
 
 
 def report(name: str, verdicts: list[tuple[Pair, bool, bool]]) -> None:
-    """The table of one reward: kind, pairs, same verdicts; then one example of each kind and direction."""
+    """Prints the table of one reward (kind, pairs, equal results), and then one example per kind and direction."""
     total, same = Counter(p[0] for p, _, _ in verdicts), Counter(p[0] for p, a, b in verdicts if a == b)
     print(f"{name}: {sum(same.values())} of {len(verdicts)} pairs have the same verdict")
     for kind in sorted(k for k in total if same[k] < total[k]):

@@ -1,4 +1,4 @@
-"""Write a copy of a quantised checkpoint with its weights in bfloat16, as engines need it that get new weights.
+"""Writes a copy of a quantised checkpoint with bfloat16 weights, for engines that receive weight updates.
 
     python scripts/dequantise.py DIR OUT_DIR
 
@@ -19,7 +19,7 @@ from slime.models import family_for
 
 
 def dequantise(source: Path, out: Path) -> None:
-    """ValueError if the checkpoint is not quantised, or of a family whose quantised files nobody reads."""
+    """Writes the copy. ValueError if the checkpoint is not quantised, or if no family reads its quantised files."""
     hf = read_hf_config(source)
     if not hf.get("quantization_config"):
         raise ValueError(

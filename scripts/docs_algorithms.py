@@ -1,6 +1,6 @@
 """`python scripts/docs_algorithms.py`: the tables of docs/algorithms.md, from the records of estimators and surrogates.
 
-A test fails when the tables are not what this script writes. The rest of the page is written by hand.
+A test fails if the tables differ from the output of this script. The rest of the page is written by hand.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HAND_TESTS = {
         "--use-score-centering": "test_top_losses.py::test_centering_by_hand",
     },
 }
-"""Table -> record -> the test of its values that were worked out by hand, in TESTS."""
+"""Table -> record -> the test in TESTS that compares it with values computed by hand."""
 
 
 def folder_of(record: Estimator | Surrogate) -> str:
@@ -58,7 +58,7 @@ def folder_of(record: Estimator | Surrogate) -> str:
 
 
 def file_of(record: Estimator | Surrogate) -> tuple[str, int | str]:
-    """The file with the record, as a link from the page, and its number of lines."""
+    """Returns the file with the record, as a link from the page, and its number of lines."""
     folder = folder_of(record)
     for path in sorted((ROOT / "slime/algo" / folder).glob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def file_of(record: Estimator | Surrogate) -> tuple[str, int | str]:
 
 
 def hand_test_of(record: Estimator | Surrogate) -> str:
-    """The test as a link; empty for a record without one. ValueError if the file has no such test."""
+    """Returns the test as a link; empty for a record without a test. ValueError if the file has no such test."""
     key = record.flag or record.name if isinstance(record, Surrogate) else record.name
     if (name := HAND_TESTS[folder_of(record)].get(key)) is None:
         return ""
@@ -82,7 +82,7 @@ def hand_test_of(record: Estimator | Surrogate) -> str:
 
 
 def source_of(record: Estimator | Surrogate) -> str:
-    """The paper, as a link if it is an arXiv number."""
+    """Returns the paper, as a link if it is an arXiv number."""
     if re.fullmatch(r"\d{4}\.\d{5}", record.source):
         return f"[{record.source}](https://arxiv.org/abs/{record.source})"
     return record.source
@@ -131,12 +131,12 @@ ROWS = {"estimators": estimators, "surrogates": surrogates, "aliases": aliases}
 
 
 def table(name: str) -> str:
-    """A table with its heading."""
+    """Returns a table with its heading."""
     return HEADS[name] + "".join(ROWS[name]())
 
 
 def page() -> str:
-    """The whole page, with its tables replaced."""
+    """Returns the whole page, with its tables replaced."""
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     for name, head in HEADS.items():
         before, _, rest = text.partition(head)

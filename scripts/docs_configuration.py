@@ -1,4 +1,4 @@
-"""`python scripts/docs_configuration.py`: docs/configuration.md, written from the flags that the code declares.
+"""`python scripts/docs_configuration.py`: writes docs/configuration.md from the flags that the code declares.
 
 A test fails if the page is out of date. The page explains Megatron's and vLLM's own flags but does not list them.
 """
@@ -105,7 +105,7 @@ one.
 
 
 def cell(text: str) -> str:
-    """Plain text as the content of a table cell. Flags and function signatures become code."""
+    """Returns plain text as the content of a table cell. Flags and function signatures become code."""
     if signature := re.match(r"(async )?fn\(.*?\)( -> (\([^)]*\)|[\w .|]+))?", text):
         return f"Import path of `{signature[0]}`{cell(text[signature.end() :])}"
     for character in "\\|*<>":
@@ -114,7 +114,7 @@ def cell(text: str) -> str:
 
 
 def kind_of(spec: FlagSpec) -> str:
-    """The page's name of a flag's type."""
+    """Returns the page's name for a flag's type."""
     name = {bool: "switch", int: "integer", float: "number", str: "text", dict: "object"}.get(
         spec.kind, "text"
     )
@@ -123,7 +123,7 @@ def kind_of(spec: FlagSpec) -> str:
 
 
 def shown(value: Any) -> str:
-    """The page's text for a default value."""
+    """Returns the page's text for a default value."""
     if value in (None, [], {}, ""):
         return "none"
     if isinstance(value, bool):
@@ -132,7 +132,7 @@ def shown(value: Any) -> str:
 
 
 def meaning(spec: FlagSpec) -> str:
-    """The help text of a flag, with its choices."""
+    """Returns the help text of a flag, with its choices."""
     text = cell(spec.help)
     if re.match(r"[a-z]+[ ,;:-]", text):
         text = text[0].upper() + text[1:]
@@ -142,7 +142,7 @@ def meaning(spec: FlagSpec) -> str:
 
 
 def lines() -> Iterator[str]:
-    """The page, line by line."""
+    """Yields the lines of the page."""
     yield INTRO
     for section, cls in SECTIONS.items():
         source = Path(inspect.getfile(cls)).relative_to(ROOT)
@@ -163,7 +163,7 @@ def lines() -> Iterator[str]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     return "\n".join(lines()) + "\n"
 
 

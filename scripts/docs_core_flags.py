@@ -1,7 +1,7 @@
-"""Write Megatron's flags of the installed megatron-core into slime/config/core_flags.json.
+"""Writes Megatron's flags of the installed megatron-core to slime/config/core_flags.json.
 
     python scripts/docs_core_flags.py          for the megatron-core that Python imports
-    python scripts/docs_core_flags.py --check  exit status 1 if the table has others
+    python scripts/docs_core_flags.py --check  exit status 1 if the table differs
 
 The rows of other versions stay. tests/slime/config/test_config_megatron.py and test_megatron_versions.py compare them.
 """
@@ -17,7 +17,7 @@ from slime.config.megatron_flags import imported_core_flags
 
 
 def text(table: dict[str, dict[str, Row]]) -> str:
-    """The table with a line per flag."""
+    """Returns the table as JSON with one line per flag."""
     versions = []
     for version in sorted(table):
         rows = ",\n".join(

@@ -1,7 +1,7 @@
-"""`python scripts/docs_errors.py`: checks that each message of the code has a remedy, in itself or in a note.
+"""`python scripts/docs_errors.py`: checks that each error message has a remedy, in its text or in a note.
 
-Lists the messages without a remedy, and the notes of docs/troubleshooting.toml that fit no message. A test does the
-same. `vime explain` reads the messages from the code (`vime/explain/sources.py`).
+Lists the messages without a remedy, and the notes of docs/troubleshooting.toml that match no message. A test makes the
+same check. `vime explain` reads the messages from the code (`vime/explain/sources.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from vime.explain.sources import NOTES, collected, fits, notes, remedy_of
 
 
 def without_remedy() -> list[str]:
-    """Messages without a remedy and without a note."""
+    """Returns the messages without a remedy and without a note."""
     written = notes()
     return [f"{m.path}: {m.text}" for m in collected() if not remedy_of(m, written)]
 
 
 def unused_notes() -> list[str]:
-    """Notes without a message."""
+    """Returns the notes without a message."""
     messages = collected()
     return [key for key in notes() if not any(fits(key, message) for message in messages)]
 

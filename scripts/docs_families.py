@@ -1,8 +1,8 @@
-"""`python scripts/docs_families.py`: the page of measured differences of every model family, from its record.
+"""`python scripts/docs_families.py`: writes the page of measured differences of every model family from its record.
 
-`--run` first measures: it runs the family tests, which compare tiny models with transformers and with vLLM on CPUs, and
-writes the record. The lines of a family's file are counted when the page is written. A test fails when the page is not
-what this script writes.
+With `--run`, the script first measures: it runs the family tests, which compare tiny models with transformers and with
+vLLM on CPUs, and writes the record. The script counts the lines of a family's file when it writes the page. A test
+fails if the page differs from the output of this script.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LEGEND = """
 
 
 def measured(lines: list[str]) -> dict[str, dict[str, float]]:
-    """Model -> what -> the largest value that a test noted."""
+    """Returns model -> quantity -> the largest value that a test printed."""
     found: dict[str, dict[str, float]] = defaultdict(dict)
     for line in lines:
         note = json.loads(line)
@@ -66,7 +66,7 @@ def measured(lines: list[str]) -> dict[str, dict[str, float]]:
 
 
 def run() -> None:
-    """Run the tests, and write the record if all of them pass."""
+    """Runs the tests, and writes the record if all tests pass."""
     machine, seconds = describe(torch.device("cpu"), ["scripts/docs_families.py", "--run"]), {}
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder, "notes.jsonl")
@@ -81,7 +81,7 @@ def run() -> None:
 
 
 def lines_of(model_type: str) -> tuple[str, int]:
-    """The file that has a family, and its lines."""
+    """Returns the file of a family, and its number of lines."""
     folder = ROOT / "slime" / "models" / "families"
     (file,) = (
         file
@@ -92,7 +92,7 @@ def lines_of(model_type: str) -> tuple[str, int]:
 
 
 def rows(models: dict[str, dict[str, float]]) -> Iterator[list[str]]:
-    """A row per tiny model, in the order of the families."""
+    """Yields one row per tiny model, in the order of the families."""
     sys.path.insert(0, str(ROOT / "tests" / "slime"))
     from family_cases import CASES
 
@@ -123,7 +123,7 @@ def number(value: float) -> str:
 
 
 def page() -> str:
-    """The whole page, from the record."""
+    """Returns the whole page, made from the record."""
     record: dict[str, Any] = json.loads((ROOT / RECORD).read_text(encoding="utf-8"))
     machine = record["machine"]
     head = ["family", "tiny model", "logits", "log-probs", "gradients", "bits", "engine", "lines"]

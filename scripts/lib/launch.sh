@@ -14,11 +14,11 @@
 #             columns with --input-key, --label-key and --rm-type
 #   OUT       folder for checkpoints and records (default runs/NAME, without MODEL runs/NAME-smoke); a second call
 #             resumes where the first stopped
-#   memory    where the layout does not fit the GPUs and the host that are there, the launcher chooses the part of Adam on
-#             the host, the tokens of a micro-batch, the LM head's workspace and the engine's share, and prints why.
-#             Where that is too little, it also chooses recomputation and --offload-train. Flags that you give are kept
-#   NUM_GPUS  GPUs to use on a machine, for a layout of one node (default: --num-gpus-per-node where that is given,
-#             otherwise all)
+#   memory    if the layout does not fit the machine's GPUs and host, the launcher chooses the share of Adam on the host,
+#             the tokens of a micro-batch, the LM head's workspace and the engine's share, and prints the reasons. If this
+#             is too little, it also chooses recomputation and --offload-train. It never changes flags that you set
+#   NUM_GPUS  number of GPUs to use on a machine, for a layout of one node (default: --num-gpus-per-node if it is set,
+#             otherwise all GPUs)
 #   SETUP=0   use the Python on PATH (or PYTHON) unchanged, on machines with their own environment
 #   RAY_ADDRESS=HOST:PORT joins that cluster; layouts of several nodes need it. DATA, MODEL and OUT must then be on a
 #             file system that all nodes see
@@ -88,7 +88,7 @@ if ((NODES > 1)); then
     [[ "$PLAN" == 1 || -n "$MODEL" ]] || die "MODEL must be given for a layout of $NODES nodes, got none"
 else
     if [[ "$PLAN" == 1 && -n "$NUM_GPUS" ]]; then
-        gpus=$NUM_GPUS # a plan may be for another machine
+        gpus=$NUM_GPUS # A plan may be for another machine.
     elif [[ "$PLAN" == 1 ]] && ((gpus == 0)); then
         gpus=$layout_gpus
         echo "PLAN: NUM_GPUS not given and no GPU here, planned for the $gpus of $LAYOUT" >&2
@@ -121,7 +121,7 @@ from importlib.util import find_spec
 def found(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent package is missing too
+    except ModuleNotFoundError:  # The parent package is missing, too.
         return False
 
 
@@ -142,7 +142,7 @@ try:
 except ValueError as error:
     sys.exit(f"{sys.argv[2]}: {error}")
 ' "$MODEL" "run-$EXAMPLE-grpo") || exit 2
-    # Otherwise each rank would hold all experts: by `vime plan`, Qwen3-30B-A3B needs 191 GiB on each of 8 GPUs.
+    # Otherwise each rank would have all experts: by `vime plan`, Qwen3-30B-A3B needs 191 GiB on each of 8 GPUs.
     ((experts == 0)) || die "MODEL must be dense, got $MODEL with $experts experts a layer;" \
         "a launcher for such a model: scripts/run-qwen3-30b-a3b-grpo.sh"
 fi
@@ -188,13 +188,13 @@ TEXT
 else
     CKPT_ARGS=(
         --hf-checkpoint "$MODEL"
-        --load "$OUT/checkpoint" # resume from here if it has a checkpoint
+        --load "$OUT/checkpoint" # The run resumes from this folder if it has a checkpoint.
         --save "$OUT/checkpoint"
         --save-interval 20
     )
 fi
 if [[ " $* " == *" --input-key"[\ =]* ]]; then
-    DATA_ARGS=() # the user's flags name the columns
+    DATA_ARGS=() # The user's flags name the columns.
 else
     layout=$("$PYTHON" -P - "$DATA" "$EXAMPLE" <<'PY'
 import sys

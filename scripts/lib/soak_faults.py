@@ -1,10 +1,10 @@
-"""The faults of a soak: what each does to a run, and how it ends.
+"""The faults of a soak test: the effect of each fault on a run, and its end.
 
-| fault | what happens |
+| fault | effect |
 | --- | --- |
 | engine, router, manager, trainer, driver, raylet, gcs | SIGKILL of the process |
 | stopped engine | SIGSTOP of the engine's processes for 8 s |
-| full disk | no byte is free where the run directory is, for 10 s or until the run has ended |
+| full disk | the disk of the run directory has no free byte, for 10 s or until the run has ended |
 | delayed replies | no reply reaches the rollout manager for 5 s |
 | cut replies | the next three replies end in the middle, with their connections |
 | lost replies | the next two replies never arrive, and their connections stay open |
@@ -32,7 +32,7 @@ _FILLER = "filler"
 
 @dataclass(frozen=True)
 class Place:
-    """What faults are done to."""
+    """The parts of a run that faults act on."""
 
     run_dir: Path
     driver: psutil.Process
@@ -41,8 +41,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Fault:
-    """`begin` returns False if there is nothing to hit now. `end` comes `holds_s` later, or when the run has ended.
-    `ends_run`: the run may take some steps more, but cannot go on."""
+    """One kind of fault. `begin` returns False if its target does not exist now. `end` is called `holds_s` seconds
+    later, or when the run has ended. If `ends_run` is true, the run may make a few more steps, but must end."""
 
     begin: Callable[[Place], bool]
     end: Callable[[Place], None] = lambda place: None
@@ -51,7 +51,7 @@ class Fault:
 
 
 ENDING = ("manager", "trainer", "driver", "raylet", "gcs")
-"""Processes that a run cannot do without."""
+"""Processes whose loss ends a run."""
 
 
 def _kill(part: str) -> Fault:
@@ -118,7 +118,7 @@ FAULTS = {
 
 
 def mount_small_disk(folder: Path) -> str | None:
-    """Mount a small file system at `folder`. Returns why not, if this user may not."""
+    """Mounts a small file system at `folder`. Returns the reason if this user may not mount it."""
     folder.mkdir(parents=True)
     if os.getuid() != 0:
         return "mounting a small disk needs root"

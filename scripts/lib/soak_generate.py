@@ -1,4 +1,4 @@
-"""The generate function of a soak: responses with a heavy tail of lengths, requested through the soak's proxy.
+"""The generate function of a soak test. Responses have a heavy tail of lengths, and requests go through the proxy.
 
 Use: --custom-generate-function-path soak_generate.generate, with `examples/bench` and this folder on PYTHONPATH.
 """
@@ -13,9 +13,10 @@ import lengths
 from slime.rollout.generate import GenerateState
 
 PROXY_FILE = "proxy.url"
-"""Beside the run directory: the proxy's address, written by the soak."""
+"""File next to the run directory with the proxy's address, which the soak test writes."""
 ROUTER_FILE = "router.url"
-"""Beside it: where the proxy sends requests, written here. A run that starts again has another router."""
+"""File next to the run directory with the router's address for the proxy. A run that starts again has another
+router."""
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:

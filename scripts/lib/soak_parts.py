@@ -1,11 +1,12 @@
-"""The parts of a run as the operating system sees them: memory, open files, threads, and how they grow.
+"""Memory, open files and threads of the parts of a run, read from the operating system, and their growth.
 
-A part is one process with all its children. Its memory is that of `Pss_Anon` and `Pss_Shmem` of the kernel: what it has
-allocated. Pages that several processes share count once in total. Pages of files, such as libraries, do not count: how
-many of them a process seems to have depends on what else runs.
+A part is one process with all its children. Its memory is its allocated memory, the kernel's `Pss_Anon` and
+`Pss_Shmem`. Pages that several processes share count once in total. Pages of files, such as libraries, do not count,
+because their share depends on other running processes.
 
-The growth of a part is a straight line through the smallest value of every ten steps, with a level for each process
-that the part had and one slope for all. The smallest value leaves out what a step allocates and frees.
+The growth of a part is a straight line through the smallest value of every ten steps. Each process that the part had
+has its own level, and all processes have one slope. The smallest value leaves out memory that a step allocates and
+frees.
 """
 
 from __future__ import annotations
@@ -33,20 +34,19 @@ PARTS = {
 """Name -> the command line of its first process."""
 MEASURED = ("driver", "manager", "trainer", "engine", "router")
 WARM_UP_STEPS = 50
-"""The first steps of a process do not count: caches and memory pools fill, the engine touches its cache of keys and
-values for the first time."""
+"""Number of first steps of a process that do not count, because caches, memory pools and the KV cache fill."""
 BLOCK_STEPS, FEWEST_READINGS = 10, 3
 FEWEST_BLOCKS = 10
-"""With fewer blocks of all processes of a part together, its growth is not judged."""
+"""Smallest number of blocks of a part, over all its processes, from which a growth is computed."""
 ALLOWED_PERCENT = 1.0
-"""Growth of memory per 100 steps."""
+"""Allowed growth of memory per 100 steps, in percent."""
 ALLOWED_COUNT = 2.0
-"""Growth of open files and of threads per 100 steps."""
+"""Allowed growth of the numbers of open files and of threads per 100 steps."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One part after one step. `process`: distinguishes the processes that a part had one after the other."""
+    """One part after one step. `process` identifies the process of the part, which changes after a restart."""
 
     step: int
     part: str
@@ -58,20 +58,20 @@ class Reading:
 
 @dataclass(frozen=True)
 class Slope:
-    """Per 100 steps, with two standard errors."""
+    """Growth per 100 steps, with two standard errors."""
 
     value: float
     uncertainty: float
 
     def exceeds(self, allowed: float) -> bool:
-        """Whether it is above `allowed` by more than its own uncertainty explains."""
+        """Returns whether the slope minus its uncertainty is above `allowed`."""
         return self.value - self.uncertainty > allowed
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Of one part. `memory` is in percent of `memory_mib`, the mean; `blocks` of ten steps were counted. Without
-    enough of them there are no slopes."""
+    """Growth of one part. `memory` is in percent of `memory_mib`, the mean. `blocks` is the number of blocks of ten
+    steps. With too few blocks, the slopes are None."""
 
     part: str
     processes: int
@@ -94,7 +94,7 @@ class Growth:
 
 
 def growth(found: Iterable[Reading], part: str) -> Growth:
-    """How `part` grew over all its processes, each after its first steps."""
+    """Computes the growth of `part` over all its processes, without the first steps of each process."""
     readings = [one for one in found if one.part == part]
     lives: dict[int, list[Reading]] = defaultdict(list)
     for one in readings:
@@ -105,7 +105,7 @@ def growth(found: Iterable[Reading], part: str) -> Growth:
         for one in life:
             if one.step - first >= WARM_UP_STEPS:
                 blocks[process, one.step // BLOCK_STEPS].append(one)
-    # the smallest of one or two readings may be that of the middle of a step
+    # The smallest of one or two readings may be from the middle of a step.
     blocks = {where: of for where, of in blocks.items() if len(of) >= FEWEST_READINGS}
     mean = statistics.mean(one.memory_kib for one in readings) / 1024 if readings else 0.0
     slopes: dict[str, Slope] = {}
@@ -128,7 +128,7 @@ def growth(found: Iterable[Reading], part: str) -> Growth:
 
 
 def slope_of(points: Sequence[tuple[int, int, float]]) -> Slope:
-    """Least squares over (process, step, value): a level for each process, one slope for all."""
+    """Fits (process, step, value) by least squares, with one level per process and one common slope."""
     by_process: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for process, step, value in points:
         by_process[process].append((step, value))
@@ -147,7 +147,7 @@ def slope_of(points: Sequence[tuple[int, int, float]]) -> Slope:
 
 
 def processes_of(part: str) -> list[psutil.Process]:
-    """The first processes of a part, among the descendants of this process."""
+    """Returns the first processes of a part, among the descendants of this process."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -163,7 +163,7 @@ def with_children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def readings(step: int, parts: Iterable[str] = MEASURED) -> list[Reading]:
-    """All parts now. A part that is starting or gone has no reading."""
+    """Reads all parts now. A part that is starting or has ended has no reading."""
     table = [(process, _command(process)) for process in psutil.Process().children(recursive=True)]
     out = []
     for part in parts:
@@ -171,7 +171,7 @@ def readings(step: int, parts: Iterable[str] = MEASURED) -> list[Reading]:
         if first is None:
             continue
         with contextlib.suppress(psutil.Error, OSError):
-            # the driver's descendants are the other parts
+            # The driver's descendants are the other parts.
             family = [first] if part == "driver" else with_children(first)
             out.append(
                 Reading(

@@ -1,6 +1,6 @@
 """A TCP proxy between the rollout manager and the router, which can delay, cut and lose replies.
 
-It changes no byte: what it does to a reply is what a network may do.
+The proxy never changes a byte, like a faulty network.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _PIECE = 65536
 
 
 class Proxy:
-    """Serves in a thread of its own until `close`. Each connection goes to the router that `folder` names."""
+    """Serves in a separate thread until `close`. Each connection goes to the router that a file in `folder` names."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.hold_until = 0.0
-        """Replies wait until this time."""
+        """Time until which replies wait."""
         self.to_cut = self.to_lose = 0
-        """So many of the next replies are cut in the middle, with their connection, or never arrive on a connection
-        that stays open."""
+        """Number of next replies to cut in the middle with their connections, and number of next replies to lose on
+        connections that stay open."""
         self.hit = 0
-        """Replies that were held, cut or lost."""
+        """Number of replies that were held, cut or lost."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
@@ -55,7 +55,7 @@ class Proxy:
         try:
             router = urlsplit((self._folder / ROUTER_FILE).read_text(encoding="utf-8"))
             from_router, to_router = await asyncio.open_connection(router.hostname, router.port)
-        except OSError:  # it starts again: the manager's request fails, as it would without a proxy
+        except OSError:  # The router restarts. The manager's request fails, as it would without a proxy.
             to_client.close()
             return
         try:
@@ -72,7 +72,7 @@ class Proxy:
             to_router.close()
 
     async def _reply(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        """Copy until the router closes. A reply that is lost ends only when the manager closes."""
+        """Copies until the router closes the connection. A lost reply ends only when the manager closes it."""
         while piece := await source.read(_PIECE):
             if self.to_lose > 0:
                 self.to_lose -= 1

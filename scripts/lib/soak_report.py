@@ -1,4 +1,4 @@
-"""The record of a soak as JSON, its page in Markdown, and what failed."""
+"""The record of a soak test as JSON, its page in Markdown, and its failures."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from slime.tracking.ledger import read_ledger
 from slime.tracking.trackers import METRICS_FILE, MetricLines
 
 SAMPLES = 32
-"""Of a step."""
+"""Number of samples of a step."""
 
 
 @dataclass
 class Strike:
-    """One fault at rollout `step`. `recovery_s` is None until then. `restarted`: when the run was started again.
-    `replies`: how many replies the proxy held, cut or lost."""
+    """One fault at rollout `step`. `recovery_s` is None until the recovery. `restarted` is the time of the run's
+    restart. `replies` is the number of replies that the proxy held, cut or lost."""
 
     kind: str
     step: int
@@ -49,7 +49,7 @@ class Strike:
 
 @dataclass(frozen=True)
 class Task:
-    """What was asked for."""
+    """The settings of a soak test."""
 
     argv: list[str]
     steps: int
@@ -69,7 +69,7 @@ def make_record(
     left_out: dict[str, str],
     broken: str | None,
 ) -> dict[str, Any]:
-    """Everything that the soak saw. `broken`: why it ended before the last step."""
+    """Returns the record of a soak test. `broken` is the reason if it ended before the last step."""
     ledger = read_ledger(run_dir)
     record: dict[str, Any] = {
         "machine": describe(torch.device("cpu"), ["scripts/soak.py", *task.argv], None),
@@ -98,7 +98,7 @@ def make_record(
 
 
 def speed(run_dir: Path) -> dict[str, float]:
-    """Of the whole run, its restarts and repeated steps included: trained tokens per second of wall-clock time."""
+    """Returns the trained tokens per second of wall time, over the whole run with restarts and repeated steps."""
     ends = list(read_events(run_dir, ("step",)))
     if not ends:
         return {"steps": 0, "repeated": 0, "seconds": 0.0, "tokens_per_s": 0.0, "median_step_s": 0.0}
@@ -125,7 +125,7 @@ def recoveries(record: dict[str, Any], kind: str | None = None) -> list[float]:
 
 
 def failures(record: dict[str, Any], parts: Sequence[Growth]) -> list[str]:
-    """Why the soak did not pass. Empty if it did."""
+    """Returns the reasons why the soak test failed; empty if it passed."""
     task, ledger, times = record["task"], record["ledger"], recoveries(record)
     said = [f"the run broke: {record['broken']}"] if record["broken"] else []
     said += [f"a fault was never caused: {kind}" for kind in record["not_caused"]]
@@ -167,7 +167,7 @@ def shown(part: Growth) -> str:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The page of a soak."""
+    """Returns the page of a soak test."""
     task, machine = record["task"], record["machine"]
     lines = [
         f"# A soak of {task['steps']} steps",
@@ -241,7 +241,7 @@ def _growth(parts: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def write(record: dict[str, Any], out: Path) -> None:
-    """`out`.json and `out`.md, whatever suffix `out` has."""
+    """Writes `out`.json and `out`.md, for any suffix of `out`."""
     out.with_suffix(".md").write_text(markdown(record), encoding="utf-8")
     text = json.dumps({key: value for key, value in record.items() if key != "readings"}, indent=1)
     readings = json.dumps(record["readings"])

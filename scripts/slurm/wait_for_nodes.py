@@ -16,7 +16,7 @@ import ray
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 0 if all nodes have joined, 1 if the time is over or Ray's head has ended."""
+    """Returns exit status 0 if all nodes have joined, 1 if the time is over or Ray's head has ended."""
     parser = argparse.ArgumentParser(description="Wait until all nodes of a job have joined Ray's head.")
     parser.add_argument("nodes", nargs="+", help="the names that the nodes gave to `ray start --node-name`")
     parser.add_argument("--address", required=True, help="HOST:PORT of Ray's head")
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def connect(address: str, left: Callable[[], bool]) -> bool:
-    """Join the cluster as a driver. False if no time is left. Ray's head needs some seconds to start."""
+    """Joins the cluster as a driver. Returns False if no time is left. Ray's head needs a few seconds to start."""
     while left():
         try:
             ray.init(address=address, logging_level="ERROR", log_to_driver=False)
@@ -73,7 +73,7 @@ def connect(address: str, left: Callable[[], bool]) -> bool:
 
 
 def wait(nodes: list[str], left: Callable[[], bool]) -> list[str]:
-    """Wait until all nodes have joined or no time is left. Returns the missing nodes."""
+    """Waits until all nodes have joined or no time is left. Returns the missing nodes."""
     while True:
         alive = {node["NodeName"] for node in ray.nodes() if node["Alive"]}
         missing = [name for name in nodes if name not in alive]
