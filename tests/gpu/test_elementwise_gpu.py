@@ -128,8 +128,7 @@ def test_rotary_keeps_the_contract(case, dtype):
 
 
 def test_gates_of_every_size():
-    """These gates include values where 1 - sigmoid(gate) runs out of digits. The float32 tolerance of the gradient
-    allows this."""
+    """Some gates lie where 1 - sigmoid(gate) runs out of digits. The gradient's float32 tolerance allows for this."""
     gate = torch.linspace(-30, 30, 2**20, device="cuda")[None]
     x, upstream = torch.cat((gate, torch.ones_like(gate)), 1), torch.ones_like(gate)
     got, want = run_layer(swiglu, x, upstream), run_layer(swiglu_cases.formula, x.double(), upstream.double())

@@ -105,7 +105,7 @@ def test_an_answer_without_tokens_leaves_the_lists():
 
 
 def test_generated_tokens_after_some_without_log_probs():
-    """Their log-probs are unknown, so 0.0 would be wrong; a tool's tokens need no log-probs."""
+    """The log-probs of the earlier tokens are unknown, so 0.0 would be wrong; a tool's tokens need no log-probs."""
     sample = Sample(tokens=[7, 1, 2], response_length=2)
     with pytest.raises(ValueError, match="rollout_log_probs must be set .* got none for 2 response tokens"):
         sample.append_response_tokens(tokens=[3], log_probs=[-1.0])
@@ -218,7 +218,8 @@ ANSWER = {
 
 
 def test_append_takes_what_plug_ins_pass():
-    """It accepts arguments by name after `args`, arrays and tensors, and the engine's `meta_info`."""
+    """append_response_tokens accepts arguments by name after `args`, arrays and tensors, and the engine's
+    `meta_info`."""
     sample, args = Sample(tokens=[10, 11]), SimpleNamespace()
     answer = {**ANSWER, "finish_reason": {"type": "abort"}}
     sample.append_response_tokens(

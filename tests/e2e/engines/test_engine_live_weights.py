@@ -171,7 +171,8 @@ def test_buckets_become_the_live_weights(worker: Any) -> None:
 
 @pytest.mark.parametrize("given_up", [1, 2, 3], ids=["half of the layers", "all", "half of the comparison"])
 def test_a_broadcast_that_begins_again_brings_everything_anew(worker: Any, given_up: int) -> None:
-    """This holds for half-loaded layers too: vLLM keeps a layer's values until the layer is complete."""
+    """A repeated broadcast also replaces half-loaded layers: vLLM keeps a layer's values until the layer is
+    complete."""
     push(worker, 12)
     first, second = halves(load_file(worker.update(13).info["path"]))
     whole = [(first, True), (second, True), (first, False), (second, False)]

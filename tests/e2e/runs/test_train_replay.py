@@ -59,7 +59,7 @@ def trained(world: World, name: str, *flags: str, rollouts: int = 1) -> dict[int
 
 @pytest.mark.slow
 def test_in_fp32_both_choose_the_same_experts(world: World) -> None:
-    """This holds over an update of the weights, for every token and layer."""
+    """Trainer and engine choose the same experts over an update of the weights, for every token and layer."""
     steps = trained(world, "fp32", REPLAY, rollouts=2)
     assert sorted(steps) == [0, 1]
     for row in steps.values():

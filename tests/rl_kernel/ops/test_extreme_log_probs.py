@@ -49,7 +49,7 @@ def kl_of(new: float, old: float, ref: float, impl: str, **flags: Any) -> tuple[
 @IMPLS
 @pytest.mark.parametrize("new", [-INF, -1e30, -9999.0, -100.0])
 def test_k3_of_a_policy_without_probability_is_large_and_positive(impl, new):
-    """It has no gradient there, like the ratio. If both terms had no bound, it would be -inf."""
+    """k3 has no gradient at such a token, like the ratio. If both terms had no bound, k3 would be -inf."""
     _, kl, slope = kl_of(new, new if new > -INF else 0.0, 0.0, impl, kl_type="k3")
     assert kl == pytest.approx(TOP, rel=1e-5) and slope == 0
     assert kl_of(new, 0.0, 0.0, impl, kl_type="low_var_kl")[1:] == (10.0, 0.0)

@@ -74,7 +74,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens():
         old_log_probs=torch.log(torch.tensor([0.2, 0.1, 0.1])),
     )
     loss, _, _ = policy_loss(flags(eps_clip_c=3.0), t)
-    # R = 9 with A = -1 would cost 9; the dual clip stops at 3.
+    # r = 9 with A = -1 would cost 9; the dual clip stops at 3.
     assert loss.item() == pytest.approx((-1.0 + 3.0) / 2)
 
 

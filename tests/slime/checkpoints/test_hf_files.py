@@ -1,5 +1,4 @@
-"""Weight files are readable for the machine's other users, and a file that this user may not read gives its own
-error."""
+"""Weight files are readable for the machine's other users. A file that this user may not read has a separate error."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def test_the_last_ones_stay(tmp_path, keep, latest, spared, left):
 
 
 def test_an_incomplete_iteration_is_no_checkpoint(tmp_path):
-    """It is neither counted nor removed. A checkpoint whose save stopped between two renames counts under its
-    number."""
+    """An incomplete checkpoint is neither counted nor removed. One whose save stopped between two renames counts
+    under its number."""
     folder(tmp_path, 1, 2, 3, 4, latest=4)
     (tmp_path / "iter_0000003" / "metadata.json").unlink()
     (tmp_path / "iter_0000002").rename(tmp_path / ".iter_0000002.old")

@@ -105,7 +105,7 @@ def test_an_engine_stands_behind_the_trainers_and_has_its_gpus_for_itself(names)
 
 
 def test_ray_may_leave_the_variable_alone(names, monkeypatch):
-    """Then every process sees all GPUs, except those with a variable from the placement."""
+    """Every process then sees all GPUs, unless the placement sets the variable for the process."""
     monkeypatch.setenv(NOSET, "1")
     placed = place(placement_config("cuda", actor_num_gpus_per_node=2, rollout_num_gpus=2))
     try:

@@ -77,7 +77,7 @@ def test_commands_about_the_machine(output):
 
 
 def test_processes_of_ray_get_no_run_key():
-    """They keep the user's other keys, which hooks may need, and Ray's token."""
+    """Ray's processes keep the user's other keys, which hooks may need, and Ray's token."""
     with ray_start._safe_path():
         listed = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout.splitlines()
     environ = dict(line.split("=", 1) for line in listed if "=" in line)

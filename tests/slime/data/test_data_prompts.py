@@ -165,7 +165,7 @@ def test_a_prompt_that_fills_the_context_is_found_in_the_file(tmp_path):
 
 
 def test_prompts_that_leave_less_than_a_response_are_named(tmp_path, caplog):
-    """Otherwise their responses would be cut, and such a prompt would end a run in the middle."""
+    """A warning names prompts whose responses will be cut, because the context leaves them too little room."""
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "x" * n} for n in (3, 7, 9, 6)])
 
     def load(**more):

@@ -235,7 +235,8 @@ def test_limits_and_template_come_from_the_flags(tmp_path):
 
 
 def test_template_arguments_must_be_read_by_the_template(tmp_path):
-    """This also holds without --apply-chat-template: SFT, sessions and rows of messages render them later."""
+    """The arguments are checked without --apply-chat-template too, because SFT, sessions and rows of messages use the
+    template later."""
     make_tokenizer("{{ messages }}{{ style }}").save_pretrained(tmp_path / "model")
     (tmp_path / "model/config.json").write_text("{}")
     data = write_lines(tmp_path / "d.jsonl", [{"prompt": "a"}])

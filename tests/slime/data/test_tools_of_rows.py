@@ -95,6 +95,6 @@ def test_null_fields_of_a_tool_count_as_absent(tmp_path):
     [({"name": "add"}, "tools must be a list"), ([{"name": 5}], "a tool must have a name that is a text")],
 )
 def test_tools_of_a_hook_are_checked_before_the_template_reads_them(tools, rule):
-    """Such tools may come from the metadata of a sample."""
+    """A hook may set tools in the metadata of a sample."""
     with pytest.raises(ValueError, match=rule):
         render_chat([{"role": "user", "content": "hi"}], make_tokenizer("{{ tools | tojson }}"), {}, tools)

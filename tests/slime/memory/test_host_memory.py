@@ -32,8 +32,8 @@ def test_a_host_without_limits(tmp_path):
 
 @pytest.mark.parametrize("visible", [True, False], ids=["own path", "seen as the root"])
 def test_the_limit_of_a_container_counts_without_page_cache(tmp_path, visible):
-    """This is cgroup version 2. Without a namespace, the path is the host's; a container sees its own cgroup as the
-    root."""
+    """The container uses cgroup version 2. Without a namespace, the path is the host's; a container sees its own
+    cgroup as the root."""
     folder = "sys/fs/cgroup" + ("/job" if visible else "")
     files = {
         "proc/self/cgroup": "0::/job\n",

@@ -52,7 +52,7 @@ def test_float32_files_are_read_as_they_are():
 
 
 def test_quantised_files_have_no_estimate_of_bytes():
-    """Their tensors have full size when they are dequantised."""
+    """The tensors of quantised files have full size only after they are dequantised, so the bytes read are unknown."""
     fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     hf = {"model_type": "deepseek_v3", **ARCHITECTURES["deepseek-v3"].config_fields(), **fp8}
     found = planned(hf, actor_num_gpus_per_node=8, tensor_model_parallel_size=8, sequence_parallel=True)

@@ -130,7 +130,7 @@ def test_kv_cache_in_bytes_is_what_an_engine_takes_whatever_its_share():
 
 
 def test_the_share_must_be_free_when_an_engine_starts_even_where_its_kv_cache_is_given():
-    """Otherwise vLLM does not start: 68.88 + 1.5 + 0.4 x 116 = 116.78."""
+    """vLLM does not start if its share is not free: 68.88 + 1.5 + 0.4 x 116 = 116.78."""
     assert decided(116, **given_kv(0.4))[0] == ("gradients",)
     _, text = decided(116, **given_kv(0.4), offload_train=False)
     assert (

@@ -283,7 +283,8 @@ def test_repetition(text, loops):
 
 
 def test_repetition_of_any_text():
-    """The result equals the definition, unit by unit, over texts of few letters, in which loops are common."""
+    """The repetition check equals the definition, unit by unit, over texts of few letters, in which loops are
+    common."""
 
     def by_definition(text: str) -> bool:
         lengths = {unit: max(100, 4 * unit) for unit in range(1, 201)}

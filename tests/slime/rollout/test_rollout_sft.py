@@ -241,7 +241,7 @@ def test_a_conversation_without_a_mask_is_found_in_the_file(tmp_path):
 
 
 def test_a_conversation_beyond_the_models_context_is_found_in_the_file(tmp_path, caplog):
-    """Otherwise its tokens beyond max_position_embeddings would be trained silently."""
+    """Tokens beyond max_position_embeddings would otherwise be trained silently."""
     rows = [{"messages": [user("a"), assistant("b" * n)]} for n in (3, 7, 5)]  # 22 more tokens each
     flags = with_model(tmp_path, CHATML, 27) | {"prompt_data": write_lines(tmp_path / "d.jsonl", rows)}
     with pytest.raises(
@@ -267,8 +267,8 @@ def test_sft_errors_name_the_sample(tmp_path):
 
 
 def test_held_out_conversations_are_made_as_those_of_training(tmp_path):
-    """They are made without a draw from the data source, equal each time, and with the columns of the evaluation's
-    flags."""
+    """Held-out samples are made without a draw from the data source, equal each time, and with the columns of the
+    evaluation's flags."""
     conversation = [user("1+1="), assistant("2"), user("2+2="), assistant("4")]
     rows = [{"messages": conversation}, {"messages": conversation[:2]}]
     held = [{"chat": row["messages"]} for row in rows]
@@ -308,7 +308,8 @@ def none_held_out(args, rollout_id, data_source, evaluation=False):
 
 @pytest.mark.parametrize("kind", ["sft_loss", "custom_loss", "none"])
 def test_the_manager_hands_held_out_samples_to_the_trainer(checkpoint, tmp_path, kind):
-    """Each data-parallel rank gets one part, also from a user's function. A loss on rewards cannot use them."""
+    """Each data-parallel rank gets one part of the held-out samples, also from a user's function. A loss on rewards
+    cannot use them."""
     rows = [{"messages": [user("a"), assistant("b" * n)]} for n in (3, 7, 5)]
     path = write_lines(tmp_path / "d.jsonl", rows)
     flags = {"loss_type": kind, "input_key": "messages", "prompt_data": path, "eval_interval": 1}

@@ -48,7 +48,7 @@ def test_rewards_and_rates_count_trajectories():
 
 
 def test_a_trajectory_has_the_mean_of_its_parts():
-    """Their advantages use the same mean, so a group of such means has no deviation."""
+    """The advantages of the parts use the same mean, so a group of such means has no deviation."""
     parts = [part(1.0, 0, 3), part(0.0, 0, 3), part(0.5, 0, 4)]
     found = rollout_metrics(Config.from_flat({"rollout_num_gpus": 1}), [parts], 1.0)
     assert found["rollout/raw_reward"] == 0.5 and found["rollout/zero_std/count_0.5"] == 1

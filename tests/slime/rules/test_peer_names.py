@@ -51,7 +51,7 @@ def test_each_name_of_the_table_is_answered_in_one_table():
 
 
 def test_a_peer_name_is_no_flag_of_this_project():
-    """Otherwise users could not give the flag of this project."""
+    """If a peer's name were a flag of this project, users could not give the flag."""
     known = {row["flag"] for row in all_rows()}
     assert not [name for name in PEER_NAMES if f"--{name.replace('_', '-')}" in known]
 

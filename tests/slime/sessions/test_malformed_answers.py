@@ -192,7 +192,7 @@ def test_a_parser_that_takes_too_long_ends_its_sample_and_not_the_event_loop(
 
 
 def test_text_that_has_no_utf8_reaches_clients_as_escapes() -> None:
-    """This holds in each field of an answer, with or without a stream."""
+    """Clients get escapes in each field of an answer, with or without a stream."""
     found: list[Any] = []
     half = "a\ud800"
 

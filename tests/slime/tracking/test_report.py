@@ -171,7 +171,8 @@ def test_a_set_with_a_slash_in_its_name_is_shown(tmp_path):
 
 
 def test_what_functions_of_the_user_log_comes_with_the_answers(tmp_path):
-    """They come before the rollout's own line and after its optimizer steps. The console and the journal show them."""
+    """The user's metrics come before the rollout's own line and after its optimizer steps. The console and the
+    journal show them."""
     ranks = {"num_steps_per_rollout": 1, "actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}
     config = Config.from_flat({"run_dir": str(tmp_path), **ranks})
     recorder, screen = Recorder(), io.StringIO()

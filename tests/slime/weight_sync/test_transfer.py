@@ -74,7 +74,7 @@ def test_an_update_pauses_and_resumes_engines_that_serve() -> None:
 
 
 def test_an_update_tells_what_its_time_is_made_of() -> None:
-    """Each part is the time of its own calls, and an update that failed before adds nothing."""
+    """Each part is the time of the calls that it measures, and an update that failed before adds nothing."""
     one = OneEngine(fails=("finish_weight_update",))
     slow = {"pause": 0.05, "start_weight_update": 0.02, "update_weights": 0.04, "reset_prefix_cache": 0.03}
     slow |= {"resume": 0.02, "next_weights": 0.01}
@@ -151,7 +151,7 @@ def test_each_channel_has_its_name_and_a_default_exists_for_each_machine() -> No
 def test_a_refused_delta_is_followed_by_the_whole_set(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This is one update: the engine stays paused, and no call fails."""
+    """Delta and whole set belong to one update: the engine stays paused, and no call fails."""
     one = OneEngine()
     said = new_file(tmp_path)
     delta = WeightSet("delta", 3, settings={"refusals": str(said)})

@@ -196,8 +196,7 @@ def test_the_build_of_the_messages_needs_the_standard_library_only(tmp_path: Pat
 
 
 def refusals() -> list[tuple[str, str]]:
-    """Returns (reason, text) of each `Refused` of the server of sessions, and of the ends of sessions that have no
-    `Refused`."""
+    """Returns (reason, text) per `Refused` of the session server, and per end of a session without `Refused`."""
     found = []
     for file in sorted((sources.ROOT / "slime/sessions").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -80,7 +80,7 @@ def answers(
     wheel: bool = True,
     lines: list[list[str]] = LINES,
 ) -> list[tuple[list[str], object, str, str]]:
-    """Returns the line, exit code, stdout and stderr of each command, run in children of one process that hides these
+    """Returns the line, exit code, stdout and stderr per command, from children of a process that hides these
     packages."""
     argument = json.dumps([hidden, platform, wheel, hidden == tuple(BASE_HIDES), lines])
     done = subprocess.run(

@@ -76,7 +76,7 @@ def test_the_policys_engines_give_as_many_ids_as_its_loss_reads(tmp_path: Path, 
 
 
 def test_a_teacher_on_sglang(tmp_path: Path) -> None:
-    """Its engines are SGLang's, and the policy's are vLLM's; SGLang is not installed here."""
+    """The teacher's engines are SGLang's, and the policy's are vLLM's; SGLang is not installed here."""
     given = argv(tmp_path, "--opd-teacher-engine-args", "mem-fraction-static=0.5")
     given[given.index("--opd-type") + 1], given[given.index("--rollout-temperature") + 1] = "sglang", "1"
     c = parse_config(given)

@@ -45,7 +45,7 @@ def command(tmp_path):
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_while_modules_are_imported_is_one_line(command, name, code):
-    """This also holds if an import catches every exception."""
+    """The command prints one line even if an import catches every exception."""
     module = f"try:\n    {STRIKE.format(name)}except BaseException:\n    pass\n"
     process = command("train", module)
     assert process.communicate(timeout=60) == (

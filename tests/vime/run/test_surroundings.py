@@ -94,7 +94,7 @@ def test_the_router_serves_behind_a_proxy_that_is_not_there(proxied, tmp_path):
 
 
 def test_the_current_folder_does_not_shadow_packages(tmp_path, monkeypatch):
-    """This holds for a server and its children. Python would put the folder first for a module."""
+    """The current folder is not on the path of a server and its children. Python would put it first for a module."""
     (tmp_path / "random.py").write_text("raise SystemExit('shadowed')")
     library = tmp_path / "library"
     library.mkdir()
@@ -112,7 +112,7 @@ def test_the_current_folder_does_not_shadow_packages(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("locale", ["C", "POSIX"])
 def test_text_is_utf8_under_any_locale(locale, tmp_path):
-    """This holds in this process, in its children, and in servers on hosts with such a locale."""
+    """Text is UTF-8 in this process, in its children, and in servers on hosts with such a locale."""
     (tmp_path / "vocab.txt").write_text("\u0120 \u2192", encoding="utf-8")
     code = (
         "import os, subprocess, sys\n"

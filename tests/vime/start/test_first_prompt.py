@@ -62,7 +62,7 @@ def lines(argv: list[str]) -> list[str]:
 
 
 def test_messages_of_a_cell_are_messages(model: Path, tmp_path: Path) -> None:
-    """Otherwise they would silently become the text of a user turn."""
+    """Messages in a cell must not silently become the text of a user turn."""
     for text in (json.dumps([SYSTEM, ASKED]), json.dumps([SYSTEM, ASKED], indent=1)):
         data = table(tmp_path / "d.csv", (text, "2"))
         assert lines(flags(model, data, TEMPLATE)) == [

@@ -216,7 +216,7 @@ def test_the_cuda_build_makes_its_flags_without_a_gpu():
 
 
 def test_the_warning_of_the_cpu_build_about_triton_is_not_logged():
-    """It would be on the stderr of `vime plan`, and the last warning of `vime doctor RUN_DIR`."""
+    """The warning would be on the stderr of `vime plan`, and the last warning of `vime doctor RUN_DIR`."""
     seen: list[str] = []
     log, handler = logging.getLogger("vllm.triton_utils.importing"), logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())

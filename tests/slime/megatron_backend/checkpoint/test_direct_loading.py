@@ -198,7 +198,7 @@ WIDTHS = [2 * rows for rows in DELTA.widths]
     ],
 )
 def test_pieces_are_what_join_and_shard_give(layout, shapes):
-    """This also holds with more ranks than key/value heads."""
+    """The pieces are equal with more ranks than key/value heads, too."""
     parts = [torch.randn(shape) for shape in shapes]
     full = layout.join(parts, SIZES)
     for ranks in (1, 2, 4):

@@ -42,7 +42,7 @@ def loaded(directory, **config):
 
 
 def test_a_file_that_was_cut_off_is_named(tmp_path):
-    """The same holds for --load and --ref-load, which only the trainer reads."""
+    """The error also names cut-off files of --load and --ref-load, which only the trainer reads."""
     tiny_checkpoint(tmp_path / "hf")
     model = build_model(load_hf_config(tmp_path / "hf"), make_config())
     os.truncate(file := tmp_path / "hf/model.safetensors", 9999)

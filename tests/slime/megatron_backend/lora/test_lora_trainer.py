@@ -162,7 +162,8 @@ def test_other_adapters_than_the_checkpoints_are_refused(root, tmp_path, flags, 
 
 
 def test_another_base_than_the_checkpoints_is_refused(root, tmp_path):
-    """It is an error in a run that resumes, and when adapters are merged. The base may have another name."""
+    """Another base is an error in a run that resumes, and when adapters are merged. The same base may have another
+    name."""
     save = {"save": str(tmp_path / "saved"), "load": str(tmp_path / "saved")}
     trainer = make(root, tmp_path, **save)
     trainer.save(0)
@@ -198,7 +199,7 @@ def test_dropout_is_drawn_anew_in_training_alone(root, tmp_path):
 
 
 def test_recomputed_layers_draw_the_same_dropout(root, tmp_path):
-    """Otherwise the backward would belong to another function than the forward."""
+    """Without equal masks, the backward would belong to another function than the forward."""
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     found = []
     for name, overrides in (("a", {}), ("b", full)):

@@ -138,7 +138,8 @@ def test_bad_files_are_named(tiny, tmp_path):
 
 
 def test_gradients(tiny, note, tmp_path):
-    """This is the last test of a model, because its parameters become gradients."""
+    """The model's gradients equal transformers'. The test is the last for a model, because its parameters become
+    gradients."""
     directory, hf, model = tiny
     sum_loss(packed_logits(model, BATCH), BATCH).backward()
     sum_loss(torch.cat([hf(tokens[None]).logits[0] for tokens in BATCH]), BATCH).backward()

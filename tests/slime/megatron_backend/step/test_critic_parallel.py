@@ -1,4 +1,5 @@
-"""Compares a critic on two and four ranks over gloo with one rank: equal values, metrics and weights of both models."""
+"""Compares a critic on two and four ranks over gloo with one rank: equal values, metrics and weights of policy and
+critic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests old log-probs of a rollout with several steps: the first step computes those of its own samples."""
+"""Tests old log-probs of a rollout with several steps: the first step computes the log-probs of its samples."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_no_prediction_crosses_a_border(depth: int) -> None:
 
 
 def test_weights_return_with_the_same_bits(tiny: tuple[Path, nn.Module], tmp_path: Path) -> None:
-    """This includes the layers. The copies of embedding and head in GLM's files follow the model."""
+    """The prediction layers keep their bits too. The copies of embedding and head in GLM's files follow the model."""
     directory, _ = tiny
     original = load_file(directory / "model.safetensors")
     model = loaded(directory)

@@ -378,7 +378,7 @@ def test_custom_loss_sees_its_part_of_the_vocabulary(several):
 
 
 def test_plug_ins_did_what_they_are_for(one):
-    """Otherwise their comparison above would prove nothing: responses were weighted and dropped, and ratios moved."""
+    """The plug-ins weighted and dropped responses and moved ratios, so the comparison above means something."""
     steps = one["mismatch"]["steps"]
     assert any(0 < step["train/rs_dropped"] < 1 for step in steps)
     assert all(step["train/tis_weight"] != pytest.approx(1.0, abs=1e-3) for step in steps)

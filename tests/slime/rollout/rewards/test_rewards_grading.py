@@ -320,6 +320,7 @@ def test_dapo(label, line, score):
     ],
 )
 def test_a_special_token_at_the_end_is_no_part_of_the_answer(name, answer, end):
-    """The cases are its usual spellings, without a tokenizer. test_rewards_special_tokens has other spellings."""
+    """The cases are usual spellings of special tokens, without a tokenizer. test_rewards_special_tokens has other
+    spellings."""
     reward = REWARDS[name](answer + end, "5", {})
     assert (reward["score"] if isinstance(reward, dict) else reward) == 1.0

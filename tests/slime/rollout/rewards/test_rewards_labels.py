@@ -64,7 +64,7 @@ def test_wrong_label_of_parquet(tmp_path, value):
     "value", [datetime.date(2024, 1, 1), datetime.datetime(2024, 1, 1), b"C", ["C"], {"a": "C"}, Decimal(1)]
 )
 def test_a_label_of_another_type_is_refused_by_each_reward(tmp_path, name, value):
-    """Otherwise gpqa would read its text: a date or ["C"] would match a choice with that text."""
+    """Without this error, gpqa would read the label's text: a date or ["C"] would match a choice with that text."""
     metadata = {"choices": ["2024-01-01", "b'C'", "C", "1", "2024-01-01 00:00:00", "{'a': 'C'}"]}
     rows = {"prompt": ["a"], "label": pa.array([value]), "metadata": [metadata]}
     pq.write_table(pa.table(rows), path := tmp_path / "d.parquet")

@@ -124,7 +124,7 @@ def test_with_the_key_all_is_reached(app: ProtectedApp) -> None:
 def test_an_empty_cache_on_cpus_is_returned_while_the_engine_is_paused(
     app: ProtectedApp, monkeypatch: pytest.MonkeyPatch, path: str, is_paused: bool, is_empty: bool
 ) -> None:
-    """Otherwise keys and values of a waiting request would become zeros."""
+    """Only an empty cache of a paused engine may be freed. Keys and values of a waiting request would become zeros."""
     from vllm import platforms
 
     monkeypatch.setattr(platforms.current_platform, "is_cpu", lambda: True)
@@ -184,7 +184,7 @@ def test_a_malformed_challenge_is_refused(app: ProtectedApp, challenge: str) -> 
 
 
 def test_the_proof_of_a_server_is_of_its_key_and_address(app: ProtectedApp) -> None:
-    """It needs no key, and only this route has it."""
+    """GET of the proof needs no key, and POST does. A proof holds for one key and one address."""
     app.query = f"challenge={'ab' * 32}".encode()
     assert app.status_of("/vime_proof", []) == 200
     assert app.body == proof(KEY, "AB" * 32, "127.0.0.1", 8000).encode()
