@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from slime.records.errors import FlagError
+
 FULL = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 _WITHOUT_REASON = "inline_container"
 """In the errors of torch's C++ writer, which leave out why a write failed."""
@@ -24,9 +26,11 @@ def require_room(flag: str, directory: str | Path, needed_bytes: float, what: st
     """ValueError unless `needed_bytes` are free where `directory` is, or will be made."""
     total, _, free = _usage(Path(directory))
     if total and free < needed_bytes:  # some network disks do not know their size
-        raise ValueError(
-            f"{flag} must have {_mib(needed_bytes)} of room for {what}, got {_mib(free)} free in {directory}; remove "
-            f"files there, or name another folder with {flag}"
+        raise FlagError(
+            flag,
+            f"have {_mib(needed_bytes)} of room for {what}",
+            f"{_mib(free)} free in {directory}",
+            f"remove files there, or name another folder with {flag}",
         )
 
 
@@ -45,9 +49,11 @@ class Room:
         if error is None or (reason := _reason(error, self.directory)) is None:
             return
         _, _, free = _usage(self.directory)
-        raise ValueError(
-            f"{self.flag} must have room for {self.what}, got '{reason}' in {self.directory} ({_mib(free)} free); "
-            f"remove files there, or name another folder with {self.flag}"
+        raise FlagError(
+            self.flag,
+            f"have room for {self.what}",
+            f"'{reason}' in {self.directory} ({_mib(free)} free)",
+            f"remove files there, or name another folder with {self.flag}",
         ) from error
 
 

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 from slime.import_path import in_current_folder
+from slime.records.errors import FlagError
 
 _PROCESSES = "`vime train` places and starts the processes of a run"
 _ENGINES = "vime starts the engines, and the router of the run takes the requests (docs/hooks.md)"
@@ -73,9 +74,11 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
         module_name, _, name = path.rpartition(".")
     dotted = bool(module_name) and all(part.isidentifier() for part in path.split("."))
     if not name.isidentifier() or (file is None and not dotted):
-        raise ValueError(
-            f"{flag} must be a dotted path such as my_module.my_function, got {path!r}; for a file, write "
-            "folder/my_file.py:my_function"
+        raise FlagError(
+            flag,
+            "be a dotted path such as my_module.my_function",
+            f"{path!r}",
+            "for a file, write folder/my_file.py:my_function",
         )
     if file is not None and not file.is_file():
         raise MissingHookError(
@@ -99,9 +102,10 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
             + (f"; {hint}" if hint else "")
         ) from error
     except Exception as error:  # border: the user's module may raise any error
-        raise ValueError(
-            f"{flag} must name a module that can be imported, got {path!r}: importing {module_name} raised "
-            f"{type(error).__name__}: {error}"
+        raise FlagError(
+            flag,
+            "name a module that can be imported",
+            f"{path!r}: importing {module_name} raised {type(error).__name__}: {error}",
         ) from error
     return _callable_of(module, name, path, flag)
 
@@ -151,8 +155,8 @@ def _callable_of(module: ModuleType, name: str, path: str, flag: str) -> Hook:
         names = _functions(function) if isinstance(function, ModuleType) else _functions(module)
         prefix = f"{path}." if isinstance(function, ModuleType) else f"{module_name}{joint}"
         hint = _one_of(prefix, names)
-        raise ValueError(
-            f"{flag} must name a function or class, got {path!r} of type {kind}{f'; {hint}' if hint else ''}"
+        raise FlagError(
+            flag, "name a function or class", f"{path!r} of type {kind}{f'; {hint}' if hint else ''}"
         )
     return function
 

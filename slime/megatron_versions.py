@@ -59,19 +59,31 @@ def installed() -> str | None:
         return None
 
 
+def least() -> str:
+    """The oldest version that the trainer can run on."""
+    return _text(LEAST)
+
+
+def is_too_old(version: str) -> bool:
+    return _numbers(version) < LEAST
+
+
 def check(version: str) -> str | None:
     """ValueError for a version that is too old, a remark on one that was never run, else None."""
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if numbers < LEAST:
+    numbers = _numbers(version)
+    if is_too_old(version):
         raise ValueError(
-            f"megatron-core must be {_text(LEAST)} or newer, got {version}; install a tested "
-            f"one: {extras.install()}"
+            f"megatron-core must be {least()} or newer, got {version}; install a tested one: {extras.install()}"
         )
     if version in RUN:
         return None
     place = "newer than" if numbers > LAST else f"between {_text(LEAST)} and"
     run = " and ".join(f"{known} {where}" for known, where in RUN.items())
     return f"megatron-core {version} is {place} {_text(LAST)} and was never run here; run were {run}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def _text(numbers: tuple[int, int]) -> str:

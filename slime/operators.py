@@ -18,6 +18,7 @@ from slime.algo.losses import loss_of
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config.sections.kernels import OPERATORS
 from slime.models.reading import expert_count
+from slime.records.errors import FlagError
 from slime.roles import POLICY, passes_of, roles_of
 
 if TYPE_CHECKING:
@@ -128,14 +129,18 @@ def require_promise(side: str, device: torch.device, dtype: torch.dtype) -> None
     import rl_kernel.invariant as invariant
 
     if reason := invariant.refusal(device):
-        raise ValueError(
-            f"--rlk-bitwise must have a device that runs rl_kernel.invariant, got {device} in the {side}, where "
-            f"{reason}; leave --rlk-bitwise out on this machine"
+        raise FlagError(
+            "--rlk-bitwise",
+            "have a device that runs rl_kernel.invariant",
+            f"{device} in the {side}, where {reason}",
+            "leave --rlk-bitwise out on this machine",
         )
     if names := invariant.broken(device, dtype):
-        raise ValueError(
-            "--rlk-bitwise must have operators whose rows are independent, got others in the "
-            f"{side} on {device}: {', '.join(names)}; leave --rlk-bitwise out on this machine"
+        raise FlagError(
+            "--rlk-bitwise",
+            "have operators whose rows are independent",
+            f"others in the {side} on {device}: {', '.join(names)}",
+            "leave --rlk-bitwise out on this machine",
         )
 
 

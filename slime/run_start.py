@@ -19,6 +19,7 @@ from slime.checkpoints.checkpoint_dir import (
     start_iteration,
 )
 from slime.checkpoints.checkpoint_files import iterations
+from slime.records.errors import FlagError
 from slime.roles import roles_of
 from slime.tracking.trackers import METRICS_FILE
 
@@ -93,16 +94,19 @@ def check_start(c: Config) -> None:
     for role in () if continues or c.debug.debug_rollout_only else reversed(roles_of(c)):
         save = role.saves_to(c)
         if save is not None and (saved := iterations(Path(save))):
-            raise ValueError(
-                f"{role.save_flag} must be a folder without checkpoints for a run that does not resume them, got "
-                f"{save} with {_listed(saved)}; resume with --load {c.checkpoint.save}, name another folder, or give "
-                "--overwrite"
+            raise FlagError(
+                role.save_flag,
+                "be a folder without checkpoints for a run that does not resume them",
+                f"{save} with {_listed(saved)}",
+                f"resume with --load {c.checkpoint.save}, name another folder, or give --overwrite",
             )
     metrics = Path(c.logging.run_dir) / METRICS_FILE
     if iteration is None and not saves_where_it_loads(c) and metrics.is_file() and metrics.stat().st_size:
-        raise ValueError(
-            f"--run-dir must be a folder without metrics for a new run, got {metrics}; resume with --load (and "
-            "--ckpt-step), name another folder, or give --overwrite"
+        raise FlagError(
+            "--run-dir",
+            "be a folder without metrics for a new run",
+            metrics,
+            "resume with --load (and --ckpt-step), name another folder, or give --overwrite",
         )
 
 
@@ -116,9 +120,11 @@ def _require_record(c: Config) -> None:
     ):
         return
     if saved := iterations(Path(load)):
-        raise ValueError(
-            f"--load must have a {LATEST} that says which checkpoint is the newest, got {load} with {_listed(saved)} "
-            f"and none; take one with --ckpt-step {saved[-1]}"
+        raise FlagError(
+            "--load",
+            f"have a {LATEST} that says which checkpoint is the newest",
+            f"{load} with {_listed(saved)} and none",
+            f"take one with --ckpt-step {saved[-1]}",
         )
 
 

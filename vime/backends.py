@@ -11,15 +11,17 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from slime.config import Config, FlagGroup
+from slime.config.problems import with_prefix
 from slime.data.limits.context import longest_sequence
 from slime.protocols import EnginePool, NoEngines, WeightSource
-from slime.roles.served import ServedModel, served_models, teachers
+from slime.records.errors import FlagError
+from slime.roles.served import served_models, teachers
 from slime.rollout_backend import RolloutBackend
 from slime.rules import parse_args
 from slime.rules.listing import Row, own_rows
 from slime.rules.parser import check_flags
 from slime.rules.validate import Rule
-from vime.pool.served import ServedModels, config_of, in_own_flags
+from vime.pool.served import ServedEngines, ServedModels, in_spelling_of
 from vime.sglang.backend import SglangBackend
 from vime.switch import from_environment
 from vime.vllm.backend import VllmBackend
@@ -40,18 +42,19 @@ def backend_of(config: Config) -> RolloutBackend:
     return BACKENDS[config.engine.rollout_backend]
 
 
-def models_of(config: Config) -> Iterator[tuple[ServedModel, RolloutBackend, Config]]:
-    """Yields each model that the run serves, its backend, and the configuration of its engines."""
+def models_of(config: Config) -> Iterator[ServedEngines]:
+    """Yields the engines of each model that the run serves."""
     for model in served_models(config):
-        yield model, BACKENDS[model.backend], config_of(config, model, BACKENDS[model.backend])
+        yield ServedEngines.of(config, model, BACKENDS[model.backend])
 
 
 def make_pools(config: Config, placed: Placement, source: WeightSource | None) -> ServedModels:
     """Returns every model's engines, not started yet. `source`: the trainer, if the run has one."""
     policy: EnginePool = NoEngines()
     frozen: dict[str, EnginePool] = {}
-    for model, backend, own in models_of(config):
-        pool = backend.pool(own, placed, None if model.frozen else source, model)
+    for engines in models_of(config):
+        model = engines.model
+        pool = engines.backend.pool(engines.settings, placed, None if model.frozen else source, model)
         if model.frozen:
             frozen[model.name] = pool
         else:
@@ -62,16 +65,15 @@ def make_pools(config: Config, placed: Placement, source: WeightSource | None) -
 def require_reachable(config: Config) -> None:
     """Checks that every model's engines are reachable: see `RolloutBackend.require_reachable`."""
     if config.engine.prefill_num_servers:
-        raise ValueError(
-            f"--prefill-num-servers must be left out of a run in this version, got "
-            f"{config.engine.prefill_num_servers}; the router takes no engine for prefill or decode while it serves, "
-            "so none could restart: keep regular engines"
+        raise FlagError(
+            "--prefill-num-servers",
+            "be left out of a run in this version",
+            config.engine.prefill_num_servers,
+            "the router takes no engine for prefill or decode while it serves, so none could "
+            "restart: keep regular engines",
         )
-    for model, backend, own in models_of(config):
-        try:
-            backend.require_reachable(own)
-        except ValueError as error:
-            raise ValueError(in_own_flags(str(error), model)) from error
+    for engines in models_of(config):
+        engines.require_reachable()
 
 
 def check_served(config: Config) -> None:
@@ -80,12 +82,10 @@ def check_served(config: Config) -> None:
         if not model.frozen:
             continue
         try:
-            own = config_of(config, model, BACKENDS[model.backend])
-            for rule in BACKENDS[model.backend].engine_rules:
-                rule(own)
+            with in_spelling_of(model):
+                ServedEngines.of(config, model, BACKENDS[model.backend]).check()
         except ValueError as error:
-            said = in_own_flags(str(error), model)
-            raise ValueError(f"the engines of {model.name} must fit their model, got: {said}") from error
+            raise with_prefix(error, f"the engines of {model.name} must fit their model, got: ") from error
 
 
 def parse_config(argv: Sequence[str], rules: Sequence[Rule] = (), *, download: bool = False) -> Config:
@@ -109,11 +109,12 @@ def _within_teachers(config: Config) -> Config:
         return config
     facts = config.engine.engine_facts
     tokens, _ = longest_sequence(config)
-    for model, _, own in models_of(config):
-        of_teacher, setting = longest_sequence(own) if model.name in scoring else (None, "")
+    for engines in models_of(config):
+        name = engines.model.name
+        of_teacher, setting = longest_sequence(engines.settings) if name in scoring else (None, "")
         if of_teacher is not None and (tokens is None or of_teacher - 1 < tokens):
             tokens = of_teacher - 1
-            said = f"one less than {in_own_flags(setting, model)} of {model.name}"
+            said = f"one less than {engines.spelled(setting)} of {name}"
             named = {**facts.flag_of, "context": said}
             facts = dataclasses.replace(facts, context=tokens, flag_of=named)
     return config.with_values(engine_facts=facts)

@@ -60,8 +60,8 @@ def topology(c: Config) -> Iterator[str]:
             yield from pipeline(c)
             yield f"step      {order_of_step(group.config)}"
         yield from (f"sent      {line}" for line in sent_lines(groups))
-    for model, _, own in models_of(c):
-        yield _engines_line(own, model)
+    for engines in models_of(c):
+        yield _engines_line(engines.settings, engines.model)
     if trains and generates:
         where = "one after the other on the same devices" if c.cluster.colocate else "side by side"
         apart = (

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 
 from slime.config import FlagGroup
 from slime.config.fields import FALSE_WORDS, TRUE_WORDS, spelled
+from slime.records.errors import FlagError
 
 FLAG_OF = {
     "VIME_RL_KERNEL": "rlk_fast",
@@ -64,7 +65,7 @@ def from_environment(
         value = _mode(variable, text) if variable == "VIME_RL_KERNEL" else text
         before = added.get(name)
         if before is not None and before.values != [value] and "off" in (value, *before.values):
-            raise ValueError(f"{variable} must agree with {before.typed}, got {text}; unset one of them")
+            raise FlagError(variable, f"agree with {before.typed}", text, "unset one of them")
         added[name] = FlagGroup(variable, name, [value])
         remarks[name] = f"{variable}={text} is taken as {spelled(name)} {value}"
     _add_upstreams(groups, environ, added, remarks)
@@ -89,8 +90,11 @@ def _add_upstreams(
             if group is None:
                 added[name] = FlagGroup(variable, name, [value] if value else [])
             elif (said := MEANS.get(group.name) or " ".join(group.values)) != value:
-                raise ValueError(
-                    f"{variable}={mode} must agree with {group.typed}, got {said} and not {value}; unset one of them"
+                raise FlagError(
+                    f"{variable}={mode}",
+                    f"agree with {group.typed}",
+                    f"{said} and not {value}",
+                    "unset one of them",
                 )
         flags = " ".join(f"{spelled(name)} {value}".rstrip() for name, value in settings[mode].items())
         remarks[variable] = f"{variable}={mode} " + (f"is taken as {flags}" if flags else "has no effect")

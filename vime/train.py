@@ -51,7 +51,6 @@ from slime.waiting import Wait, said
 from vime.backends import make_pools
 from vime.members.control_socket import ControlSocket
 from vime.memory.failure import explained, full_host
-from vime.pool.apart import apart
 from vime.pool.process import tail
 from vime.run import interrupts, surroundings
 from vime.run.interrupts import by, catch_signals, exit_code
@@ -59,6 +58,7 @@ from vime.run.late_end import end_late
 from vime.run.lock import folders_of, lock_all
 from vime.run.prompts import with_data
 from vime.run.temporary import keep_ray_logs, make_folder, make_weights_folder, use_folder
+from vime.start.apart import apart
 from vime.start.checks import Inputs, check_run, lacks_gpu, read_inputs, weights_parent
 from vime.start.dry_reward import check_reward
 from vime.vllm.cpu.engine import WAIT_VARIABLE

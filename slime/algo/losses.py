@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from slime.config.peer_names import instead
+from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from slime.algo.token_columns import Losses, TokenColumns
@@ -95,9 +96,11 @@ def _rewards(c: Config, t: TokenColumns) -> Losses:
 def _no_tokens_ahead(c: Config) -> None:
     """ValueError for multi-token prediction: a model with a value head predicts no tokens."""
     if c.algorithm.enable_mtp_training:
-        raise ValueError(
-            f"--enable-mtp-training must be left out with --loss-type {c.algorithm.loss_type}, got both; a reward "
-            "model predicts no tokens"
+        raise FlagError(
+            "--enable-mtp-training",
+            f"be left out with --loss-type {c.algorithm.loss_type}",
+            "both",
+            "a reward model predicts no tokens",
         )
 
 
@@ -110,26 +113,32 @@ def check_responses(c: Config) -> None:
         return
     got = f"the default, {path}, which samples" if path == _DEFAULT_ROLLOUT else path
     if loss.pairs and path in (*SAMPLING_ROLLOUTS, SFT_ROLLOUT):
-        raise ValueError(
-            f"--rollout-function-path must make pairs with --loss-type {loss.name}, got {got}; give {loss.inputs}"
+        raise FlagError(
+            "--rollout-function-path", f"make pairs with --loss-type {loss.name}", got, f"give {loss.inputs}"
         )
     if not loss.pairs and path in (*SAMPLING_ROLLOUTS, PAIRS_ROLLOUT) and not sampled(c):
-        raise ValueError(
-            f"--rollout-function-path must give the responses of the data with --loss-type {loss.name}, got {got}; "
-            f"give {loss.inputs}, or a reward such as --rm-type that chooses among samples"
+        raise FlagError(
+            "--rollout-function-path",
+            f"give the responses of the data with --loss-type {loss.name}",
+            got,
+            f"give {loss.inputs}, or a reward such as --rm-type that chooses among samples",
         )
     if c.debug.debug_train_only:
         return
     if loss.head == "value":
-        raise ValueError(
-            f"--debug-train-only must be given with --loss-type {loss.name}, got none; a reward model has no engine: "
-            "add it"
+        raise FlagError(
+            "--debug-train-only",
+            f"be given with --loss-type {loss.name}",
+            "none",
+            "a reward model has no engine: add it",
         )
     engines = c.cluster.rollout_num_gpus is not None or c.rollout.rollout_external_engine_addrs
     if path in MASKED_ROLLOUTS and not engines:
-        raise ValueError(
-            f"--debug-train-only must be given with --loss-type {loss.name} and --rollout-function-path {path}, got "
-            "none; add it, as the responses are in the data, or --colocate for an evaluation that generates"
+        raise FlagError(
+            "--debug-train-only",
+            f"be given with --loss-type {loss.name} and --rollout-function-path {path}",
+            "none",
+            "add it, as the responses are in the data, or --colocate for an evaluation that generates",
         )
 
 
@@ -146,20 +155,24 @@ def _pairs_given(c: Config) -> None:
     """ValueError for flags that do not fit a loss that is a mean over pairs, with one pair per row."""
     kind = c.algorithm.loss_type
     if c.algorithm.calculate_per_token_loss:
-        raise ValueError(
-            f"--calculate-per-token-loss must be left out with --loss-type {kind}, got both; the loss is a mean over "
-            "pairs"
+        raise FlagError(
+            "--calculate-per-token-loss",
+            f"be left out with --loss-type {kind}",
+            "both",
+            "the loss is a mean over pairs",
         )
     if c.data.n_samples_per_prompt != 1:
-        raise ValueError(
-            f"--n-samples-per-prompt must be 1 with --loss-type {kind}, got {c.data.n_samples_per_prompt}; a row of "
-            "--prompt-data is one pair"
+        raise FlagError(
+            "--n-samples-per-prompt",
+            f"be 1 with --loss-type {kind}",
+            c.data.n_samples_per_prompt,
+            "a row of --prompt-data is one pair",
         )
 
 
 def _function_given(c: Config) -> None:
     if c.algorithm.custom_loss_function_path is None:
-        raise ValueError("--custom-loss-function-path must be given with --loss-type custom_loss, got none")
+        raise FlagError("--custom-loss-function-path", "be given with --loss-type custom_loss", "none")
 
 
 _DIVIDED = frozenset({"calculate_per_token_loss", "use_dr_grpo"})
@@ -214,9 +227,10 @@ LOSSES: dict[str, Loss] = {
 def loss_of(algorithm: AlgorithmConfig) -> Loss:
     """Returns the record that --loss-type names."""
     if algorithm.loss_type not in LOSSES:
-        raise ValueError(
-            f"--loss-type must be one of {', '.join(LOSSES)}, got {algorithm.loss_type}"
-            f"{instead('loss_type', algorithm.loss_type, LOSSES)}"
+        raise FlagError(
+            "--loss-type",
+            f"be one of {', '.join(LOSSES)}",
+            f"{algorithm.loss_type}{instead('loss_type', algorithm.loss_type, LOSSES)}",
         )
     return LOSSES[algorithm.loss_type]
 

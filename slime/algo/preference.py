@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid
 from slime.algo.importance import weighted
 from slime.algo.token_columns import Losses, TokenColumns
 from slime.config.sections.algorithm import AlgorithmConfig
+from slime.records.errors import FlagError
 
 
 def dpo_loss(algorithm: AlgorithmConfig, t: TokenColumns) -> Losses:
@@ -74,7 +75,9 @@ def require_pairs(preference: Tensor, sample_of_row: Tensor, count: int) -> None
     wanted = torch.ones_like(signs)
     wanted[1::2] = -1
     if count % 2 or not torch.equal(signs, wanted):
-        raise ValueError(
-            f"a micro-batch of pairs must have chosen and rejected samples in turn, got {signs.tolist()}; use "
-            "--rollout-function-path slime.rollout.sft_rollout.generate_pairs"
+        raise FlagError(
+            "a micro-batch of pairs",
+            "have chosen and rejected samples in turn",
+            signs.tolist(),
+            "use --rollout-function-path slime.rollout.sft_rollout.generate_pairs",
         )

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.records.errors import FlagError
+
 if TYPE_CHECKING:
     from slime.config.schema import Config
 
@@ -75,9 +77,11 @@ def released(directory: str | Path) -> Path | None:
         return None
     path = record.with_name(RELEASE)
     if not (path / INDEX).is_file():
-        raise ValueError(
-            f"{record} must stand beside {RELEASE}/ in the format torch_dist, got no {path / INDEX}; convert the model "
-            "again, or write it with `vime export --to torch_dist`"
+        raise FlagError(
+            record,
+            f"stand beside {RELEASE}/ in the format torch_dist",
+            f"no {path / INDEX}",
+            "convert the model again, or write it with `vime export --to torch_dist`",
         )
     return path
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slime.checkpoints.checkpoint_dir import COMPLETE, LATEST, existing
+from slime.records.errors import FlagError
 
 CHECKSUMS = "checksums.json"
 LOOK_S = 8.0
@@ -78,7 +79,7 @@ def read_sums(path: Path) -> dict[str, FileSum] | None:
             for name, values in json.loads(file.read_text(encoding="utf-8"))["files"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} must hold the checksums that --save wrote, got {error!r}") from error
+        raise FlagError(file, "hold the checksums that --save wrote", f"{error!r}") from error
 
 
 def damage(path: Path, sums: Mapping[str, FileSum], *, until: float | None = None) -> str | None:

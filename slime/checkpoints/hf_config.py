@@ -13,6 +13,7 @@ from slime.checkpoints.checkpoint_dir import HF_INDEX
 from slime.checkpoints.hub import is_hub_name
 from slime.models import family_for
 from slime.models.decoder import Hf
+from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,15 +74,13 @@ def read_config_json(checkpoint: str | Path) -> dict[str, Any]:
         what = f"did you mean {' or '.join(map(str, found[:_LISTED]))}?" if found else "check the path"
         if is_hub_name(str(checkpoint)):
             what = f"if that is a name on the Hugging Face hub: hf download {checkpoint} (vime train does so by itself)"
-        raise ValueError(f"--hf-checkpoint must be a directory with a config.json, got {checkpoint}; {what}")
+        raise FlagError("--hf-checkpoint", "be a directory with a config.json", checkpoint, what)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--hf-checkpoint must hold a valid config.json, got {path}: {error}") from error
+        raise FlagError("--hf-checkpoint", "hold a valid config.json", f"{path}: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(
-            f"--hf-checkpoint must hold a JSON object in config.json, got {type(content).__name__}"
-        )
+        raise FlagError("--hf-checkpoint", "hold a JSON object in config.json", type(content).__name__)
     return content
 
 
@@ -167,14 +166,17 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
                 for suffix, shape in expected.items():
                     got = list(tensors.get_slice(name).get_shape()) if name.endswith(suffix) else shape
                     if got != shape:
-                        raise ValueError(
-                            f"{name} in {file} must have shape {shape}, as config.json says, got {got}; "
-                            "the weights and the config of --hf-checkpoint are not of one model"
+                        raise FlagError(
+                            f"{name} in {file}",
+                            f"have shape {shape}, as config.json says",
+                            got,
+                            "the weights and the config of --hf-checkpoint are not of one model",
                         )
     if files and len(layers) != hf_config.get("num_hidden_layers"):
-        raise ValueError(
-            f"--hf-checkpoint must hold {hf_config.get('num_hidden_layers')} layers, as its config.json says, got "
-            f"{len(layers)} in {checkpoint}"
+        raise FlagError(
+            "--hf-checkpoint",
+            f"hold {hf_config.get('num_hidden_layers')} layers, as its config.json says",
+            f"{len(layers)} in {checkpoint}",
         )
 
 
@@ -184,9 +186,11 @@ def require_weight_files(checkpoint: str | Path) -> None:
     folder = Path(checkpoint)
     names = sorted(set((read_index(folder) or {}).values()))
     if names and not any((folder / name).exists() for name in names):
-        raise ValueError(
-            f"--hf-checkpoint must have the files that its index names, got none of {len(names)}, such as {names[0]}, "
-            f"in {folder}; download or copy the checkpoint again"
+        raise FlagError(
+            "--hf-checkpoint",
+            "have the files that its index names",
+            f"none of {len(names)}, such as {names[0]}, in {folder}",
+            "download or copy the checkpoint again",
         )
 
 
@@ -198,7 +202,7 @@ def largest_token_id(checkpoint: str) -> int | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"--hf-checkpoint must hold a valid tokenizer.json, got {path}: {error}") from error
+        raise FlagError("--hf-checkpoint", "hold a valid tokenizer.json", f"{path}: {error}") from error
     vocabulary = content.get("model", {}).get("vocab", {})
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     return max([*ids, *(token["id"] for token in content.get("added_tokens", []))], default=None)

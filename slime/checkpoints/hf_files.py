@@ -14,6 +14,7 @@ from torch import Tensor
 from slime.checkpoints.checkpoint_dir import HF_INDEX, HF_SINGLE
 from slime.checkpoints.hf_config import MAPPED_BYTES, OpenFile, Slices, open_weights, read_index, tensor_of
 from slime.models.slices import Stored, Where
+from slime.records.errors import FlagError
 
 
 class Files:
@@ -76,9 +77,7 @@ def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
         return {name: checkpoint_dir / file for name, file in index.items()}
     single = checkpoint_dir / HF_SINGLE
     if not single.is_file():
-        raise ValueError(
-            f"--hf-checkpoint must hold {HF_SINGLE} or {HF_INDEX}, got neither in {checkpoint_dir}"
-        )
+        raise FlagError("--hf-checkpoint", f"hold {HF_SINGLE} or {HF_INDEX}", f"neither in {checkpoint_dir}")
     with open_weights(single, "pt") as file:
         return dict.fromkeys(file.keys(), single)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from slime.records.errors import FlagError
+
 _NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
 """Patterns of the downloaded files: configuration, weights and tokenizer. Copies of the weights in other formats are
@@ -33,7 +35,9 @@ def local_checkpoint(name: str, flag: str, *, download: bool) -> str:
         if not download:
             return name
         reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{flag} must be a directory, or a model of the Hugging Face hub that can be downloaded, got {name} "
-            f"({reason}); check the path, or the name, the network and HF_HUB_OFFLINE"
+        raise FlagError(
+            flag,
+            "be a directory, or a model of the Hugging Face hub that can be downloaded",
+            f"{name} ({reason})",
+            "check the path, or the name, the network and HF_HUB_OFFLINE",
         ) from error

@@ -28,10 +28,12 @@ def log_path(config: Config, name: str) -> Path:
 
 class ActorError(RuntimeError):
     """Raised when a call of an actor fails. The message has the actor's name and the actor's error. `log` is the
-    actor's log file. `details` is the remote traceback, or Ray's report on a process that died."""
+    actor's log file. `details` is the remote traceback, or Ray's report on a process that died.
+    `died` is True if the process died."""
 
     def __init__(self, name: str, error: RayTaskError | RayActorError, log: Path) -> None:
         self.log, self.details = log, str(error)
+        self.died = not isinstance(error, RayTaskError)
         if isinstance(error, RayTaskError):
             said = with_place(f"{type(error.cause).__name__}: {error.cause}", self.details)
         else:

@@ -32,6 +32,7 @@ from slime.cluster.domains import arrange, blocks_of, first_straddling, split_do
 from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
 from slime.cluster.too_few import CORES_PER_CPU_DEVICE, each_takes, fewer, needed
 from slime.config import Config
+from slime.records.errors import FlagError
 from slime.roles.groups import groups_of, trainer_ranks
 from slime.roles.served import POLICY, served_models
 
@@ -337,17 +338,18 @@ def _require_one_domain(flag: str, size: int, domains: Sequence[Hashable]) -> No
         return
     counts = Counter(domains)
     group = Counter(domains[index * size : (index + 1) * size])
-    raise ValueError(
-        f"a tensor-parallel group of {size} GPUs ({flag}) must be inside one NVLink domain, got group {index} on "
-        f"{len(group)} domains ({' + '.join(map(str, group.values()))} GPUs), and this run has "
-        f"{' + '.join(map(str, counts.values()))} GPUs on its domains; give every domain a multiple of {size} GPUs, "
-        "lower the size, or set --nvlink-domain-size"
+    raise FlagError(
+        f"a tensor-parallel group of {size} GPUs ({flag})",
+        "be inside one NVLink domain",
+        f"group {index} on {len(group)} domains ({' + '.join(map(str, group.values()))} "
+        f"GPUs), and this run has {' + '.join(map(str, counts.values()))} GPUs on its domains",
+        f"give every domain a multiple of {size} GPUs, lower the size, or set --nvlink-domain-size",
     )
 
 
 def _size_flag(config: Config, model: str) -> str:
     flag = "--rollout-num-gpus-per-engine"
-    return next((one.own_flags.get(flag, flag) for one in served_models(config) if one.name == model), flag)
+    return next((one.spelling.of(flag) for one in served_models(config) if one.name == model), flag)
 
 
 def _require_nodes(placed: Placement, config: Config) -> None:
@@ -366,10 +368,12 @@ def _require_nodes(placed: Placement, config: Config) -> None:
             where = "on one node"
             if each < len(bundles):
                 where = f"{len(bundles) // each} whole nodes (--num-gpus-per-node {each})"
-            raise ValueError(
-                f"the GPUs of an engine ({_size_flag(config, name)} {len(bundles)}) must be {where}, got "
-                f"engine {index} with {on}; give every node a multiple of {each} GPUs of trainers and of engines, or "
-                "use smaller engines"
+            raise FlagError(
+                f"the GPUs of an engine ({_size_flag(config, name)} {len(bundles)})",
+                f"be {where}",
+                f"engine {index} with {on}",
+                f"give every node a multiple of {each} GPUs of trainers and of engines, or use "
+                "smaller engines",
             )
 
 

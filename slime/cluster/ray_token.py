@@ -16,6 +16,7 @@ from pathlib import Path
 
 from slime.config.child_environment import without_secrets
 from slime.peers.proof import strangers_at
+from slime.records.errors import FlagError
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _PROBE_TIMEOUT_S = 60
@@ -43,23 +44,29 @@ def check_token_file(path: Path) -> None:
     """Raises ValueError unless `path` is a token file that belongs to this user or root, and no other user can read
     it."""
     if not path.is_file():
-        raise ValueError(
-            f"the Ray token file must exist, got {path}; copy it from the head node, or make one with "
-            f"python -m slime.cluster.ray_token --make {path}"
+        raise FlagError(
+            "the Ray token file",
+            "exist",
+            path,
+            f"copy it from the head node, or make one with python -m slime.cluster.ray_token --make {path}",
         )
     status = path.stat()
     if status.st_uid not in (os.getuid(), 0):
-        raise ValueError(
-            f"the Ray token file must belong to this user or root, got {path} of user {status.st_uid}; make a new one"
+        raise FlagError(
+            "the Ray token file",
+            "belong to this user or root",
+            f"{path} of user {status.st_uid}",
+            "make a new one",
         )
     if mode := stat.S_IMODE(status.st_mode) & 0o077:
-        raise ValueError(
-            f"the Ray token file must be closed to group and others (mode 600), got {path} with mode "
-            f"{stat.S_IMODE(status.st_mode):o}, {mode:o} too much; chmod 600 {path}, and make a new token if "
-            "other users could read this one"
+        raise FlagError(
+            "the Ray token file",
+            "be closed to group and others (mode 600)",
+            f"{path} with mode {stat.S_IMODE(status.st_mode):o}, {mode:o} too much",
+            f"chmod 600 {path}, and make a new token if other users could read this one",
         )
     if not path.read_text(encoding="utf-8").strip():
-        raise ValueError(f"the Ray token file must hold a token, got the empty file {path}; remove it")
+        raise FlagError("the Ray token file", "hold a token", f"the empty file {path}", "remove it")
 
 
 def use_own_token(environ: MutableMapping[str, str]) -> None:
@@ -70,16 +77,16 @@ def use_own_token(environ: MutableMapping[str, str]) -> None:
 def use_given_token(environ: MutableMapping[str, str]) -> None:
     """Enables token mode if the user gave a token, in RAY_AUTH_TOKEN or in a file that passes `check_token_file`."""
     if environ.get(MODE, "token") != "token":
-        raise ValueError(
-            f"{MODE} must be token, got {environ[MODE]}; unset it, or give --allow-unauthenticated-ray"
-        )
+        raise FlagError(MODE, "be token", environ[MODE], "unset it, or give --allow-unauthenticated-ray")
     if not environ.get(TOKEN):
         path = Path(environ.get(TOKEN_PATH) or os.path.expanduser("~/.ray/auth_token"))
         if not environ.get(TOKEN_PATH) and not path.exists():
-            raise ValueError(
-                f"{TOKEN_PATH} must name the file with the token of the cluster at RAY_ADDRESS, got none; export "
-                f"{MODE}=token and {TOKEN_PATH} before `ray start` on every node (docs/several-hosts.md), or give "
-                "--allow-unauthenticated-ray"
+            raise FlagError(
+                TOKEN_PATH,
+                "name the file with the token of the cluster at RAY_ADDRESS",
+                "none",
+                f"export {MODE}=token and {TOKEN_PATH} before `ray start` on every node "
+                "(docs/several-hosts.md), or give --allow-unauthenticated-ray",
             )
         check_token_file(path)
     environ[MODE] = "token"
@@ -90,9 +97,11 @@ def require_own_server(gcs_address: str) -> None:
     token."""
     host, _, port = gcs_address.rpartition(":")
     if strangers := strangers_at(host.strip("[]"), int(port)):
-        raise ValueError(
-            f"the Ray cluster at {gcs_address} must belong to this user or root, got a process of user {strangers[0]}, "
-            "which would get the token; start the cluster as this user, or correct RAY_ADDRESS"
+        raise FlagError(
+            f"the Ray cluster at {gcs_address}",
+            "belong to this user or root",
+            f"a process of user {strangers[0]}, which would get the token",
+            "start the cluster as this user, or correct RAY_ADDRESS",
         )
 
 
@@ -106,9 +115,11 @@ def require_authentication(gcs_address: str) -> None:
     )
     answer = probe.stdout.strip()
     if answer == "admitted":
-        raise ValueError(
-            f"the Ray cluster at {gcs_address} must ask for a token, got one that admits anyone, who can then run code "
-            "on it; start it with a token (docs/several-hosts.md), or give --allow-unauthenticated-ray"
+        raise FlagError(
+            f"the Ray cluster at {gcs_address}",
+            "ask for a token",
+            "one that admits anyone, who can then run code on it",
+            "start it with a token (docs/several-hosts.md), or give --allow-unauthenticated-ray",
         )
     if answer != "refused":
         raise RuntimeError(

@@ -23,7 +23,7 @@ def needed(config: Config, of_policy: int) -> str:
     )
     shared = ", shared by --colocate" if config.cluster.colocate else ""
     frozen = "".join(
-        f", and {model.devices} of {model.name} ({model.own_flags['--rollout-num-gpus']})"
+        f", and {model.devices} of {model.name} ({model.spelling.of('--rollout-num-gpus')})"
         for model in served_models(config)
         if model.frozen
     )

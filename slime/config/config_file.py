@@ -23,6 +23,7 @@ import yaml
 
 from slime.config.fields import spelled
 from slime.config.peer_names import override_of
+from slime.records.errors import FlagError
 
 CONFIG = "config"
 
@@ -85,8 +86,8 @@ def split_argv(argv: Sequence[str]) -> list[FlagGroup]:
         elif groups:
             groups[-1].values.append(token)
         else:
-            raise ValueError(
-                f"arguments must start with a flag, got {token!r}; every option is spelled --name value"
+            raise FlagError(
+                "arguments", "start with a flag", f"{token!r}", "every option is spelled --name value"
             )
     return groups
 
@@ -103,11 +104,9 @@ def yaml_group(key: str, value: object, origin: str = "") -> FlagGroup:
         try:
             values = [json.dumps(value)]
         except (TypeError, ValueError) as error:  # ValueError: the value contains itself
-            raise ValueError(
-                f"{where} must be a mapping that JSON can hold, got {value}; quote its values"
-            ) from error
+            raise FlagError(where, "be a mapping that JSON can hold", value, "quote its values") from error
     elif any(v is None or isinstance(v, list | dict) for v in values):
-        raise ValueError(f"{where} must be a list of words or numbers, got {value}; write each entry as one")
+        raise FlagError(where, "be a list of words or numbers", value, "write each entry as one")
     return FlagGroup(spelled(name), name, [str(v) for v in values], origin)
 
 
@@ -122,7 +121,7 @@ def with_config_files(groups: Sequence[FlagGroup]) -> list[FlagGroup]:
     for group in groups:
         if group.name == CONFIG:
             if not group.values:
-                raise ValueError(f"{group.typed} must name a YAML file, got none; give its path")
+                raise FlagError(group.typed, "name a YAML file", "none", "give its path")
             layers += [read_config_file(Path(name), group.typed) for name in group.values]
     layers.append(own)
     merged: list[FlagGroup] = []
@@ -141,7 +140,7 @@ def read_config_file(path: Path, flag: str = "--config") -> list[FlagGroup]:
     """Returns the entries of a file in order, without null entries. Raises ValueError if the file is not a mapping of
     flags."""
     if not path.is_file():
-        raise ValueError(f"{flag} must name a YAML file that exists, got {path}; check the path")
+        raise FlagError(flag, "name a YAML file that exists", path, "check the path")
     try:
         loader = YamlLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
@@ -150,7 +149,7 @@ def read_config_file(path: Path, flag: str = "--config") -> list[FlagGroup]:
     if node is None:
         return []
     if not isinstance(node, yaml.MappingNode):
-        raise ValueError(f"{path} must be a mapping of flag: value, got a {node.tag.rpartition(':')[2]}")
+        raise FlagError(path, "be a mapping of flag: value", f"a {node.tag.rpartition(':')[2]}")
     return _entries(loader, node, path)
 
 
@@ -164,13 +163,17 @@ def _entries(loader: yaml.SafeLoader, node: yaml.MappingNode, path: Path) -> lis
             raise ValueError(f"{path}, line {line} must be valid YAML, got: {error}") from error
         group = yaml_group(str(key), "" if value is None else value, f"{path}, line {line}")
         if group.positive in lines:
-            raise ValueError(
-                f"{path}, line {line}: {key} must be given once, got it in line {lines[group.positive]}, too; "
-                "remove one of the two lines"
+            raise FlagError(
+                f"{path}, line {line}: {key}",
+                "be given once",
+                f"it in line {lines[group.positive]}, too",
+                "remove one of the two lines",
             )
         if group.name == CONFIG:
-            raise ValueError(
-                f"{path}, line {line}: {key} must not be in a file; give several --config on the command line"
+            raise FlagError(
+                f"{path}, line {line}: {key}",
+                "not be in a file",
+                advice="give several --config on the command line",
             )
         lines[group.positive] = line
         if value is not None:

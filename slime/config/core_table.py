@@ -17,6 +17,7 @@ from slime import megatron_versions
 from slime.config.fields import FlagSpec
 from slime.config.megatron_flags import CoreFlag, dtype_name, imported_core_flags, json_or_text
 from slime.config.ranges import COUNT_OR_ZERO
+from slime.records.errors import FlagError
 
 TABLE = Path(__file__).parent / "core_flags.json"
 """Path of the table, {version: {flag: row}}."""
@@ -70,9 +71,7 @@ def row_of(flag: CoreFlag) -> Row:
         "counts": spec.range is not None,
     }
     if flag_of(json.loads(json.dumps(row))) != flag:
-        raise ValueError(
-            f"a flag of megatron-core must be a row of {TABLE.name}, got {flag}; give rows more fields"
-        )
+        raise FlagError("a flag of megatron-core", f"be a row of {TABLE.name}", flag, "give rows more fields")
     return row
 
 

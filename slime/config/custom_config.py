@@ -13,6 +13,7 @@ from pathlib import Path
 from slime.config.config_file import YAML_ERRORS, FlagGroup
 from slime.config.fields import Values
 from slime.config.near_names import nearest
+from slime.records.errors import FlagError
 
 
 def custom_entries(groups: list[FlagGroup]) -> Values:
@@ -28,21 +29,19 @@ def custom_entries(groups: list[FlagGroup]) -> Values:
 
     path = Path(paths[-1][0]) if paths[-1] else Path()
     if not path.is_file():
-        raise ValueError(f"--custom-config-path must name a YAML file, got {path}; check the path")
+        raise FlagError("--custom-config-path", "name a YAML file", path, "check the path")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except YAML_ERRORS as error:
-        raise ValueError(f"--custom-config-path must be valid YAML, got {path}: {error}") from error
+        raise FlagError("--custom-config-path", "be valid YAML", f"{path}: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(
-            f"--custom-config-path must hold one mapping of flag: value, got {type(content).__name__}"
-        )
+        raise FlagError("--custom-config-path", "hold one mapping of flag: value", type(content).__name__)
     for key, value in content.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:  # ValueError: the value contains itself
-            raise ValueError(
-                f"--custom-config-path must hold values that JSON can hold, got {key}: {value}; quote the value"
+            raise FlagError(
+                "--custom-config-path", "hold values that JSON can hold", f"{key}: {value}", "quote the value"
             ) from error
     return {str(key).removeprefix("--").replace("-", "_"): value for key, value in content.items()}
 

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 from slime.config.peer_names import instead
 from slime.config.ranges import Range
+from slime.records.errors import FlagError
 
 Values: TypeAlias = dict[str, Any]
 """Field name -> value. Its section declares the types."""
@@ -97,9 +98,7 @@ class FlagSpec:
             found = [self._parse_one(v, typed) for v in values]
             return found[0] if self.bare and len(found) == 1 else found
         if len(values) != 1:
-            raise ValueError(
-                f"{typed} must be followed by one value, got {len(values)}: {' '.join(values) or 'none'}"
-            )
+            raise FlagError(typed, "be followed by one value", f"{len(values)}: {' '.join(values) or 'none'}")
         return self._parse_one(values[0], typed)
 
     def _parse_bool(self, values: list[str], typed: str) -> bool:
@@ -108,23 +107,24 @@ class FlagSpec:
             return True
         if word in FALSE_WORDS:
             return False
-        raise ValueError(f"{typed} must stand alone or be true or false, got {' '.join(values)!r}")
+        raise FlagError(typed, "stand alone or be true or false", f"{' '.join(values)!r}")
 
     def _parse_one(self, text: str, typed: str) -> object:
         try:
             value = json.loads(text) if self.kind is dict else self.kind(self.aliases.get(text, text))
         except ValueError as error:
             wanted = "a JSON object" if self.kind is dict else f"of type {self.kind.__name__}"
-            raise ValueError(f"{typed} must be {wanted}, got {text!r}") from error
+            raise FlagError(typed, f"be {wanted}", f"{text!r}") from error
         if self.kind is dict and not isinstance(value, dict):
-            raise ValueError(f"{typed} must be a JSON object, got {text!r}")
+            raise FlagError(typed, "be a JSON object", f"{text!r}")
         if self.choices and value not in self.choices:
-            raise ValueError(
-                f"{typed} must be one of {', '.join(map(str, self.choices))}, got {value}"
-                f"{instead(self.name, value, self.choices)}"
+            raise FlagError(
+                typed,
+                f"be one of {', '.join(map(str, self.choices))}",
+                f"{value}{instead(self.name, value, self.choices)}",
             )
         if self.range and (rule := self.range.problem(typing.cast(float, value))):
-            raise ValueError(f"{typed} must {rule}, got {value}")
+            raise FlagError(typed, rule, value)
         return value
 
 

@@ -16,6 +16,7 @@ from slime.config.fields import spelled
 from slime.config.foreign_rewards import description, expression
 from slime.config.schema import Config
 from slime.hooks import load_function
+from slime.records.errors import FlagError
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,12 @@ def check_call(
     trainer. The keys are the columns of its prompts and labels.
     """
     if inspect.isclass(function) and not call.may_be_class:
-        raise ValueError(
-            f"{flag} must name a function, got the class {path}; name a function of the module that makes an object of "
-            "the class, or set a name of the module to such an object"
+        raise FlagError(
+            flag,
+            "name a function",
+            f"the class {path}",
+            "name a function of the module that makes an object of the class, or set a name of "
+            "the module to such an object",
         )
     parameters = _parameters(function)
     if parameters is None:
@@ -142,20 +146,27 @@ def check_call(
     if other is not None:
         columns = {input_key or "": "sample.prompt", label_key or "": "sample.label"}
         columns.pop("", None)
-        raise ValueError(
-            f"{flag} must name a function that is called as f(args, sample) -> float | dict, got {shown}, which "
-            f"{other}; give a function of this project's form that returns {expression(function, parameters, columns)}"
+        raise FlagError(
+            flag,
+            "name a function that is called as f(args, sample) -> float | dict",
+            f"{shown}, which {other}",
+            "give a function of this project's form that returns "
+            f"{expression(function, parameters, columns)}",
         )
     problem = _misfit(parameters, call)
     if problem is not None:
-        raise ValueError(
-            f"{flag} must name a function that can be called as f{call.shown}, got {shown}: {problem}; change its "
-            "parameters (docs/hooks.md)"
+        raise FlagError(
+            flag,
+            f"name a function that can be called as f{call.shown}",
+            f"{shown}: {problem}",
+            "change its parameters (docs/hooks.md)",
         )
     if inspect.iscoroutinefunction(function) and not call.may_wait:
-        raise ValueError(
-            f"{flag} must name a plain function, got the async function {shown}, whose result nobody awaits; take the "
-            "word async away"
+        raise FlagError(
+            flag,
+            "name a plain function",
+            f"the async function {shown}, whose result nobody awaits",
+            "take the word async away",
         )
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from slime import extras
 from slime.config.fields import FlagSpec, spelled
 from slime.config.ranges import COUNT, COUNT_OR_ZERO
+from slime.records.errors import FlagError
 
 
 def layer_pattern(text: str) -> int | list[int]:
@@ -123,7 +124,7 @@ class Historical:
         if self.spec is not None:
             return self.spec.parse(values, typed)
         if values:
-            raise ValueError(f"{typed} must stand alone, got {' '.join(values)!r}")
+            raise FlagError(typed, "stand alone", f"{' '.join(values)!r}")
         return self.value
 
 
@@ -207,9 +208,11 @@ def core_config_classes() -> tuple[type, ...]:
             from megatron.core.optimizer import OptimizerConfig
             from megatron.core.transformer.transformer_config import TransformerConfig
     except ImportError as error:
-        raise ValueError(
-            f"megatron-core must be installed to check Megatron flags, got {error}; install the extra: "
-            f"{extras.install()}"
+        raise FlagError(
+            "megatron-core",
+            "be installed to check Megatron flags",
+            error,
+            f"install the extra: {extras.install()}",
         ) from error
     return TransformerConfig, OptimizerConfig, DistributedDataParallelConfig
 

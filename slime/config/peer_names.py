@@ -14,6 +14,7 @@ from slime.config.near_names import nearest
 from slime.config.peer_rows import OTHERS, TRL, VALUES, VERL, Row
 from slime.config.peer_trl import OTHERS_ROWS, TRL_ROWS
 from slime.config.peer_verl import VERL_ROWS, VERL_SECTIONS
+from slime.records.errors import FlagError, UnknownFlag
 
 PAGES = {TRL: "docs/from-trl.md", VERL: "docs/from-verl.md"}
 """Documentation page by program."""
@@ -139,13 +140,14 @@ class PeerSetting:
     entry: PeerName | None = None
     """Entry of the setting. It is None for a setting of verl that no table has."""
 
-    def problem(self) -> str:
+    def problem(self) -> UnknownFlag:
         """Returns the error of this setting."""
         if self.entry is None:
             answer = f"it is spelled as a setting of verl, and no flag is known for it: {self._search()}"
         else:
             answer = self.entry.answer(self.value)
-        return f"{self.origin}{self.origin and ': '}{self.typed} is not a known flag; {answer}"
+        prefix = f"{self.origin}: " if self.origin else ""
+        return UnknownFlag(self.typed, "a known flag", advice=f"; {answer}", prefix=prefix)
 
     def line(self, width: int) -> str:
         """Returns its line in a table of settings."""
@@ -192,15 +194,17 @@ def peer_settings(
 def check_peers(found: Sequence[PeerSetting]) -> None:
     """Raises ValueError for other programs' settings: a sentence for one setting, a table for several."""
     if len(found) == 1:
-        raise ValueError(found[0].problem())
+        raise found[0].problem()
     if found:
         programs = {each.entry.program if each.entry else VERL for each in found}
         pages = [PAGES[program] for program in PAGES if program in programs]
         width = max(len(each.yours()) for each in found)
         lines = "".join(f"\n       {each.line(width)}" for each in found)
-        raise ValueError(
-            f"{len(found)} settings of other trainers must be flags of vime, got the left column; give the right one"
-            f"{' (' + ', '.join(pages) + ')' if pages else ''}:{lines}"
+        raise FlagError(
+            f"{len(found)} settings of other trainers",
+            "be flags of vime",
+            "the left column",
+            f"give the right one{' (' + ', '.join(pages) + ')' if pages else ''}:{lines}",
         )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from slime.records.errors import FlagError
+
 T = TypeVar("T")
-_FLAG = re.compile(r"--[a-z][\w-]*")
 
 
 def given(value: T | None) -> T:
@@ -20,18 +20,47 @@ def given(value: T | None) -> T:
     return value
 
 
+class ProblemsError(ValueError):
+    """Several problems in one report, with one per line."""
+
+    def __init__(self, problems: tuple[ValueError, ...]) -> None:
+        self.problems = problems
+        lines = [f"  {number}. {problem}" for number, problem in enumerate(problems, start=1)]
+        super().__init__("\n".join([f"{len(problems)} problems:", *lines]))
+
+    def __reduce__(self) -> tuple[type[ProblemsError], tuple[tuple[ValueError, ...]]]:
+        return ProblemsError, (self.problems,)
+
+
+def problems_of(error: ValueError) -> tuple[ValueError, ...]:
+    """The problems of a report, or the error alone."""
+    return error.problems if isinstance(error, ProblemsError) else (error,)
+
+
+def renamed(error: ValueError, spelling: Callable[[str], str]) -> ValueError:
+    """The error, or each problem of a report, with its flags as `spelling` returns them."""
+    if isinstance(error, ProblemsError):
+        return ProblemsError(tuple(renamed(problem, spelling) for problem in error.problems))
+    return error.renamed(spelling) if isinstance(error, FlagError) else error
+
+
+def with_prefix(error: ValueError, prefix: str) -> ValueError:
+    """The error with `prefix` before its text."""
+    return error.after(prefix) if isinstance(error, FlagError) else ValueError(f"{prefix}{error}")
+
+
 class Problems:
     """Collects the ValueErrors of independent checks. `report` raises them together.
 
     Checks run in stages. A problem that names a flag of an earlier stage's problem is left out, because the earlier
     problem may be its cause. For example, an unknown `--rolout-batch-size` also leaves `--rollout-batch-size` without a
-    value.
+    value. The flags of a problem are those of a `FlagError`. Another ValueError has none.
     """
 
     def __init__(self) -> None:
-        self._found: list[str] = []
+        self._found: list[ValueError] = []
         self._named: set[str] = set()
-        self._with_causes: set[str] = set()
+        self._with_causes: set[ValueError] = set()
 
     def check(
         self, rule: Callable[..., T], *args: object, origin: str = "", causes: Iterable[str] = ()
@@ -44,34 +73,37 @@ class Problems:
         try:
             return rule(*args)
         except ValueError as error:
-            texts = getattr(error, "problems", [str(error)])
-            self.add(*texts, origin=origin)
+            added = self.add(*problems_of(error), origin=origin)
             if causes:
                 self._named.update(causes)
-                self._with_causes.update(texts)
+                self._with_causes.update(added)
         except (TypeError, ArithmeticError, AssertionError):
             # An earlier problem left a value out or left it 0. Without an earlier problem, this is a bug.
             if not self._found:
                 raise
         return None
 
-    def add(self, *texts: str, origin: str = "") -> None:
-        for text in texts:
-            if not set(_FLAG.findall(text)) & self._named:
-                self._found.append(f"{origin}: {text}" if origin else text)
+    def add(self, *problems: ValueError, origin: str = "") -> list[ValueError]:
+        """Collect problems. Returns those that no earlier problem may have caused, as they are reported."""
+        added = [problem for problem in problems if not _flags(problem) & self._named]
+        if origin:
+            added = [with_prefix(problem, f"{origin}: ") for problem in added]
+        self._found += added
+        return added
 
     def next_stage(self) -> None:
         """Ends a stage: the problems so far may cause later problems with the same flags."""
-        texts = (text for text in self._found if text not in self._with_causes)
-        self._named.update(flag for text in texts for flag in _FLAG.findall(text))
+        for problem in self._found:
+            if problem not in self._with_causes:
+                self._named |= _flags(problem)
 
     def report(self) -> None:
-        """Raises ValueError if problems exist, with one problem per line. The text of a single problem stays
-        unchanged."""
-        texts = list(dict.fromkeys(self._found))
-        if not texts:
-            return
-        lines = [f"  {number}. {text}" for number, text in enumerate(texts, start=1)]
-        error = ValueError(texts[0] if len(texts) == 1 else "\n".join([f"{len(texts)} problems:", *lines]))
-        error.problems = texts  # type: ignore[attr-defined]
-        raise error
+        """Raises ValueError if there are problems: the only one as it is, or ProblemsError."""
+        by_text = {str(problem): problem for problem in reversed(self._found)}
+        found = tuple(by_text[text] for text in dict.fromkeys(map(str, self._found)))
+        if found:
+            raise found[0] if len(found) == 1 else ProblemsError(found)
+
+
+def _flags(problem: ValueError) -> frozenset[str]:
+    return problem.flags if isinstance(problem, FlagError) else frozenset()

@@ -38,6 +38,7 @@ from slime.config.sections.sessions import SessionsConfig
 from slime.config.sections.train import TrainConfig
 from slime.config.sections.weight_update import WeightUpdateConfig
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
+from slime.records.errors import FlagError
 
 S = TypeVar("S")
 
@@ -192,7 +193,7 @@ class Config:
     def rollouts(self) -> int:
         """Value of --num-rollout. With --num-epoch, it is set only after `with_values(num_rollout=...)`."""
         if self.data.num_rollout is None:
-            raise ValueError("num_rollout must be known to count the steps, got None; read the data first")
+            raise FlagError("num_rollout", "be known to count the steps", "None", "read the data first")
         return self.data.num_rollout
 
     @property
@@ -251,9 +252,7 @@ class Config:
             sections = {name: SECTIONS[name](**data[name]) for name in SECTIONS}
             return cls(**sections, notes=tuple(data.get("notes", ())))
         except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"saved configuration must have the fields of this version, got {error}"
-            ) from error
+            raise FlagError("saved configuration", "have the fields of this version", error) from error
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
         """Writes `to_dict` as JSON in one atomic step, without secrets (`mask_secrets`). (`config.save` is --save.)"""

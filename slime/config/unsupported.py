@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import FlagSpec, spelled
+from slime.records.errors import FlagError
 
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
@@ -125,6 +126,4 @@ def check_unsupported(name: str, entry: Unsupported, values: list[str], typed: s
         default = (
             "left out" if entry.default is None or entry.default is False else f"left at {entry.default}"
         )
-        raise ValueError(
-            f"{typed} must be {default} in this version, got {' '.join(values) or spelled(name)}; {entry.why}"
-        )
+        raise FlagError(typed, f"be {default} in this version", " ".join(values) or spelled(name), entry.why)

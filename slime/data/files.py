@@ -24,6 +24,7 @@ from slime import bridges
 from slime.bridges.datasets import LOCK
 from slime.data.formats.other import require_commas, what_to_do
 from slime.disk_space import Room
+from slime.records.errors import FlagError
 from slime.types import Json
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ _ROWS_PER_BATCH = 100_000
 
 Row: TypeAlias = dict[str, Any]
 """A row of a prompt file: maps a column to its value."""
+_ONE_KIND = "name one file, or move the others"
+_SOURCE = "name a file, a folder or a dataset NAME[:CONFIG[:SPLIT]] of the Hugging Face hub"
 _LONGEST_FIELD = 2**31 - 1
 """Longest field of a CSV file in characters. Python's own limit of 131,072 is too small for a long prompt."""
 
@@ -158,17 +161,15 @@ def find_source(spec: str, flag: str = "--prompt-data") -> FileSource:
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
         if len(suffixes := sorted({p.suffix for p in found})) != 1:
-            raise ValueError(
-                f"{flag} must name a folder with files of one kind of {kinds}, got {', '.join(suffixes) or 'none'} "
-                f"in {path}; name one file, or move the others"
-            )
+            got = f"{', '.join(suffixes) or 'none'} in {path}"
+            raise FlagError(flag, f"name a folder with files of one kind of {kinds}", got, _ONE_KIND)
         return FileSource(name, tuple(found), flag, part)
     if path.suffix not in SUFFIXES and not path.exists() and _HUB.match(name):
         return FileSource(name, (), flag, part)
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{flag} must be a file of kind {kinds}, got {path}; to read it, {what_to_do(path)}")
+        raise FlagError(flag, f"be a file of kind {kinds}", path, f"to read it, {what_to_do(path)}")
     if not path.is_file():
-        raise ValueError(f"{flag} must name an existing file, got {path}; check the path")
+        raise FlagError(flag, "name an existing file", path, "check the path")
     return FileSource(name, (path,), flag, part)
 
 
@@ -297,15 +298,15 @@ def _from_hub(source: FileSource) -> Dataset:
         table: Dataset = load_dataset(name, config, split=split or "train")
         return table
     except ConnectionError as error:
-        raise ValueError(
-            f"{source.flag} must name a file, a folder or a dataset NAME[:CONFIG[:SPLIT]] of the Hugging Face hub, got "
-            f"{source.name}, which is no file, and the hub does not answer ({error}); check the path, or the network "
-            "and HF_HUB_OFFLINE"
+        raise FlagError(
+            source.flag,
+            _SOURCE,
+            f"{source.name}, which is no file, and the hub does not answer ({error})",
+            "check the path, or the network and HF_HUB_OFFLINE",
         ) from error
     except (DatasetNotFoundError, ValueError) as error:
-        raise ValueError(
-            f"{source.flag} must name a file, a folder or a dataset NAME[:CONFIG[:SPLIT]] of the Hugging Face hub, got "
-            f"{source.name} ({error}); check the name, or log in"
+        raise FlagError(
+            source.flag, _SOURCE, f"{source.name} ({error})", "check the name, or log in"
         ) from error
 
 

@@ -25,13 +25,13 @@ from slime.data.limits.conversations import Masks
 from slime.data.openings import warn_of_rows
 from slime.data.rows import (
     Columns,
-    prompt_lengths,
     render_chat,
     rendered,
     require_conversation,
     to_prompt,
 )
-from slime.data.tokenizer import tokenizer_identity
+from slime.data.tokenizer import prompt_lengths, tokenizer_identity
+from slime.records.errors import FlagError
 from slime.types import Metadata, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -183,9 +183,7 @@ def load_prompts(
     with _unicode(table, source, part):
         rows, sizes, lists, lengths = _checked(table, part, check, key, slow=masks is not None)
     if not len(rows):
-        raise ValueError(
-            f"{flag} must hold at least one prompt, got none in {path}; check the file and its slice"
-        )
+        raise FlagError(flag, "hold at least one prompt", f"none in {path}", "check the file and its slice")
     prompts = Prompts(table, source, columns, template, rows, len(whole) - len(part))
     warn_of_rows(prompts.first(_LOOKED_AT), columns, tokenizer)
     if max_prompt_len is not None:
@@ -221,9 +219,12 @@ def _fits(lengths: np.ndarray, max_prompt_len: int, path: str, limit_flag: str) 
             *(len(lengths) - few, len(lengths), path, limit_flag, max_prompt_len, lengths.max()),
         )
     if not few:
-        raise ValueError(
-            f"{limit_flag} must leave at least one prompt, got {max_prompt_len} while the shortest of "
-            f"{len(lengths)} prompts in {path} has {lengths.min()} tokens; raise the limit"
+        raise FlagError(
+            limit_flag,
+            "leave at least one prompt",
+            f"{max_prompt_len} while the shortest of {len(lengths)} prompts in {path} has "
+            f"{lengths.min()} tokens",
+            "raise the limit",
         )
     return kept
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.data.files import Place, Row, parse_json, read_table
-from slime.data.tokenizer import opened, opening_ids
 from slime.loss_mask import tool_rule, tool_schemas
+from slime.records.errors import FlagError, StatedError
 from slime.types import Message, Metadata, Prompt, Tools
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TEXTS_AT_A_TIME = 1024
 _LOOKED_AT = 8
 """Number of first rows of a table that are searched for a column which a row lacks."""
 _NAME = re.compile(r"[\w./:-]+")
@@ -90,9 +89,11 @@ def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTok
     if isinstance(text, list):
         text = [_message(entry, columns.input_key, where) for entry in text]
     elif not isinstance(text, str):
-        raise ValueError(
-            f"{where}: column {columns.input_key!r} must be a string or a list of messages, "
-            f"got {type(text).__name__}; check --input-key"
+        raise FlagError(
+            f"{where}: column {columns.input_key!r}",
+            "be a string or a list of messages",
+            type(text).__name__,
+            "check --input-key",
         )
     label = None if columns.label_key is None else _label(row, columns.label_key, where)
     own = _parsed(row.get(columns.metadata_key) or {}, dict, columns.metadata_key, "--metadata-key", where)
@@ -144,8 +145,8 @@ def _column(row: Row, key: str, flag: str, where: Place) -> object:
         problem = "is empty" if key in row else "is missing"
         remedy = "fix the line, as other rows have it, or " if _others_have(key, where) else ""
         got = sorted(map(str, row))
-        raise ValueError(
-            f"{where}: column {key!r} {problem}, got columns {got}; {remedy}set {flag}{_near(key, row)}"
+        raise StatedError(
+            f"{where}: column {key!r}", problem, f"columns {got}", f"{remedy}set {flag}{_near(key, row)}"
         )
     return value
 
@@ -172,8 +173,8 @@ def _label(row: Row, key: str, where: Place) -> object:
     if (isinstance(label, str) and not label.strip()) or (
         isinstance(label, float) and not math.isfinite(label)
     ):
-        raise ValueError(
-            f"{where}: column {key!r} must hold a label, got {label!r}; fix the line, or set --label-key"
+        raise FlagError(
+            f"{where}: column {key!r}", "hold a label", f"{label!r}", "fix the line, or set --label-key"
         )
     return label
 
@@ -288,9 +289,11 @@ def _messages(value: object, role: str, key: str, where: Place) -> list[Message]
 def require_conversation(text: str | list[Message], key: str, where: Place) -> None:
     """ValueError unless a row of SFT has chat messages with an assistant's turn to train on."""
     if not isinstance(text, list):
-        raise ValueError(
-            f"{where}: column {key!r} must hold chat messages for SFT, got text; set --input-key, and leave "
-            "--apply-chat-template off"
+        raise FlagError(
+            f"{where}: column {key!r}",
+            "hold chat messages for SFT",
+            "text",
+            "set --input-key, and leave --apply-chat-template off",
         )
     turns = [message for message in text if message["role"] == "assistant"]
     if text[0]["role"] == "assistant" or not any(turn.get("step_loss_mask", 1) for turn in turns):
@@ -316,12 +319,12 @@ def _parsed(value: object, kind: type[T], key: str, flag: str, where: Place) -> 
         try:
             value = parse_json(value)
         except ValueError as error:
-            raise ValueError(
-                f"{where}: column {key!r} must be JSON, got {value!r:.80} ({error}); set {flag}"
+            raise FlagError(
+                f"{where}: column {key!r}", "be JSON", f"{value!r:.80} ({error})", f"set {flag}"
             ) from error
     if not isinstance(value, kind):
         want = "an object" if kind is dict else "a list"
-        raise ValueError(f"{where}: column {key!r} must be {want}, got {type(value).__name__}; set {flag}")
+        raise FlagError(f"{where}: column {key!r}", f"be {want}", type(value).__name__, f"set {flag}")
     return value
 
 
@@ -383,18 +386,9 @@ def rendered(
     try:
         return render_chat(messages, tokenizer, template_kwargs, tools)
     except Exception as error:  # border: a chat template is a program of the model's author
-        raise ValueError(
-            f"{where}: the chat template must be able to render the prompt, got {type(error).__name__}: {error}; "
-            "fix the line, or check the tokenizer's chat template and --apply-chat-template-kwargs"
+        raise FlagError(
+            f"{where}: the chat template",
+            "be able to render the prompt",
+            f"{type(error).__name__}: {error}",
+            "fix the line, or check the tokenizer's chat template and --apply-chat-template-kwargs",
         ) from error
-
-
-def prompt_lengths(texts: list[str], raw: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the number of tokens per text. `raw` is true for a text without a chat template, which gets a BOS."""
-    opening = opening_ids(tokenizer)
-    lengths: list[int] = []
-    for start in range(0, len(texts), _TEXTS_AT_A_TIME):
-        ids = tokenizer(texts[start : start + _TEXTS_AT_A_TIME], add_special_tokens=False)["input_ids"]
-        some = raw[start : start + _TEXTS_AT_A_TIME]
-        lengths += [len(opened(row, opening) if plain else row) for row, plain in zip(ids, some, strict=True)]
-    return lengths

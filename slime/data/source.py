@@ -27,6 +27,7 @@ from slime.data.prompts import LabelCheck, Prompts, load_prompts
 from slime.data.rows import Columns, require_template_reads
 from slime.data.tokenizer import load_tokenizer
 from slime.hooks import load_function
+from slime.records.errors import FlagError
 from slime.types import Prompt, Sample, SampleGroup
 
 if TYPE_CHECKING:
@@ -102,9 +103,11 @@ class PromptDataSource:
         """The next `num_groups` groups. Groups from the buffer come first, with the tokens that they have."""
         groups = list(self._buffer_filter(self.args, None, self.buffer, num_groups)) if self.buffer else []
         if len(groups) > num_groups:
-            raise ValueError(
-                f"--buffer-filter-path must return at most the {num_groups} groups asked for, "
-                f"got {len(groups)}; leave the rest in the buffer"
+            raise FlagError(
+                "--buffer-filter-path",
+                f"return at most the {num_groups} groups asked for",
+                len(groups),
+                "leave the rest in the buffer",
             )
         return groups + [self._next_group() for _ in range(num_groups - len(groups))]
 
@@ -117,10 +120,11 @@ class PromptDataSource:
         """Put groups back. Each group must have `--n-samples-per-prompt` samples."""
         for group in groups:
             if len(group) != self.args.n_samples_per_prompt:
-                raise ValueError(
-                    "a group in the buffer must have --n-samples-per-prompt "
-                    f"{self.args.n_samples_per_prompt} "
-                    f"samples, got {len(group)}; return whole groups"
+                raise FlagError(
+                    "a group in the buffer",
+                    f"have --n-samples-per-prompt {self.args.n_samples_per_prompt} samples",
+                    len(group),
+                    "return whole groups",
                 )
         self.buffer.extend(groups)
 
@@ -162,9 +166,11 @@ class PromptDataSource:
         }
         for key, name in names.items():
             if state.get(key) != now.get(key):
-                raise ValueError(
-                    f"{name} must be what {where} was written with ({state.get(key)}), got {now.get(key)}; "
-                    "restore it, or start the data anew with --start-rollout-id 0 and another --save"
+                raise FlagError(
+                    name,
+                    f"be what {where} was written with ({state.get(key)})",
+                    now.get(key),
+                    "restore it, or start the data anew with --start-rollout-id 0 and another --save",
                 )
         epoch, position = state["epoch"], state["position"]
         saved = state.get("orders", [[epoch, position, epoch * len(self) + position]])
@@ -203,9 +209,12 @@ class PromptDataSource:
             self.load_state_dict(self._of_slime(slime), where=str(slime))
             return
         if not path.is_file():
-            raise ValueError(
-                f"--load must hold the data position of rollout {rollout_id}, got no {path}; "
-                "resume another checkpoint, or start the data anew with --start-rollout-id 0 and another --save"
+            raise FlagError(
+                "--load",
+                f"hold the data position of rollout {rollout_id}",
+                f"no {path}",
+                "resume another checkpoint, or start the data anew with --start-rollout-id 0 and "
+                "another --save",
             )
         self.load_state_dict(read_state(path), where=str(path))
 
@@ -217,20 +226,26 @@ class PromptDataSource:
             saved = torch.load(path, map_location="cpu", weights_only=True)  # ok: tensors and numbers only
             epoch, position, index = (saved[name] for name in ("epoch_id", "sample_offset", "sample_index"))
         except Exception as error:  # border: damaged files raise any error
-            raise ValueError(
-                f"{path} must hold the data position that slime saved, got {type(error).__name__}: {error}; restore "
-                "it, or start the data anew with --start-rollout-id 0 and another --save"
+            raise FlagError(
+                path,
+                "hold the data position that slime saved",
+                f"{type(error).__name__}: {error}",
+                "restore it, or start the data anew with --start-rollout-id 0 and another --save",
             ) from error
         if len(self.orders) > 1:
-            raise ValueError(
-                f"--prompt-data must be one data set to continue {path}, got {len(self.orders)}; start the data anew "
-                "with --start-rollout-id 0 and another --save"
+            raise FlagError(
+                "--prompt-data",
+                f"be one data set to continue {path}",
+                len(self.orders),
+                "start the data anew with --start-rollout-id 0 and another --save",
             )
         groups = saved.get("sample_group_index", index // self.args.n_samples_per_prompt)
         if not position <= len(self.prompts):
-            raise ValueError(
-                f"--prompt-data must have at least the {position} prompts that {path} has seen, got "
-                f"{len(self.prompts)}; restore it, or start the data anew with --start-rollout-id 0 and another --save"
+            raise FlagError(
+                "--prompt-data",
+                f"have at least the {position} prompts that {path} has seen",
+                len(self.prompts),
+                "restore it, or start the data anew with --start-rollout-id 0 and another --save",
             )
         seen = {"epoch": epoch, "position": position, "next_group_index": groups, "next_index": index}
         return {**self.state_dict(), **seen, "buffer": []}
@@ -259,8 +274,8 @@ class PromptDataSource:
         if not self.prompts and section_of(DataConfig, self.args).disable_rollout_global_dataset:
             return Prompt(text=""), None
         if not self.prompts:
-            raise ValueError(
-                "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
+            raise FlagError(
+                "--prompt-data", "name a prompt file", "none", "or pass --disable-rollout-global-dataset"
             )
         number, rates = self.mixture.next(), self.pass_rates
         start, order = self.prompts.starts[number], self.orders[number]
@@ -288,8 +303,8 @@ def load_training_prompts(
     `most_bytes`: see `load_prompts`. Without --hf-checkpoint, no prompt is rendered or counted."""
     data, checkpoint = c.data, c.rollout.hf_checkpoint
     if not data.prompt_data:
-        raise ValueError(
-            "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
+        raise FlagError(
+            "--prompt-data", "name a prompt file", "none", "or pass --disable-rollout-global-dataset"
         )
     masked = c.rollout.rollout_function_path in MASKED_ROLLOUTS
     of_prompt, of_context = c.rollout.rollout_max_prompt_len, c.rollout.rollout_max_context_len

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.records.errors import FlagError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -71,9 +73,7 @@ def load_tokenizer(
     """
     path = Path(name_or_path)
     if not path.exists() and (path.is_absolute() or str(name_or_path).startswith(".")):
-        raise ValueError(
-            f"--hf-checkpoint must name an existing directory, got {name_or_path}; check the path"
-        )
+        raise FlagError("--hf-checkpoint", "name an existing directory", name_or_path, "check the path")
     try:
         tokenizer: PreTrainedTokenizerBase = _tokenizer_class(path).from_pretrained(
             str(name_or_path),
@@ -113,3 +113,17 @@ def _tokenizer_class(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
+
+
+_TEXTS_AT_A_TIME = 1024
+
+
+def prompt_lengths(texts: list[str], raw: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Number of tokens of each text. `raw`: no chat template made the text, so it gets the tokenizer's BOS."""
+    opening = opening_ids(tokenizer)
+    lengths: list[int] = []
+    for start in range(0, len(texts), _TEXTS_AT_A_TIME):
+        ids = tokenizer(texts[start : start + _TEXTS_AT_A_TIME], add_special_tokens=False)["input_ids"]
+        some = raw[start : start + _TEXTS_AT_A_TIME]
+        lengths += [len(opened(row, opening) if plain else row) for row, plain in zip(ids, some, strict=True)]
+    return lengths

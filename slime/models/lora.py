@@ -18,6 +18,7 @@ from slime.config import Config
 from slime.models.decoder import Hf
 from slime.models.family import Family
 from slime.models.layouts import Row
+from slime.records.errors import FlagError
 
 ALL = "all-linear"
 PREFIX = "adapters."
@@ -104,14 +105,18 @@ class Lora:
         known = sorted({module.rpartition(".")[2] for module in modules})
         for target in self.targets:
             if target != ALL and not any(m == target or m.endswith(f".{target}") for m in modules):
-                raise ValueError(
-                    f"--target-modules must name modules of the model, got {target}, which matches none; it has "
-                    f"{', '.join(known)}"
+                raise FlagError(
+                    "--target-modules",
+                    "name modules of the model",
+                    f"{target}, which matches none",
+                    f"it has {', '.join(known)}",
                 )
             if target == ALL and len(self.targets) > 1:
-                raise ValueError(
-                    f"--target-modules must be {ALL} alone or names, got {' '.join(self.targets)}; leave out one of "
-                    "both"
+                raise FlagError(
+                    "--target-modules",
+                    f"be {ALL} alone or names",
+                    " ".join(self.targets),
+                    "leave out one of both",
                 )
 
     def peft(self, base: str, modules: Iterable[str]) -> dict[str, Any]:
@@ -171,17 +176,22 @@ def read_peft(directory: str | Path) -> tuple[Lora, str | None]:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--lora-load must name a PEFT directory with {CONFIG_FILE}, got {directory}: {error}; check the path"
+        raise FlagError(
+            "--lora-load",
+            f"name a PEFT directory with {CONFIG_FILE}",
+            f"{directory}: {error}",
+            "check the path",
         ) from error
     if not isinstance(given, dict):
         raise ValueError(
             f"{path} must hold an object, got {type(given).__name__}; save the adapter again with PEFT"
         )
     if not (Path(directory) / WEIGHTS_FILE).is_file():
-        raise ValueError(
-            f"--lora-load must name a PEFT directory with {WEIGHTS_FILE}, got {directory} without it; save the adapter "
-            "with safe_serialization=True"
+        raise FlagError(
+            "--lora-load",
+            f"name a PEFT directory with {WEIGHTS_FILE}",
+            f"{directory} without it",
+            "save the adapter with safe_serialization=True",
         )
     _require_plain(given, path)
     rank, alpha, targets = given.get("r"), given.get("lora_alpha"), given.get("target_modules")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from slime.config import Config
 from slime.config.fields import spelled
+from slime.records.errors import FlagError
 
 ADAPTERS = r"^adapters\."
 """Matches the names of adapters (slime.models.lora.PREFIX)."""
@@ -50,30 +51,38 @@ class Selection:
         for flag, patterns in ((ONLY, self.only), (FROZEN, self.frozen)):
             for pattern in patterns:
                 if not any(re.search(pattern, name) for name in names):
-                    raise ValueError(
-                        f"{spelled(flag)} must match parameters of the model, got {pattern!r}, which matches none; a "
-                        f"name is, for example, {names[len(names) // 2]}"
+                    raise FlagError(
+                        spelled(flag),
+                        "match parameters of the model",
+                        f"{pattern!r}, which matches none",
+                        f"a name is, for example, {names[len(names) // 2]}",
                     )
             if patterns and all(any(re.search(p, name) for p in patterns) for name in names):
-                raise ValueError(
-                    f"{spelled(flag)} must leave parameters that it does not match, got {' '.join(patterns)}, which "
-                    "matches all of them; leave the flag out"
+                raise FlagError(
+                    spelled(flag),
+                    "leave parameters that it does not match",
+                    f"{' '.join(patterns)}, which matches all of them",
+                    "leave the flag out",
                 )
 
 
 def check_selection(c: Config) -> None:
     """Checks the rules of the two lists that need no model."""
     if c.train.only_train_params_name_list and c.train.freeze_params_name_list:
-        raise ValueError(
-            "--only-train-params-name-list must not be given with --freeze-params-name-list, got both; write what is "
-            "trained as one of the two"
+        raise FlagError(
+            "--only-train-params-name-list",
+            "not be given with --freeze-params-name-list",
+            "both",
+            "write what is trained as one of the two",
         )
     for flag in (ONLY, FROZEN):
         for pattern in c.value_of(flag) or ():
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(
-                    f"{spelled(flag)} must be regular expressions, got {pattern!r}: {error}; escape what is meant as "
-                    "it stands"
+                raise FlagError(
+                    spelled(flag),
+                    "be regular expressions",
+                    f"{pattern!r}: {error}",
+                    "escape what is meant as it stands",
                 ) from None

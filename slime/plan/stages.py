@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime.config.sections.megatron import MegatronConfig
+from slime.records.errors import FlagError
 
 _LAYOUT, _PER_STAGE = "--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"
 
@@ -112,9 +113,11 @@ def stages_of(m: MegatronConfig, num_layers: int) -> Stages:
     virtual = _virtual(m, of_ranks)
     for rank, n in enumerate(of_ranks):
         if n % virtual:
-            raise ValueError(
-                f"the layers of a pipeline rank must be a multiple of its {virtual} virtual stages, got {n} layers on "
-                f"rank {rank} of {ranks} ({_said(m, num_layers)}); change {next(iter(_virtual_flags(m)))} or the ranks"
+            raise FlagError(
+                "the layers of a pipeline rank",
+                f"be a multiple of its {virtual} virtual stages",
+                f"{n} layers on rank {rank} of {ranks} ({_said(m, num_layers)})",
+                f"change {next(iter(_virtual_flags(m)))} or the ranks",
             )
     counts = [[n // virtual for n in of_ranks] for _ in range(virtual)]
     first, last = counted.values()
@@ -130,9 +133,11 @@ def micro_batch_group(m: MegatronConfig, num_layers: int) -> int:
         return 1
     group = m.microbatch_group_size_per_virtual_pipeline_stage or ranks
     if group < ranks:
-        raise ValueError(
-            "--microbatch-group-size-per-virtual-pipeline-stage must be at least --pipeline-model-parallel-size, got "
-            f"{group} and {ranks}; leave it out"
+        raise FlagError(
+            "--microbatch-group-size-per-virtual-pipeline-stage",
+            "be at least --pipeline-model-parallel-size",
+            f"{group} and {ranks}",
+            "leave it out",
         )
     return group
 
@@ -146,9 +151,11 @@ def check_stages(m: MegatronConfig, num_layers: int) -> None:
     """Raises ValueError if the pipeline cannot run a model with `num_layers`."""
     two = micro_batch_group(m, num_layers) > 1 and m.pipeline_model_parallel_size == 2
     if two and not m.overrides.get("overlap_p2p_comm", True):
-        raise ValueError(
-            "--no-overlap-p2p-communication must be left out for virtual stages on 2 pipeline ranks, got it; "
-            "megatron-core would mix up the messages of the two directions"
+        raise FlagError(
+            "--no-overlap-p2p-communication",
+            "be left out for virtual stages on 2 pipeline ranks",
+            "it",
+            "megatron-core would mix up the messages of the two directions",
         )
 
 
@@ -160,10 +167,12 @@ def _with_ends(m: MegatronConfig, num_layers: int) -> list[int]:
     said = {rank: layers for rank, layers in ends if layers is not None}
     rest, others = num_layers - sum(said.values()), ranks - len(said)
     if min(said.values(), default=1) < 1 or rest < others or (rest % others if others else rest):
-        raise ValueError(
-            f"--pipeline-model-parallel-size must deal the model's layers out equally, got {ranks} stages for "
-            f"{_said(m, num_layers)}; change the number of stages or what the first and last ones have, or give "
-            "--pipeline-model-parallel-layout"
+        raise FlagError(
+            "--pipeline-model-parallel-size",
+            "deal the model's layers out equally",
+            f"{ranks} stages for {_said(m, num_layers)}",
+            "change the number of stages or what the first and last ones have, or give "
+            "--pipeline-model-parallel-layout",
         )
     return [said.get(rank, rest // max(others, 1)) for rank in range(ranks)]
 
@@ -178,10 +187,11 @@ def _with_counted(m: MegatronConfig, num_layers: int) -> list[int]:
         )
     places = num_layers + len(counted)
     if places % ranks or places == ranks:
-        raise ValueError(
-            f"--pipeline-model-parallel-size must divide the model's layers and {' and '.join(counted)}, got {ranks} "
-            f"stages for {num_layers} + {len(counted)} = {places}; change the number of stages, or give "
-            "--pipeline-model-parallel-layout"
+        raise FlagError(
+            "--pipeline-model-parallel-size",
+            f"divide the model's layers and {' and '.join(counted)}",
+            f"{ranks} stages for {num_layers} + {len(counted)} = {places}",
+            "change the number of stages, or give --pipeline-model-parallel-layout",
         )
     return [places // ranks] * ranks
 
@@ -198,9 +208,11 @@ def _virtual(m: MegatronConfig, of_ranks: Sequence[int]) -> int:
         return next(iter(said.values()), 1)
     layers = said[_PER_STAGE]
     if len(set(of_ranks)) > 1 or of_ranks[0] % layers:
-        raise ValueError(
-            f"{_PER_STAGE} must divide the layers of every pipeline rank, which must be equal, got {layers} for "
-            f"{', '.join(map(str, of_ranks))} layers; use --num-virtual-stages-per-pipeline-rank or change the ranks"
+        raise FlagError(
+            _PER_STAGE,
+            "divide the layers of every pipeline rank, which must be equal",
+            f"{layers} for {', '.join(map(str, of_ranks))} layers",
+            "use --num-virtual-stages-per-pipeline-rank or change the ranks",
         )
     return of_ranks[0] // layers
 

@@ -8,21 +8,44 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.fields import spelled
 from slime.config.schema import Config
+from slime.records.errors import FlagError
 
 POLICY = "policy"
 DEFAULT = "default"
 """The name of the teacher of samples that name no other."""
 FLAG = "--frozen-model"
-ENGINE_FLAGS = "flags of the engine"
-"""The key in `ServedModel.own_flags` of what the backend's own prefix stands for."""
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _TEACHER = "teacher"
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How the flags of a served model are spelled in messages.
+
+    Example:
+        >>> teacher = Spelling({"--rollout-num-gpus": "--opd-teacher-num-gpus"}, "--opd-teacher-engine-args ")
+        >>> teacher.of("--rollout-num-gpus"), teacher.of("--lr"), teacher.engine_flag("max-model-len")
+        ('--opd-teacher-num-gpus', '--lr', '--opd-teacher-engine-args max-model-len')
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """A flag of the policy -> the flag or the entry with which this model has the same setting."""
+    engine: str | None = None
+    """The text before a flag of the engine's own program. None: the backend's prefix, as for the policy."""
+
+    def of(self, flag: str) -> str:
+        """The spelling of a flag of the policy."""
+        return self.names.get(flag, flag)
+
+    def engine_flag(self, name: str, prefix: str = "--") -> str:
+        """The spelling of the flag `name` of the engine's program, whose flags have `prefix` for the policy."""
+        return f"{prefix if self.engine is None else self.engine}{name}"
 
 
 @dataclass(frozen=True)
@@ -50,28 +73,29 @@ class ServedModel:
     """What describes it, for messages: a file, or --frozen-model. Empty: flags of its own."""
 
     @property
-    def own_flags(self) -> Mapping[str, str]:
-        """The policy's flags -> what sets the same for this model, for messages."""
+    def spelling(self) -> Spelling:
         if not self.frozen:
-            return {}
+            return Spelling()
         if not self.file:
             return _OF_TEACHERS
         of = f"of {self.name} in {self.file}"
-        return {
+        names = {
             "--rollout-num-gpus-per-engine": f"num_gpus_per_engine {of}",
             "--rollout-num-gpus": f"num_gpus {of}",
-            ENGINE_FLAGS: f"overrides {of}: ",
             "--hf-checkpoint": f"model_path {of}",
         }
+        return Spelling(names, f"overrides {of}: ")
 
 
-_OF_TEACHERS = {
-    "--rollout-num-gpus-per-engine": "--opd-teacher-num-gpus-per-engine",
-    "--rollout-num-gpus": "--opd-teacher-num-gpus",
-    "--hf-checkpoint": "--opd-teacher-model",
-    "--rollout-backend": "--opd-type",
-    ENGINE_FLAGS: "--opd-teacher-engine-args ",
-}
+_OF_TEACHERS = Spelling(
+    {
+        "--rollout-num-gpus-per-engine": "--opd-teacher-num-gpus-per-engine",
+        "--rollout-num-gpus": "--opd-teacher-num-gpus",
+        "--hf-checkpoint": "--opd-teacher-model",
+        "--rollout-backend": "--opd-type",
+    },
+    "--opd-teacher-engine-args ",
+)
 
 
 def served_models(c: Config) -> tuple[ServedModel, ...]:
@@ -133,9 +157,11 @@ def listed(c: Config) -> list[ServedModel]:
     for entry in c.engine.frozen_model:
         model = _frozen(c, entry)
         if model.name in taken:
-            raise ValueError(
-                f"name of a model in {model.file} must be given once, got {model.name} again or as a name of the "
-                "policy's; choose another name"
+            raise FlagError(
+                f"name of a model in {model.file}",
+                "be given once",
+                f"{model.name} again or as a name of the policy's",
+                "choose another name",
             )
         taken.add(model.name)
         found.append(model)
@@ -158,12 +184,14 @@ def _frozen(c: Config, entry: Mapping[str, Any]) -> ServedModel:
     for key, value in entry.items():
         if key not in _ENTRIES or not isinstance(value, _ENTRIES[key]):
             kinds = ", ".join(f"{name} ({kind.__name__})" for name, kind in _ENTRIES.items())
-            raise ValueError(f"{file} must have the entries {kinds}, got {key}: {value}; correct it")
+            raise FlagError(file, f"have the entries {kinds}", f"{key}: {value}", "correct it")
     name, path = entry.get("name", ""), entry.get("model_path", "")
     if not _NAME.fullmatch(name) or not path:
-        raise ValueError(
-            f"{file} must have a name of letters, digits, dots and dashes and a model_path for each frozen model, got "
-            f"{name!r} and {path!r}; add them"
+        raise FlagError(
+            file,
+            "have a name of letters, digits, dots and dashes and a model_path for each frozen model",
+            f"{name!r} and {path!r}",
+            "add them",
         )
     size = entry.get("num_gpus_per_engine", 1)
     teaches = c.distillation.use_opd and source_of_name(name) is not None
@@ -200,9 +228,11 @@ def by_name(field: str, values: Sequence[str] | None) -> dict[str, str]:
         match = _NAMED.fullmatch(typed)
         name, value = (match[1], match[2]) if match else (DEFAULT, typed)
         if name in found:
-            raise ValueError(
-                f"{spelled(field)} must have one value for each source, got {found[name]} and {value} for {name}; "
-                "write SOURCE=VALUE, and at most one value without SOURCE="
+            raise FlagError(
+                spelled(field),
+                "have one value for each source",
+                f"{found[name]} and {value} for {name}",
+                "write SOURCE=VALUE, and at most one value without SOURCE=",
             )
         found[name] = value
     return found

@@ -30,6 +30,7 @@ from slime.data.limits.conversations import Masks
 from slime.data.prompts import Prompts, load_prompts
 from slime.data.rows import Columns, require_template_reads
 from slime.hooks import load_function
+from slime.records.errors import FlagError
 from slime.rollout import sampling
 from slime.rollout.rewards import check_names
 from slime.rollout.rewards.labels import LabelCheck, label_check
@@ -147,27 +148,25 @@ def resolve_eval_datasets(c: Config, *, masked: bool | None = None) -> list[Eval
     if given.eval_config is None:
         pairs = list(given.eval_prompt_data or [])
         if len(pairs) % 2:
-            raise ValueError(
-                f"--eval-prompt-data must be pairs of name and path, got {len(pairs)} words: {pairs}"
-            )
+            raise FlagError("--eval-prompt-data", "be pairs of name and path", f"{len(pairs)} words: {pairs}")
         raw = [{"name": name, "path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=True)]
         return _resolved(c, raw, {})
     path = Path(given.eval_config)
     if not path.is_file():
-        raise ValueError(f"--eval-config must name an existing file, got {path}; check the path")
+        raise FlagError("--eval-config", "name an existing file", path, "check the path")
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except YAML_ERRORS as error:
-        raise ValueError(f"--eval-config must be YAML, got {path}: {error}; fix the file") from error
+        raise FlagError("--eval-config", "be YAML", f"{path}: {error}", "fix the file") from error
     if isinstance(config, dict):
         config = config.get("eval", config)
     if not isinstance(config, dict) or not config.get("datasets"):
-        raise ValueError(
-            f"--eval-config must hold a `datasets` entry, got none in {path}; list name and path there"
+        raise FlagError(
+            "--eval-config", "hold a `datasets` entry", f"none in {path}", "list name and path there"
         )
     if unknown := sorted(map(str, set(config) - {"datasets", "defaults"})):
-        raise ValueError(
-            f"--eval-config must hold `datasets` and `defaults` only, got {unknown} in {path}; rename them"
+        raise FlagError(
+            "--eval-config", "hold `datasets` and `defaults` only", f"{unknown} in {path}", "rename them"
         )
     datasets = config["datasets"]
     if isinstance(datasets, dict):
@@ -193,16 +192,18 @@ def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[Eva
     """Resolve the settings of each entry. An unknown key becomes an attribute of its record. ValueError, with dataset
     and key, for a key that is spelled nearly as a setting, for missing and wrong settings, and for duplicate names."""
     if not isinstance(raw_config, list) or not all(isinstance(e, dict) for e in (*raw_config, defaults)):
-        raise ValueError(
-            "--eval-config must hold `datasets` as a list or mapping of settings, and `defaults` as settings, got "
-            f"{raw_config!r:.200} and {defaults!r:.80}; write `datasets: [{{name: NAME, path: FILE}}]`"
+        raise FlagError(
+            "--eval-config",
+            "hold `datasets` as a list or mapping of settings, and `defaults` as settings",
+            f"{raw_config!r:.200} and {defaults!r:.80}",
+            "write `datasets: [{name: NAME, path: FILE}]`",
         )
     configs = []
     _require_no_typing_error("defaults", defaults, _SETTINGS)
     for entry in raw_config:
         if not _is_text(entry.get("name")) or not _is_text(entry.get("path")):
-            raise ValueError(
-                f"--eval-config must give every dataset a name and a path, got {entry}; write both as texts"
+            raise FlagError(
+                "--eval-config", "give every dataset a name and a path", entry, "write both as texts"
             )
         where = f"dataset {entry['name']!r}"
         _require_no_typing_error(where, entry, _SETTINGS | {"name", "path"})
@@ -230,7 +231,7 @@ def _require_no_typing_error(where: str, settings: Values, known: frozenset[str]
         misplaced = key in ("name", "path") and key not in known
         if not isinstance(key, str) or misplaced or (near and near[0] != key):
             hint = f"did you mean {near[0]}?" if near else "rename it, or write it as a text of a dataset"
-            raise ValueError(f"--eval-config: {where} must have known settings, got {key!r}; {hint}")
+            raise FlagError(f"--eval-config: {where}", "have known settings", f"{key!r}", hint)
 
 
 def _check_setting(where: str, key: str, value: object) -> None:
@@ -251,8 +252,11 @@ def _check_setting(where: str, key: str, value: object) -> None:
         rule, fits = _OTHERS.get(key, ("be a text", _is_text))
         problem = None if fits(value) else rule
     if problem:
-        raise ValueError(
-            f"--eval-config: {key} of {where} must {problem}, got {value!r:.80} ({type(value).__name__}); fix the file"
+        raise FlagError(
+            f"--eval-config: {key} of {where}",
+            problem,
+            f"{value!r:.80} ({type(value).__name__})",
+            "fix the file",
         )
 
 
@@ -268,8 +272,8 @@ def _check_dataset(reward: RewardConfig, where: str, config: EvalDatasetConfig) 
         if names:
             check_names(names, f"--eval-config: {key} of {where}")
         if "remote_rm" in names and reward.rm_url is None:
-            raise ValueError(
-                f"--rm-url must be given with {key} remote_rm of {where}, got none; give its address"
+            raise FlagError(
+                "--rm-url", f"be given with {key} remote_rm of {where}", "none", "give its address"
             )
     for key in ("custom_rm_path", "custom_generate_function_path"):
         if path := getattr(config, key):
@@ -283,13 +287,15 @@ def _check_dataset(reward: RewardConfig, where: str, config: EvalDatasetConfig) 
 def _check_lengths(where: str, config: EvalDatasetConfig) -> None:
     """ValueError for lengths that leave no response."""
     if config.max_response_len is None and config.max_context_len is None:
-        raise ValueError(
-            f"--eval-config: max_response_len of {where} must be a number, got none; or give max_context_len"
+        raise FlagError(
+            f"--eval-config: max_response_len of {where}", "be a number", "none", "or give max_context_len"
         )
     if config.max_response_len is not None and (config.min_new_tokens or 0) > config.max_response_len:
-        raise ValueError(
-            f"--eval-config: min_new_tokens of {where} must be at most max_response_len {config.max_response_len}, got "
-            f"{config.min_new_tokens}; lower it"
+        raise FlagError(
+            f"--eval-config: min_new_tokens of {where}",
+            f"be at most max_response_len {config.max_response_len}",
+            config.min_new_tokens,
+            "lower it",
         )
 
 

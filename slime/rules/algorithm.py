@@ -13,6 +13,7 @@ from slime.config.schema import Config
 from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.critic import CriticConfig
 from slime.config.sections.off_policy import OffPolicyConfig
+from slime.records.errors import FlagError
 from slime.roles import CRITIC, roles_of
 from slime.rules.flags import FALLBACKS
 
@@ -31,14 +32,16 @@ def check_algorithm(c: Config) -> None:
     surrogate = surrogate_of(c.algorithm)
     asked = "--use-score-centering" if c.algorithm.use_score_centering else "--pg-loss-type"
     if (c.algorithm.pg_loss_type is not None or c.algorithm.use_score_centering) and not loss.surrogate:
-        raise ValueError(
-            f"{asked} must be left out with --loss-type {loss.name}, got {surrogate.name}; that loss has no "
-            "policy-gradient term"
+        raise FlagError(
+            asked,
+            f"be left out with --loss-type {loss.name}",
+            surrogate.name,
+            "that loss has no policy-gradient term",
         )
     for check in (*estimator.checks, *loss.checks, *(surrogate.checks if loss.surrogate else ())):
         check(c)
     if c.algorithm.eps_clip_c is not None and c.algorithm.eps_clip_c <= 1:
-        raise ValueError(f"--eps-clip-c must be above 1, got {c.algorithm.eps_clip_c}")
+        raise FlagError("--eps-clip-c", "be above 1", c.algorithm.eps_clip_c)
 
 
 def check_critic(c: Config) -> None:
@@ -47,14 +50,19 @@ def check_critic(c: Config) -> None:
     for name, spec in specs_of(CriticConfig).items():
         value = c.value_of(name)
         if not has_critic and value not in (spec.default, c.megatron.lr if name == "critic_lr" else None):
-            raise ValueError(
-                f"{spelled(name)} must be left out with --advantage-estimator {estimator}, got {value}; its advantages "
-                "come from rewards alone, and nothing reads a critic's values: use --advantage-estimator ppo"
+            raise FlagError(
+                spelled(name),
+                f"be left out with --advantage-estimator {estimator}",
+                value,
+                "its advantages come from rewards alone, and nothing reads a critic's values: use "
+                "--advantage-estimator ppo",
             )
     if has_critic and c.algorithm.disable_compute_advantages_and_returns:
-        raise ValueError(
-            f"--disable-compute-advantages-and-returns must be left out with --advantage-estimator {estimator}, got "
-            "both; the critic is trained on the returns: leave it out"
+        raise FlagError(
+            "--disable-compute-advantages-and-returns",
+            f"be left out with --advantage-estimator {estimator}",
+            "both",
+            "the critic is trained on the returns: leave it out",
         )
 
 
@@ -64,17 +72,19 @@ def check_loss_length(c: Config) -> None:
     if not a.use_dr_grpo:
         return
     if a.dr_grpo_length is None:
-        raise ValueError(
-            "--dr-grpo-length must be given with --use-dr-grpo where there is no --rollout-max-response-len, got none; "
-            "set it to the longest response"
+        raise FlagError(
+            "--dr-grpo-length",
+            "be given with --use-dr-grpo where there is no --rollout-max-response-len",
+            "none",
+            "set it to the longest response",
         )
     others = {
         "--calculate-per-token-loss": a.calculate_per_token_loss,
         "--custom-pg-loss-reducer-function-path": a.custom_pg_loss_reducer_function_path,
     }
     if other := next((flag for flag, value in others.items() if value), None):
-        raise ValueError(
-            f"--use-dr-grpo must not be combined with {other}, got both; each says what the loss is divided by"
+        raise FlagError(
+            "--use-dr-grpo", f"not be combined with {other}", "both", "each says what the loss is divided by"
         )
 
 
@@ -85,22 +95,22 @@ def check_overlong(c: Config) -> None:
     if zone is None and not c.reward.use_overlong_filtering:
         return
     if not loss_of(c.algorithm).rewarded:
-        raise ValueError(
-            f"{asked} must be left out with --loss-type {c.algorithm.loss_type}, got both; nothing is generated"
+        raise FlagError(
+            asked, f"be left out with --loss-type {c.algorithm.loss_type}", "both", "nothing is generated"
         )
     if zone is not None and (limit is None or zone > limit):
-        raise ValueError(
-            f"--overlong-buffer-len must be at most --rollout-max-response-len, got {zone} and {limit}; the zone ends "
-            "at the limit"
+        raise FlagError(
+            "--overlong-buffer-len",
+            "be at most --rollout-max-response-len",
+            f"{zone} and {limit}",
+            "the zone ends at the limit",
         )
     hooks = {
         "--custom-reward-post-process-path": zone is not None and c.reward.custom_reward_post_process_path,
         "--custom-convert-samples-to-train-data-path": c.reward.custom_convert_samples_to_train_data_path,
     }
     if hook := next((flag for flag, path in hooks.items() if path), None):
-        raise ValueError(
-            f"{asked} must not be combined with {hook}, got both; the function does that part itself"
-        )
+        raise FlagError(asked, f"not be combined with {hook}", "both", "the function does that part itself")
 
 
 def compares_alone(c: Config) -> bool:
@@ -136,10 +146,12 @@ def check_group_size(c: Config) -> None:
     """Checks that a reward has other rewards to compare with. If only the user's code decides this, `resolve` adds a
     note instead."""
     if compares_alone(c) and makes_groups(c) is None:
-        raise ValueError(
-            "--n-samples-per-prompt must be above 1 with --advantage-estimator "
-            f"{c.algorithm.advantage_estimator}, got 1; a "
-            "reward counts relative to its group, and alone it is 0: raise it, or use --disable-rewards-normalization"
+        raise FlagError(
+            "--n-samples-per-prompt",
+            f"be above 1 with --advantage-estimator {c.algorithm.advantage_estimator}",
+            "1",
+            "a reward counts relative to its group, and alone it is 0: raise it, or use "
+            "--disable-rewards-normalization",
         )
 
 
@@ -155,9 +167,11 @@ def check_trajectory_buffer(c: Config) -> None:
     }
     if any(given.values()) and r.rollout_function_path == default.rollout_function_path:
         name = next(name for name, differs in given.items() if differs)
-        raise ValueError(
-            f"--rollout-function-path must be given with {spelled(name)}, got none; name the plug-in that reads the "
-            "trajectory buffer"
+        raise FlagError(
+            "--rollout-function-path",
+            f"be given with {spelled(name)}",
+            "none",
+            "name the plug-in that reads the trajectory buffer",
         )
 
 
@@ -165,20 +179,25 @@ def check_kl(c: Config) -> None:
     """Checks the KL: it is in the reward or in the loss, and only if the loss has one."""
     a = c.algorithm
     if not loss_of(a).rewarded and a.kl_loss_coef != 0:
-        raise ValueError(
-            f"--kl-loss-coef must be 0 with --loss-type {a.loss_type}, got {a.kl_loss_coef}; this training has no KL "
-            "in its loss: leave it out"
+        raise FlagError(
+            "--kl-loss-coef",
+            f"be 0 with --loss-type {a.loss_type}",
+            a.kl_loss_coef,
+            "this training has no KL in its loss: leave it out",
         )
     if c.algorithm.kl_coef != 0 and c.algorithm.kl_loss_coef != 0:
-        raise ValueError(
-            f"--kl-coef and --kl-loss-coef must not both be set, got {c.algorithm.kl_coef} and "
-            f"{c.algorithm.kl_loss_coef}; "
-            "the KL belongs either in the reward or in the loss"
+        raise FlagError(
+            "--kl-coef and --kl-loss-coef",
+            "not both be set",
+            f"{c.algorithm.kl_coef} and {c.algorithm.kl_loss_coef}",
+            "the KL belongs either in the reward or in the loss",
         )
     if a.kl_loss_coef != 0 and not a.use_kl_loss:
-        raise ValueError(
-            f"--use-kl-loss must be given with --kl-loss-coef, got only --kl-loss-coef {a.kl_loss_coef}; add it, or "
-            "leave the coefficient out"
+        raise FlagError(
+            "--use-kl-loss",
+            "be given with --kl-loss-coef",
+            f"only --kl-loss-coef {a.kl_loss_coef}",
+            "add it, or leave the coefficient out",
         )
 
 
@@ -235,10 +254,12 @@ def check_unread(c: Config) -> None:
         value, name = c.value_of(flag.name), spelled(flag.name)
         if flag.switches:
             needed = " or ".join(map(spelled, flag.switches))
-            problems.add(f"{needed} must be given with {name}, got only {value}; add it, or leave {name} out")
+            problems.add(
+                FlagError(needed, f"be given with {name}", f"only {value}", f"add it, or leave {name} out")
+            )
             continue
         rule = "be 0" if default_of(flag.name) == 0 else "be left out"
-        problems.add(f"{name} must {rule} {flag.because}, got {value}; leave it out: {name} {flag.instead}")
+        problems.add(FlagError(name, f"{rule} {flag.because}", value, f"leave it out: {name} {flag.instead}"))
     problems.report()
 
 

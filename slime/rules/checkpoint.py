@@ -24,6 +24,7 @@ from slime.config.fields import spelled
 from slime.config.problems import given
 from slime.config.schema import Config
 from slime.models.lora import sends_adapters
+from slime.records.errors import FlagError
 from slime.roles import CRITIC, REFERENCE, TEACHER, roles_of
 from slime.roles.critic import resume_folders, saves_to
 from slime.weight_sync.delta.registry import checksum
@@ -64,8 +65,8 @@ def check_directories(c: Config) -> None:
             "--ref-load", "--ref-ckpt-step", reference, step, "leave it out to use --hf-checkpoint"
         )
     elif step is not None and not apart:
-        raise ValueError(
-            f"--ref-load must be given with --ref-ckpt-step, got only --ref-ckpt-step {step}; name the folder"
+        raise FlagError(
+            "--ref-load", "be given with --ref-ckpt-step", f"only --ref-ckpt-step {step}", "name the folder"
         )
 
 
@@ -73,20 +74,21 @@ def check_saving(c: Config) -> None:
     """Checks that flags about saved checkpoints have a folder for them."""
     for name in ("exit_signal_handler", "max_actor_ckpt_to_keep", "save_hf"):
         if c.value_of(name) and c.checkpoint.save is None:
-            raise ValueError(
-                f"--save must be given with {spelled(name)}, got none; name the folder of checkpoints"
+            raise FlagError(
+                "--save", f"be given with {spelled(name)}", "none", "name the folder of checkpoints"
             )
     if c.weight_update.update_weight_disk_keep_files and c.weight_update.weight_dir is None:
-        raise ValueError(
-            "--weight-dir must be given with --update-weight-disk-keep-files, got none; the run removes its own folder"
+        raise FlagError(
+            "--weight-dir",
+            "be given with --update-weight-disk-keep-files",
+            "none",
+            "the run removes its own folder",
         )
 
 
 def _require_folder(flag_name: str, path: str | None) -> None:
     if path and Path(path).exists() and not Path(path).is_dir():
-        raise ValueError(
-            f"{flag_name} must name a directory, got the file {path}; name the folder of checkpoints"
-        )
+        raise FlagError(flag_name, "name a directory", f"the file {path}", "name the folder of checkpoints")
 
 
 def _require_load(flag_name: str, load: str | None, save: str | None) -> None:
@@ -99,9 +101,11 @@ def _require_load(flag_name: str, load: str | None, save: str | None) -> None:
         return
     if save is None or Path(load).absolute() != Path(save).absolute():
         save_flag = flag_name.replace("load", "save")
-        raise ValueError(
-            f"{flag_name} must name a folder that exists, or that of {save_flag}, got {load}, which is no directory; "
-            "check the path"
+        raise FlagError(
+            flag_name,
+            f"name a folder that exists, or that of {save_flag}",
+            f"{load}, which is no directory",
+            "check the path",
         )
 
 
@@ -110,13 +114,16 @@ def _check_start(c: Config) -> None:
     load = c.checkpoint.load
     if load and (Path(load) / COMPLETE).is_file():
         folder = Path(load).absolute().parent
-        raise ValueError(
-            f"--load must name the folder of all iterations, got one of them, {load}; use {folder}"
+        raise FlagError(
+            "--load", "name the folder of all iterations", f"one of them, {load}", f"use {folder}"
         )
     start = start_directory(c)
     if start == load and is_hf_directory(start) and not holds_hf_weights(start):
-        raise ValueError(
-            f"--load must hold {HF_SINGLE} or {HF_INDEX} beside its config.json, got neither in {start}; copy them"
+        raise FlagError(
+            "--load",
+            f"hold {HF_SINGLE} or {HF_INDEX} beside its config.json",
+            f"neither in {start}",
+            "copy them",
         )
 
 
@@ -133,9 +140,7 @@ def _resumes(c: Config) -> bool:
     if step is None:
         iteration = None if load is None else _latest("--load", load)
     elif load is None:
-        raise ValueError(
-            f"--load must be given with --ckpt-step, got only --ckpt-step {step}; name the folder"
-        )
+        raise FlagError("--load", "be given with --ckpt-step", f"only --ckpt-step {step}", "name the folder")
     else:
         _require_iteration("--ckpt-step", load, step)
         iteration = step
@@ -180,9 +185,12 @@ def _check_weights(flag_name: str, step_flag: str, path: str, step: int | None, 
         _require_iteration(step_flag, path, step)
     elif _latest(flag_name, path) is None and not _released(flag_name, path) and not holds_hf_weights(path):
         got = "which holds neither" if Path(path).is_dir() else "which is no directory"
-        raise ValueError(
-            f"{flag_name} must name a Hugging Face directory with {HF_SINGLE} or {HF_INDEX}, or a folder with the "
-            f"{LATEST} that --save or slime's converter writes, got {path}, {got}; {remedy}"
+        raise FlagError(
+            flag_name,
+            f"name a Hugging Face directory with {HF_SINGLE} or {HF_INDEX}, or a folder with the "
+            f"{LATEST} that --save or slime's converter writes",
+            f"{path}, {got}",
+            remedy,
         )
 
 
@@ -195,13 +203,19 @@ def _check_critic(c: Config) -> None:
             raise ValueError(f"{found}; {advice(Path(resumed.directory), iteration, '--ckpt-step {}')}")
     elif iteration is not None and any(saved.values()):
         listed = ", ".join(f"{i} in {directory}" for directory, of_it in saved.items() for i in of_it)
-        raise ValueError(
-            f"--critic-load must hold iteration {iteration}, from which the policy resumes, got {listed}; take an "
-            "iteration that both have with --ckpt-step, or a folder without checkpoints for a new critic"
+        raise FlagError(
+            "--critic-load",
+            f"hold iteration {iteration}, from which the policy resumes",
+            listed,
+            "take an iteration that both have with --ckpt-step, or a folder without checkpoints "
+            "for a new critic",
         )
     elif own and is_hf_directory(own) and not holds_hf_weights(own):
-        raise ValueError(
-            f"--critic-load must hold {HF_SINGLE} or {HF_INDEX} beside its config.json, got neither in {own}; copy them"
+        raise FlagError(
+            "--critic-load",
+            f"hold {HF_SINGLE} or {HF_INDEX} beside its config.json",
+            f"neither in {own}",
+            "copy them",
         )
     elif own:
         _latest("--critic-load", own), _released("--critic-load", own)  # which report unreadable files
@@ -210,16 +224,14 @@ def _check_critic(c: Config) -> None:
 def _require_iteration(flag_name: str, path: str, step: int) -> None:
     if step not in (saved := iterations(Path(path))):
         listed = ", ".join(map(str, saved)) or "none"
-        raise ValueError(f"{flag_name} must name an iteration in {path}, got {step}; it has {listed}")
+        raise FlagError(flag_name, f"name an iteration in {path}", step, f"it has {listed}")
 
 
 def _released(flag_name: str, path: str) -> Path | None:
     try:
         return released(path)
     except ValueError as error:
-        raise ValueError(
-            f"{flag_name} must hold a checkpoint that can be read, got {path}: {error}"
-        ) from error
+        raise FlagError(flag_name, "hold a checkpoint that can be read", f"{path}: {error}") from error
 
 
 def _latest(flag_name: str, path: str) -> int | None:
@@ -228,8 +240,8 @@ def _latest(flag_name: str, path: str) -> int | None:
     except ValueError as error:
         choose = "--ckpt-step {}" if flag_name == "--load" else WRITE_LATEST
         remedy = advice(Path(path), None, choose)
-        raise ValueError(
-            f"{flag_name} must hold a checkpoint that can be read, got {path}: {error}; {remedy}"
+        raise FlagError(
+            flag_name, "hold a checkpoint that can be read", f"{path}: {error}", remedy
         ) from error
 
 
@@ -238,19 +250,25 @@ def check_weight_update(c: Config) -> None:
     w = c.weight_update
     if w.update_weight_mode == "full":
         if w.update_weight_local_checkpoint_dir is not None:
-            raise ValueError(
-                "--update-weight-mode must be delta with --update-weight-local-checkpoint-dir, got full with "
-                f"{w.update_weight_local_checkpoint_dir}; add --update-weight-mode delta, or leave the directory out"
+            raise FlagError(
+                "--update-weight-mode",
+                "be delta with --update-weight-local-checkpoint-dir",
+                f"full with {w.update_weight_local_checkpoint_dir}",
+                "add --update-weight-mode delta, or leave the directory out",
             )
         return
     if c.cluster.colocate:
-        raise ValueError(
-            "--update-weight-mode must be full with --colocate, got delta; such engines read the weights where the "
-            "trainer has them: leave out one of the two"
+        raise FlagError(
+            "--update-weight-mode",
+            "be full with --colocate",
+            "delta",
+            "such engines read the weights where the trainer has them: leave out one of the two",
         )
     if sends_adapters(c):
-        raise ValueError(
-            "--update-weight-mode must be full where adapters are sent, got delta with --lora-rank "
-            f"{c.lora.lora_rank}; an adapter is smaller than a delta: leave the flag out, or add --lora-merge"
+        raise FlagError(
+            "--update-weight-mode",
+            "be full where adapters are sent",
+            f"delta with --lora-rank {c.lora.lora_rank}",
+            "an adapter is smaller than a delta: leave the flag out, or add --lora-merge",
         )
     checksum(w.update_weight_delta_checksum, b"")  # ValueError if the checksum's package is missing

@@ -10,6 +10,7 @@ from slime.config.fields import spelled
 from slime.config.problems import given
 from slime.config.schema import Config
 from slime.hardware import HARDWARE
+from slime.records.errors import FlagError
 from slime.roles import CRITIC, roles_of
 from slime.roles.critic import wanted_devices
 from slime.roles.groups import groups_of, trainer_ranks
@@ -23,16 +24,20 @@ def check_hardware(c: Config) -> None:
     if c.cluster.gpu is None:
         return
     if c.cluster.device != "cuda":
-        raise ValueError(
-            f"--gpu must go with --device cuda, got --gpu {c.cluster.gpu} and --device {c.cluster.device}; "
-            "leave out one"
+        raise FlagError(
+            "--gpu",
+            "go with --device cuda",
+            f"--gpu {c.cluster.gpu} and --device {c.cluster.device}",
+            "leave out one",
         )
     for group in groups_of(c):
         ranks = group.config.cluster.actor_num_gpus_per_node
         if ranks > c.cluster.num_gpus_per_node:
-            raise ValueError(
-                f"--{group.flags}-num-gpus-per-node must be at most --num-gpus-per-node with --gpu {c.cluster.gpu}, "
-                f"got {ranks} and {c.cluster.num_gpus_per_node}; use more nodes (--{group.flags}-num-nodes)"
+            raise FlagError(
+                f"--{group.flags}-num-gpus-per-node",
+                f"be at most --num-gpus-per-node with --gpu {c.cluster.gpu}",
+                f"{ranks} and {c.cluster.num_gpus_per_node}",
+                f"use more nodes (--{group.flags}-num-nodes)",
             )
 
 
@@ -46,9 +51,10 @@ def check_parallel_sizes(c: Config) -> None:
     for group in groups_of(c):
         nodes, ranks = group.config.cluster.actor_num_nodes, group.config.cluster.actor_num_gpus_per_node
         if group.ranks % math.prod(sizes):
-            raise ValueError(
-                f"--{group.flags}-num-nodes * --{group.flags}-num-gpus-per-node must be a multiple of TP * PP * CP, "
-                f"got {nodes} * {ranks} = {group.ranks} and {' * '.join(map(str, sizes))} = {math.prod(sizes)}"
+            raise FlagError(
+                f"--{group.flags}-num-nodes * --{group.flags}-num-gpus-per-node",
+                "be a multiple of TP * PP * CP",
+                f"{nodes} * {ranks} = {group.ranks} and {' * '.join(map(str, sizes))} = {math.prod(sizes)}",
             )
 
 
@@ -58,10 +64,11 @@ def check_critic_devices(c: Config) -> None:
         return
     nodes, ranks = wanted_devices(c)
     if nodes * ranks != c.world_size:
-        raise ValueError(
-            "--critic-num-nodes * --critic-num-gpus-per-node must equal --actor-num-nodes * --actor-num-gpus-per-node "
-            f"with --critic-devices shared, got {nodes} * {ranks} and {c.cluster.actor_num_nodes} * "
-            f"{c.cluster.actor_num_gpus_per_node}; leave the critic's out, or give --critic-devices own"
+        raise FlagError(
+            "--critic-num-nodes * --critic-num-gpus-per-node",
+            "equal --actor-num-nodes * --actor-num-gpus-per-node with --critic-devices shared",
+            f"{nodes} * {ranks} and {c.cluster.actor_num_nodes} * {c.cluster.actor_num_gpus_per_node}",
+            "leave the critic's out, or give --critic-devices own",
         )
 
 
@@ -99,13 +106,13 @@ def check_domains(c: Config) -> None:
         )
     for name, group in groups.items():
         if group > size:
-            raise ValueError(
-                f"{name} must be at most the GPUs of an NVLink domain, got {group} and {size}; {_FIX}"
-            )
+            raise FlagError(name, "be at most the GPUs of an NVLink domain", f"{group} and {size}", _FIX)
         if devices > size and size % group:
-            raise ValueError(
-                f"{name} must divide the GPUs of an NVLink domain where a run needs several, got {group} and {size} = "
-                f"{size // group} x {group} + {size % group} with {devices} GPUs; {_FIX}"
+            raise FlagError(
+                name,
+                "divide the GPUs of an NVLink domain where a run needs several",
+                f"{group} and {size} = {size // group} x {group} + {size % group} with {devices} GPUs",
+                _FIX,
             )
 
 
@@ -118,27 +125,56 @@ def check_offload(c: Config) -> None:
     }
     given = [name for name, value in asked.items() if value]
     if given and not c.cluster.colocate:
-        raise ValueError(
-            f"{given[0]} must come with --colocate, got it without; trainer and engines have devices of their own"
+        raise FlagError(
+            given[0], "come with --colocate", "it without", "trainer and engines have devices of their own"
         )
     if c.cluster.colocate and c.cluster.offload_rollout is False:
-        raise ValueError(
-            "--no-offload-rollout must be left out with --colocate, got it; engines sleep while the trainer works"
+        raise FlagError(
+            "--no-offload-rollout",
+            "be left out with --colocate",
+            "it",
+            "engines sleep while the trainer works",
         )
     if c.cluster.offload and c.cluster.offload_train is False:
-        raise ValueError("--offload must not stand beside --no-offload-train; leave one out")
+        raise FlagError("--offload", "not stand beside --no-offload-train", advice="leave one out")
     if c.cluster.offload_train_parts is not None and (
         not c.cluster.offload_train_parts or c.cluster.offload_train is False
     ):
         got = "no part" if not c.cluster.offload_train_parts else "--no-offload-train"
-        raise ValueError(
-            f"--offload-train-parts must name parts that may leave the device, got {got}; leave the flag out"
+        raise FlagError(
+            "--offload-train-parts", "name parts that may leave the device", got, "leave the flag out"
         )
     if c.cluster.offload_train_parts and not c.cluster.colocate:
-        raise ValueError("--offload-train-parts must come with --colocate, got it without; leave it out")
+        raise FlagError("--offload-train-parts", "come with --colocate", "it without", "leave it out")
     if c.cluster.colocate and c.cluster.offload_train and c.megatron.overrides.get("nccl_ub"):
-        raise ValueError(
-            "--offload-train must not be combined with --nccl-ub, whose buffers are registered with NCCL; leave one out"
+        raise FlagError(
+            "--offload-train",
+            "not be combined with --nccl-ub, whose buffers are registered with NCCL",
+            advice="leave one out",
+        )
+
+
+def check_engines(c: Config) -> None:
+    """Whole engines on whole nodes."""
+    if c.debug.debug_rollout_only and c.debug.debug_train_only:
+        raise FlagError("--debug-rollout-only", "not be combined with --debug-train-only", "both")
+    if c.debug.debug_train_only:
+        return
+    if c.cluster.rollout_num_gpus is None:
+        raise FlagError("--rollout-num-gpus", "be given when --colocate is not", "none")
+    if c.cluster.rollout_num_gpus <= 0 or c.cluster.rollout_num_gpus % c.cluster.rollout_num_gpus_per_engine:
+        raise FlagError(
+            "--rollout-num-gpus",
+            "be a positive multiple of --rollout-num-gpus-per-engine",
+            f"{c.cluster.rollout_num_gpus} and {c.cluster.rollout_num_gpus_per_engine}",
+        )
+    size, node = c.cluster.rollout_num_gpus_per_engine, c.cluster.num_gpus_per_node
+    if size > node and size % node:
+        raise FlagError(
+            "--rollout-num-gpus-per-engine",
+            "be a multiple of --num-gpus-per-node when it is larger",
+            f"{size} and {node}",
+            f"use {size // node * node} or {(size // node + 1) * node}",
         )
 
 
@@ -147,21 +183,30 @@ def check_frozen_models(c: Config) -> None:
     weights exist."""
     for model in (model for model in served_models(c) if model.frozen):
         size, node = model.devices_per_engine, c.cluster.num_gpus_per_node
-        flag, each = model.own_flags["--rollout-num-gpus"], model.own_flags["--rollout-num-gpus-per-engine"]
+        flag, each = (
+            model.spelling.of("--rollout-num-gpus"),
+            model.spelling.of("--rollout-num-gpus-per-engine"),
+        )
         if size < 1 or model.devices < 1 or model.devices % size:
-            raise ValueError(
-                f"{flag} must be a multiple of {each}, got {model.devices} and {size}; each frozen model gets whole "
-                "engines: take a multiple"
+            raise FlagError(
+                flag,
+                f"be a multiple of {each}",
+                f"{model.devices} and {size}",
+                "each frozen model gets whole engines: take a multiple",
             )
         if size > node and size % node:
-            raise ValueError(
-                f"{each} must be a multiple of --num-gpus-per-node when it is larger, got {size} and {node}; use "
-                f"{size // node * node} or {(size // node + 1) * node}"
+            raise FlagError(
+                each,
+                "be a multiple of --num-gpus-per-node when it is larger",
+                f"{size} and {node}",
+                f"use {size // node * node} or {(size // node + 1) * node}",
             )
         if not is_hf_directory(model.checkpoint):
-            raise ValueError(
-                f"{model.own_flags['--hf-checkpoint']} must name a Hugging Face directory, got {model.checkpoint}, "
-                "which has no config.json of a model; check the path"
+            raise FlagError(
+                model.spelling.of("--hf-checkpoint"),
+                "name a Hugging Face directory",
+                f"{model.checkpoint}, which has no config.json of a model",
+                "check the path",
             )
 
 
@@ -169,7 +214,9 @@ def check_prefill(c: Config) -> None:
     """Checks that some engines remain for decoding."""
     prefill = c.engine.prefill_num_servers
     if prefill is not None and prefill >= c.num_engines:
-        raise ValueError(
-            f"--prefill-num-servers must be below the number of engines, got {prefill} of {c.num_engines}; the others "
-            "write the answers: give more --rollout-num-gpus"
+        raise FlagError(
+            "--prefill-num-servers",
+            "be below the number of engines",
+            f"{prefill} of {c.num_engines}",
+            "the others write the answers: give more --rollout-num-gpus",
         )

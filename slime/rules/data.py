@@ -12,6 +12,7 @@ from slime.config.sections.debug import profiled_steps
 from slime.data.drawing.mixing import data_sets
 from slime.data.files import find_source
 from slime.hooks import load_function
+from slime.records.errors import FlagError
 
 
 def check_files(c: Config) -> None:
@@ -23,7 +24,7 @@ def check_files(c: Config) -> None:
         problems.check(find_source, path, "--eval-prompt-data")
     if c.evaluation.eval_config is not None and not Path(c.evaluation.eval_config).exists():
         problems.add(
-            f"--eval-config must name a file that exists, got {c.evaluation.eval_config}; check the path"
+            FlagError("--eval-config", "name a file that exists", c.evaluation.eval_config, "check the path")
         )
     problems.report()
 
@@ -35,25 +36,42 @@ def check_held_out(c: Config) -> None:
         return
     if kind.rewarded:
         problems.add(
-            f"--eval-interval must be left out with --loss-type {kind.name} and the evaluation function "
-            f"{e.eval_function_path}, got {e.eval_interval}; give an --eval-function-path that scores responses: "
-            "held-out losses are those of sft_loss, dpo and reward_model"
+            FlagError(
+                "--eval-interval",
+                f"be left out with --loss-type {kind.name} and the evaluation function "
+                f"{e.eval_function_path}",
+                e.eval_interval,
+                "give an --eval-function-path that scores responses: held-out losses are those of "
+                "sft_loss, dpo and reward_model",
+            )
         )
     elif kind.pairs != (e.eval_function_path == PAIRS_ROLLOUT):
         what, wanted = ("pairs", PAIRS_ROLLOUT) if kind.pairs else ("conversations", SFT_ROLLOUT)
         problems.add(
-            f"--eval-function-path must make {what} with --loss-type {kind.name}, got {e.eval_function_path}; use "
-            f"{wanted}"
+            FlagError(
+                "--eval-function-path",
+                f"make {what} with --loss-type {kind.name}",
+                e.eval_function_path,
+                f"use {wanted}",
+            )
         )
     if c.debug.debug_rollout_only:
         problems.add(
-            f"--eval-interval must be left out with --debug-rollout-only and --loss-type {kind.name}, got "
-            f"{e.eval_interval}; the trainer computes held-out losses"
+            FlagError(
+                "--eval-interval",
+                f"be left out with --debug-rollout-only and --loss-type {kind.name}",
+                e.eval_interval,
+                "the trainer computes held-out losses",
+            )
         )
     if hook := c.rollout.custom_eval_rollout_log_function_path:
         problems.add(
-            f"--custom-eval-rollout-log-function-path must be left out with --loss-type {kind.name}, got {hook}; the "
-            "trainer computes held-out losses, and metrics.jsonl has them"
+            FlagError(
+                "--custom-eval-rollout-log-function-path",
+                f"be left out with --loss-type {kind.name}",
+                hook,
+                "the trainer computes held-out losses, and metrics.jsonl has them",
+            )
         )
     problems.report()
 
@@ -66,20 +84,33 @@ def check_curriculum(c: Config) -> None:
     problems = Problems()
     if data.n_samples_per_prompt < 2:
         problems.add(
-            "--n-samples-per-prompt must be 2 or more with --curriculum, got 1; one reward says nothing of an advantage"
+            FlagError(
+                "--n-samples-per-prompt",
+                "be 2 or more with --curriculum",
+                "1",
+                "one reward says nothing of an advantage",
+            )
         )
     if not loss_of(c.algorithm).rewarded:
         problems.add(
-            f"--curriculum must be left out without rewards, got it with --loss-type {c.algorithm.loss_type}; take it "
-            "out"
+            FlagError(
+                "--curriculum",
+                "be left out without rewards",
+                f"it with --loss-type {c.algorithm.loss_type}",
+                "take it out",
+            )
         )
     if not data.prompt_data or data.disable_rollout_global_dataset:
-        problems.add("--prompt-data must be given with --curriculum, got none; name a file")
+        problems.add(FlagError("--prompt-data", "be given with --curriculum", "none", "name a file"))
     source = load_function(data.data_source_path, flag="--data-source-path")
     if not hasattr(source, "observe"):
         problems.add(
-            f"--data-source-path must have observe(groups) with --curriculum, got {data.data_source_path}; derive the "
-            "class from slime.rollout.data_source.RolloutDataSourceWithBuffer"
+            FlagError(
+                "--data-source-path",
+                "have observe(groups) with --curriculum",
+                data.data_source_path,
+                "derive the class from slime.rollout.data_source.RolloutDataSourceWithBuffer",
+            )
         )
     problems.report()
 
@@ -93,9 +124,11 @@ def check_length(c: Config) -> None:
     ):
         if of_rollout and (given := c.value_of(name)) not in (None, (d.num_rollout or 0) * of_rollout):
             rollouts = "" if d.num_rollout is None else f" * --num-rollout {d.num_rollout}"
-            raise ValueError(
-                f"{spelled(name)} must be a number of whole rollouts, {of_rollout} each{rollouts}, got {given}; give "
-                "--num-rollout alone"
+            raise FlagError(
+                spelled(name),
+                f"be a number of whole rollouts, {of_rollout} each{rollouts}",
+                given,
+                "give --num-rollout alone",
             )
 
 
@@ -109,9 +142,11 @@ def check_train_data_file(c: Config) -> None:
     except (KeyError, IndexError, ValueError):
         apart = False
     if not apart:
-        raise ValueError(
-            f"--save-debug-train-data must hold {{rollout_id}} and {{rank}} and no other braces, got {template}; each "
-            "rank writes a file a rollout"
+        raise FlagError(
+            "--save-debug-train-data",
+            "hold {rollout_id} and {rank} and no other braces",
+            template,
+            "each rank writes a file a rollout",
         )
 
 
@@ -120,13 +155,18 @@ def check_memory_history(c: Config) -> None:
     if not c.debug.record_memory_history:
         return
     if c.cluster.device != "cuda":
-        raise ValueError(
-            f"--record-memory-history must be used on GPUs, got --device {c.cluster.device}; leave the flag out: "
-            "PyTorch does not record the memory of a CPU"
+        raise FlagError(
+            "--record-memory-history",
+            "be used on GPUs",
+            f"--device {c.cluster.device}",
+            "leave the flag out: PyTorch does not record the memory of a CPU",
         )
     if c.debug.debug_rollout_only:
-        raise ValueError(
-            "--record-memory-history must not be combined with --debug-rollout-only, got both; it records the trainer"
+        raise FlagError(
+            "--record-memory-history",
+            "not be combined with --debug-rollout-only",
+            "both",
+            "it records the trainer",
         )
 
 
@@ -134,13 +174,16 @@ def check_profile_steps(c: Config) -> None:
     """Checks that the range of --profile-steps contains a training step of the run."""
     steps = profiled_steps(c.debug.profile_steps)
     if steps and c.debug.debug_rollout_only:
-        raise ValueError(
-            f"--profile-steps must not be combined with --debug-rollout-only, got {c.debug.profile_steps}; "
-            "it traces training"
+        raise FlagError(
+            "--profile-steps",
+            "not be combined with --debug-rollout-only",
+            c.debug.profile_steps,
+            "it traces training",
         )
     if steps and c.data.num_rollout is not None and steps.start >= c.data.num_rollout:
-        raise ValueError(
-            f"--profile-steps must begin below --num-rollout, got {c.debug.profile_steps} and "
-            f"{c.data.num_rollout}; rollouts "
-            "count from 0"
+        raise FlagError(
+            "--profile-steps",
+            "begin below --num-rollout",
+            f"{c.debug.profile_steps} and {c.data.num_rollout}",
+            "rollouts count from 0",
         )

@@ -16,6 +16,7 @@ from slime.config.sections.distillation import DistillationConfig
 from slime.models import decoder_of
 from slime.models.decoder import Hf
 from slime.plan.stages import check_stages
+from slime.records.errors import FlagError
 from slime.roles import TEACHER, roles_of
 from slime.roles.served import by_name, teachers
 from slime.rules.heads import check_heads
@@ -27,14 +28,20 @@ def check_distillation(c: Config) -> None:
     if not flags.use_opd:
         for name, spec in specs_of(DistillationConfig).items():
             if (value := c.value_of(name)) != spec.default:
-                raise ValueError(
-                    f"--use-opd must be given with {spelled(name)}, got only {value}; add it, or leave the flag out"
+                raise FlagError(
+                    "--use-opd",
+                    f"be given with {spelled(name)}",
+                    f"only {value}",
+                    "add it, or leave the flag out",
                 )
         return
     if flags.opd_type is None:
-        raise ValueError(
-            "--opd-type must be given with --use-opd, got none; megatron loads the teacher on the trainer's ranks, "
-            "sglang and vllm serve --opd-teacher-model or ask a server at --rm-url"
+        raise FlagError(
+            "--opd-type",
+            "be given with --use-opd",
+            "none",
+            "megatron loads the teacher on the trainer's ranks, sglang and vllm serve "
+            "--opd-teacher-model or ask a server at --rm-url",
         )
     if not loss_of(c.algorithm).rewarded or c.algorithm.disable_compute_advantages_and_returns:
         what = (
@@ -42,8 +49,11 @@ def check_distillation(c: Config) -> None:
             if not loss_of(c.algorithm).rewarded
             else "--disable-compute-advantages-and-returns"
         )
-        raise ValueError(
-            f"--use-opd must not be combined with {what}, got both; the KL to the teacher is a part of advantages"
+        raise FlagError(
+            "--use-opd",
+            f"not be combined with {what}",
+            "both",
+            "the KL to the teacher is a part of advantages",
         )
     _check_loss(c)
     if flags.opd_type == "megatron":
@@ -55,14 +65,16 @@ def check_distillation(c: Config) -> None:
 def _check_on_ranks(c: Config) -> None:
     """Checks the flags of a teacher on the trainer's ranks."""
     if c.distillation.opd_teacher_load is None:
-        raise ValueError(
-            "--opd-teacher-load must be given with --opd-type megatron, got none; name the teacher's weights"
+        raise FlagError(
+            "--opd-teacher-load", "be given with --opd-type megatron", "none", "name the teacher's weights"
         )
     for name, spec in specs_of(DistillationConfig).items():
         if name in _SERVED and (value := c.value_of(name)) != spec.default:
-            raise ValueError(
-                f"{spelled(name)} must be left out with --opd-type megatron, got {value}; its teacher is the one model "
-                "of --opd-teacher-load"
+            raise FlagError(
+                spelled(name),
+                "be left out with --opd-type megatron",
+                value,
+                "its teacher is the one model of --opd-teacher-load",
             )
 
 
@@ -81,9 +93,11 @@ def _check_served(c: Config) -> None:
     flags = c.distillation
     for name in ("opd_teacher_load", "opd_teacher_ckpt_step"):
         if (value := c.value_of(name)) is not None:
-            raise ValueError(
-                f"{spelled(name)} must be left out with --opd-type {flags.opd_type}, got {value}; engines of the run "
-                "serve --opd-teacher-model, and --rm-url names a teacher's server"
+            raise FlagError(
+                spelled(name),
+                f"be left out with --opd-type {flags.opd_type}",
+                value,
+                "engines of the run serve --opd-teacher-model, and --rm-url names a teacher's server",
             )
     by_name("opd_teacher_url", flags.opd_teacher_url)
     models = by_name("opd_teacher_model", flags.opd_teacher_model)
@@ -94,20 +108,26 @@ def _check_served(c: Config) -> None:
         **{f"{model.name} in {model.file}": 1 for model in in_files[:1]},
     }
     if len(found := [f"{many} of {kind}" for kind, many in kinds.items() if many]) > 1:
-        raise ValueError(
-            f"{' and '.join(kind for kind, many in kinds.items() if many)} must not be combined, got "
-            f"{' and '.join(found)}; a run has teachers of one kind"
+        raise FlagError(
+            " and ".join((kind for kind, many in kinds.items() if many)),
+            "not be combined",
+            " and ".join(found),
+            "a run has teachers of one kind",
         )
     if in_files and flags.opd_type != c.engine.rollout_backend:
-        raise ValueError(
-            f"--opd-type must be {c.engine.rollout_backend} with {in_files[0].name} in {in_files[0].file}, got "
-            f"{flags.opd_type}; models of a file have engines of --rollout-backend"
+        raise FlagError(
+            "--opd-type",
+            f"be {c.engine.rollout_backend} with {in_files[0].name} in {in_files[0].file}",
+            flags.opd_type,
+            "models of a file have engines of --rollout-backend",
         )
     for name in ("opd_teacher_num_gpus", "opd_teacher_num_gpus_per_engine", "opd_teacher_engine_args"):
         if not models and (value := c.value_of(name)) != specs_of(DistillationConfig)[name].default:
-            raise ValueError(
-                f"--opd-teacher-model must be given with {spelled(name)}, got only {value}; it is for engines of the "
-                "run"
+            raise FlagError(
+                "--opd-teacher-model",
+                f"be given with {spelled(name)}",
+                f"only {value}",
+                "it is for engines of the run",
             )
     if models or in_files:
         _check_temperature(c)
@@ -116,19 +136,23 @@ def _check_served(c: Config) -> None:
     hooked = brought or c.reward.custom_rm_path or c.reward.custom_reward_post_process_path
     named = flags.opd_teacher_url or c.reward.rm_url
     if not named and not (hooked or c.debug.load_debug_rollout_data):
-        raise ValueError(
-            f"--opd-teacher-model must be given with --opd-type {flags.opd_type}, got none; or name the teacher's "
-            "server in --rm-url"
+        raise FlagError(
+            "--opd-teacher-model",
+            f"be given with --opd-type {flags.opd_type}",
+            "none",
+            "or name the teacher's server in --rm-url",
         )
 
 
 def _check_temperature(c: Config) -> None:
     """Checks the temperature at which engines of the run can score."""
     if c.distillation.opd_type == "sglang" and c.rollout.rollout_temperature != 1:
-        raise ValueError(
-            "--rollout-temperature must be 1 with teachers of the run and --opd-type sglang, got "
-            f"{c.rollout.rollout_temperature}; SGLang's log-probs of given tokens are at temperature 1, and their "
-            "difference would be no KL: use --opd-type vllm, whose logits are divided by the temperature"
+        raise FlagError(
+            "--rollout-temperature",
+            "be 1 with teachers of the run and --opd-type sglang",
+            c.rollout.rollout_temperature,
+            "SGLang's log-probs of given tokens are at temperature 1, and their difference would "
+            "be no KL: use --opd-type vllm, whose logits are divided by the temperature",
         )
 
 
@@ -138,19 +162,23 @@ def _check_loss(c: Config) -> None:
     if not draws_in_loss(c):
         given = {"--opd-loss-coef": flags.opd_loss_coef != 1, "--opd-jsd-beta": flags.opd_jsd_beta != 0.5}
         if name := next((name for name, on in given.items() if on), None):
-            raise ValueError(
-                f"{name} must be left out with {kind}, got both; the reverse KL is a part of the advantages and has "
-                "the weight --opd-kl-coef"
+            raise FlagError(
+                name,
+                f"be left out with {kind}",
+                "both",
+                "the reverse KL is a part of the advantages and has the weight --opd-kl-coef",
             )
         return
     if not flags.opd_top_k:
-        raise ValueError(
-            f"--opd-top-k must be above 0 with {kind}, got 0; its sum is over that many of the teacher's likeliest "
-            "tokens: 64 is a start"
+        raise FlagError(
+            "--opd-top-k",
+            f"be above 0 with {kind}",
+            "0",
+            "its sum is over that many of the teacher's likeliest tokens: 64 is a start",
         )
     if not 0 < flags.opd_jsd_beta < 1:
-        raise ValueError(
-            f"--opd-jsd-beta must lie between 0 and 1, got {flags.opd_jsd_beta}; at the ends the divergence is 0"
+        raise FlagError(
+            "--opd-jsd-beta", "lie between 0 and 1", flags.opd_jsd_beta, "at the ends the divergence is 0"
         )
     others = {
         f"--loss-type {c.algorithm.loss_type}": not loss_of(c.algorithm).surrogate,
@@ -159,9 +187,11 @@ def _check_loss(c: Config) -> None:
         "--opd-jsd-beta": flags.opd_loss_type != "jsd" and flags.opd_jsd_beta != 0.5,
     }
     if name := next((name for name, on in others.items() if on), None):
-        raise ValueError(
-            f"{name} must not be combined with {kind}, got both; that loss is a term of policy_loss over the whole "
-            "vocabulary, with the weight --opd-loss-coef"
+        raise FlagError(
+            name,
+            f"not be combined with {kind}",
+            "both",
+            "that loss is a term of policy_loss over the whole vocabulary, with the weight --opd-loss-coef",
         )
 
 
@@ -171,12 +201,15 @@ def check_teacher(c: Config) -> None:
     mine = given(c.rollout.hf_checkpoint)
     rows = read_hf_config(mine).get("vocab_size")  # another rule reports a vocab_size that config.json lacks
     if isinstance(rows, int) and c.distillation.opd_top_k > rows:
-        raise ValueError(
-            f"--opd-top-k must be at most the model's vocab_size, got {c.distillation.opd_top_k} and {rows}; lower it"
+        raise FlagError(
+            "--opd-top-k",
+            "be at most the model's vocab_size",
+            f"{c.distillation.opd_top_k} and {rows}",
+            "lower it",
         )
     for source, model in teachers(c).items():
         if Path(its := model.checkpoint) != Path(mine) and is_hf_directory(its):
-            flag = model.own_flags["--hf-checkpoint"] if model.file else f"--opd-teacher-model {source}"
+            flag = model.spelling.of("--hf-checkpoint") if model.file else f"--opd-teacher-model {source}"
             _check_vocabulary(flag, mine, its, read_hf_config(mine), read_hf_config(its))
     if TEACHER not in roles_of(c) or c.distillation.opd_teacher_load is None:
         return
@@ -190,12 +223,15 @@ def check_teacher(c: Config) -> None:
         check_heads(c, decoder)
         check_stages(c.megatron, len(decoder.layers))
     except ValueError as error:
-        text = f"--opd-teacher-load must fit the trainer's parallel sizes, got {its}: {error}"
-        raise ValueError(text) from error
+        raise FlagError(
+            "--opd-teacher-load", "fit the trainer's parallel sizes", f"{its}: {error}"
+        ) from error
     if decoder.stateful and c.data.share_prompts and not decoder_of(policy).stateful:
-        raise ValueError(
-            f"--no-share-prompts must be given for a teacher whose layers have a state, got {its}; the state after "
-            "a prompt that samples share is not kept: give the flag"
+        raise FlagError(
+            "--no-share-prompts",
+            "be given for a teacher whose layers have a state",
+            its,
+            "the state after a prompt that samples share is not kept: give the flag",
         )
 
 
@@ -203,16 +239,20 @@ def _check_vocabulary(flag: str, mine: str, its: str, policy: Hf, teacher: Hf) -
     known = _tokens(mine), _tokens(its)
     if known[0] and known[1] and known[0] != known[1]:
         other = sum(known[1].get(token) != i for token, i in known[0].items())
-        raise ValueError(
-            f"{flag} must have the tokenizer of --hf-checkpoint, as it scores its ids, got {its}, which "
-            f"has another id or none for {other} of {len(known[0])} tokens; take a teacher of the same family"
+        raise FlagError(
+            flag,
+            "have the tokenizer of --hf-checkpoint, as it scores its ids",
+            f"{its}, which has another id or none for {other} of {len(known[0])} tokens",
+            "take a teacher of the same family",
         )
     sizes: tuple[int, int] = (policy["vocab_size"], teacher["vocab_size"])
     rows = sizes[1] - sizes[0]
     if rows and not (all(known) and rows > 0):  # with the same tokens, more rows are padding of the matrix
-        raise ValueError(
-            f"{flag} must have the vocabulary of --hf-checkpoint, as it scores its ids, got vocab_size "
-            f"{sizes[1]} in {its} and {sizes[0]} in {mine}; take a teacher of the same family"
+        raise FlagError(
+            flag,
+            "have the vocabulary of --hf-checkpoint, as it scores its ids",
+            f"vocab_size {sizes[1]} in {its} and {sizes[0]} in {mine}",
+            "take a teacher of the same family",
         )
 
 

@@ -14,6 +14,7 @@ from slime.config.fields import Values, spelled
 from slime.config.problems import Problems
 from slime.models import Decoder
 from slime.plan.stages import stages_of
+from slime.records.errors import FlagError
 from slime.roles.groups import groups_of
 
 if TYPE_CHECKING:
@@ -64,10 +65,11 @@ def check_expert_flags(c: Config, decoder: Decoder) -> None:
         None,
         1,
     ):
-        raise ValueError(
-            "--expert-model-parallel-size and --expert-tensor-parallel-size must be left out for a dense model, got "
-            f"{c.megatron.expert_model_parallel_size} and {c.megatron.expert_tensor_parallel_size}; it has "
-            "no experts to share"
+        raise FlagError(
+            "--expert-model-parallel-size and --expert-tensor-parallel-size",
+            "be left out for a dense model",
+            f"{c.megatron.expert_model_parallel_size} and {c.megatron.expert_tensor_parallel_size}",
+            "it has no experts to share",
         )
 
 
@@ -84,9 +86,9 @@ def check_expert_settings(overrides: Values) -> None:
         if name in ONLY:
             accepted, why = ONLY[name]
             if any(kind not in accepted for kind in values):
-                problems.add(f"{spelled(name)} must be {' or '.join(accepted)}, got {got}; {why}")
+                problems.add(FlagError(spelled(name), f"be {' or '.join(accepted)}", got, why))
         elif name in REFUSED and not all(_is_off(name, x) for x in values):
-            problems.add(f"{spelled(name)} must be left out, got {got}; {REFUSED[name]}")
+            problems.add(FlagError(spelled(name), "be left out", got, REFUSED[name]))
     problems.report()
 
 
@@ -98,28 +100,32 @@ def check_untried(overrides: Values) -> None:
     """Raises ValueError for another --moe-* setting. Megatron has about thirty, and no test here covers them."""
     for name, value in overrides.items():
         if re.match("moe_", name) and name not in ONLY and name not in REFUSED and not _is_off(name, value):
-            raise ValueError(
-                f"{spelled(name)} must be left out, got {value}; it was never run here with experts"
-            )
+            raise FlagError(spelled(name), "be left out", value, "it was never run here with experts")
 
 
 def check_expert_layout(c: Config, experts: int) -> None:
     """Raises ValueError if the ranks cannot share the layers of a model with `experts` routed experts per layer."""
     tp, ep = c.megatron.tensor_model_parallel_size, c.megatron.expert_model_parallel_size
     if tp > 1 and not c.megatron.sequence_parallel:
-        raise ValueError(
-            "--sequence-parallel must be given for experts with --tensor-model-parallel-size above 1, got none; "
-            "megatron-core trains them no other way"
+        raise FlagError(
+            "--sequence-parallel",
+            "be given for experts with --tensor-model-parallel-size above 1",
+            "none",
+            "megatron-core trains them no other way",
         )
     if c.megatron.overrides.get("transformer_impl", "local") != "local":
-        raise ValueError(
-            "--transformer-impl must be local for a model with experts, got transformer_engine; the weight table has "
-            "no rows for its experts"
+        raise FlagError(
+            "--transformer-impl",
+            "be local for a model with experts",
+            "transformer_engine",
+            "the weight table has no rows for its experts",
         )
     if ep < 1 or experts % ep:
-        raise ValueError(
-            f"--expert-model-parallel-size must divide the {experts} experts of a layer, got "
-            f"{ep}{_division(experts, ep)}; give each rank the same number of experts"
+        raise FlagError(
+            "--expert-model-parallel-size",
+            f"divide the {experts} experts of a layer",
+            f"{ep}{_division(experts, ep)}",
+            "give each rank the same number of experts",
         )
 
 
@@ -135,10 +141,11 @@ def check_expert_width(c: Config, decoder: Decoder) -> None:
     assert decoder.experts is not None
     step, width = 4 if c.megatron.params_dtype == "float32" else 8, decoder.experts.width
     if decoder.hidden % step:
-        raise ValueError(
-            f"hidden_size in config.json must be a multiple of {step} in {c.megatron.params_dtype} where a "
-            "model has experts, "
-            f"got {decoder.hidden}; such a model cannot be trained here"
+        raise FlagError(
+            "hidden_size in config.json",
+            f"be a multiple of {step} in {c.megatron.params_dtype} where a model has experts",
+            decoder.hidden,
+            "such a model cannot be trained here",
         )
     if width % (etp * step):
         raise ValueError(
@@ -155,10 +162,12 @@ def check_expert_stages(c: Config, sparse: Sequence[bool]) -> None:
     stages = stages_of(c.megatron, len(sparse))
     for rank in range(stages.ranks):
         if c.megatron.experts_apart and not any(sparse[i] for i in stages.layers(rank)):
-            raise ValueError(
-                "each pipeline stage must have a layer with experts with --expert-model-parallel-size above 1 or an "
-                f"--expert-tensor-parallel-size of its own, got none on stage {rank} of {stages.ranks}; take fewer "
-                "stages, or give it more layers (--decoder-first-pipeline-num-layers)"
+            raise FlagError(
+                "each pipeline stage",
+                "have a layer with experts with --expert-model-parallel-size above 1 or an "
+                "--expert-tensor-parallel-size of its own",
+                f"none on stage {rank} of {stages.ranks}",
+                "take fewer stages, or give it more layers (--decoder-first-pipeline-num-layers)",
             )
 
 
@@ -167,7 +176,9 @@ def check_expert_ranks(c: Config, world_size: int) -> None:
     ep, pp = c.megatron.expert_model_parallel_size, c.megatron.pipeline_model_parallel_size
     etp = c.megatron.expert_tensor_parallel
     if ep < 1 or (c.megatron.experts_apart and world_size % (etp * ep * pp)):
-        raise ValueError(
-            "--expert-model-parallel-size times ETP * PP must divide the number of trainer ranks, got "
-            f"{ep} * {etp} * {pp} for {world_size}{_division(world_size, ep * etp * pp)}; change one of the sizes"
+        raise FlagError(
+            "--expert-model-parallel-size times ETP * PP",
+            "divide the number of trainer ranks",
+            f"{ep} * {etp} * {pp} for {world_size}{_division(world_size, ep * etp * pp)}",
+            "change one of the sizes",
         )

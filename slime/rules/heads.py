@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.models import Decoder
+from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -21,15 +22,19 @@ def check_heads(c: Config, decoder: Decoder) -> None:
         _divide(decoder.groups, "num_key_value_heads that share a norm", tp)
     if decoder.delta and decoder.delta.keys % (tp * cp):
         keys = decoder.delta.keys
-        raise ValueError(
-            f"--tensor-model-parallel-size x --context-parallel-size must divide the {keys} linear_num_key_heads, got "
-            f"{tp} x {cp}: {keys} / {tp * cp} = {keys / (tp * cp):.3f}; use fewer ranks"
+        raise FlagError(
+            "--tensor-model-parallel-size x --context-parallel-size",
+            f"divide the {keys} linear_num_key_heads",
+            f"{tp} x {cp}: {keys} / {tp * cp} = {keys / (tp * cp):.3f}",
+            "use fewer ranks",
         )
 
 
 def _divide(heads: int, what: str, ranks: int) -> None:
     if heads % ranks:
-        raise ValueError(
-            f"--tensor-model-parallel-size must divide the {heads} {what}, got {ranks}: {heads} / {ranks} = "
-            f"{heads / ranks:.3f}; use fewer ranks"
+        raise FlagError(
+            "--tensor-model-parallel-size",
+            f"divide the {heads} {what}",
+            f"{ranks}: {heads} / {ranks} = {heads / ranks:.3f}",
+            "use fewer ranks",
         )

@@ -12,6 +12,7 @@ from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
 from slime.hardware import HARDWARE
 from slime.hooks import MissingHookError, load_function
 from slime.models import Decoder
+from slime.records.errors import FlagError
 
 PROVIDER = "--selected-logprob-provider"
 BITWISE_DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
@@ -24,16 +25,17 @@ def check_kernels(c: Config) -> None:
     """Checks that operators are known, and that flags do not contradict each other."""
     unknown = [name for name in given(c.kernels.rl_kernel_ops) if name not in OPERATORS]
     if unknown:
-        raise ValueError(
-            f"--rl-kernel-ops must name operators of {', '.join(OPERATORS)}, got {unknown[0]}"
-            f"{nearest(unknown[0], OPERATORS, prefix='')}"
+        raise FlagError(
+            "--rl-kernel-ops",
+            f"name operators of {', '.join(OPERATORS)}",
+            f"{unknown[0]}{nearest(unknown[0], OPERATORS, prefix='')}",
         )
     if c.kernels.rl_kernel_strict and c.kernels.rlk_fast != "strict":
-        raise ValueError(
-            f"--rl-kernel-strict must not stand beside --rlk-fast {c.kernels.rlk_fast}; leave one out"
+        raise FlagError(
+            "--rl-kernel-strict", f"not stand beside --rlk-fast {c.kernels.rlk_fast}", advice="leave one out"
         )
     if c.kernels.enable_rl_kernel and c.kernels.rlk_fast == "off":
-        raise ValueError("--enable-rl-kernel must not stand beside --rlk-fast off; leave one out")
+        raise FlagError("--enable-rl-kernel", "not stand beside --rlk-fast off", advice="leave one out")
     _check_provider(c)
     _check_bitwise(c)
     if c.kernels.rlk_consistency != "off" and (
@@ -44,10 +46,11 @@ def check_kernels(c: Config) -> None:
             if loss_of(c.algorithm).rewarded
             else f"--loss-type {c.algorithm.loss_type}"
         )
-        raise ValueError(
-            f"--rlk-consistency must be off with {what}, got {c.kernels.rlk_consistency}; it compares "
-            "log-probs of a trainer "
-            "and an engine"
+        raise FlagError(
+            "--rlk-consistency",
+            f"be off with {what}",
+            c.kernels.rlk_consistency,
+            "it compares log-probs of a trainer and an engine",
         )
 
 
@@ -56,16 +59,20 @@ def _check_bitwise(c: Config) -> None:
     are checked where they are built."""
     chosen = c.kernels.rlk_bitwise_operators
     if unknown := [name for name in chosen if name not in BITWISE_OPERATORS]:
-        raise ValueError(
-            f"--rlk-bitwise-operators must be of {', '.join(BITWISE_OPERATORS)}, got {unknown[0]}"
-            f"{nearest(unknown[0], BITWISE_OPERATORS, prefix='')}; leave the flag out for all of them"
+        raise FlagError(
+            "--rlk-bitwise-operators",
+            f"be of {', '.join(BITWISE_OPERATORS)}",
+            f"{unknown[0]}{nearest(unknown[0], BITWISE_OPERATORS, prefix='')}",
+            "leave the flag out for all of them",
         )
     whole = set(chosen) == set(BITWISE_OPERATORS)
     if not c.kernels.rlk_bitwise:
         if not whole:
-            raise ValueError(
-                f"--rlk-bitwise-operators must stand beside --rlk-bitwise, got {','.join(chosen)} alone; add "
-                "--rlk-bitwise"
+            raise FlagError(
+                "--rlk-bitwise-operators",
+                "stand beside --rlk-bitwise",
+                f"{','.join(chosen)} alone",
+                "add --rlk-bitwise",
             )
         return
     dtypes = BITWISE_DTYPES[c.cluster.device]
@@ -83,33 +90,39 @@ def _check_bitwise(c: Config) -> None:
     for name, (wanted, got) in wants.items():
         if got != wanted:
             must = "be left out" if wanted is None or wanted is False else f"be {wanted}"
-            raise ValueError(
-                f"{name} must {must} with --rlk-bitwise, got {got}; change it, or leave --rlk-bitwise out"
-            )
+            raise FlagError(name, f"{must} with --rlk-bitwise", got, "change it, or leave --rlk-bitwise out")
     _check_bitwise_ranks(c)
     if c.megatron.params_dtype not in dtypes:
-        raise ValueError(
-            f"parameters must be {' or '.join(dtypes)} with --rlk-bitwise on --device {c.cluster.device}, got "
-            f"{c.megatron.params_dtype}; use {' or '.join('--fp32' if d == 'float32' else '--bf16' for d in dtypes)}"
+        raise FlagError(
+            "parameters",
+            f"be {' or '.join(dtypes)} with --rlk-bitwise on --device {c.cluster.device}",
+            c.megatron.params_dtype,
+            f"use {' or '.join('--fp32' if d == 'float32' else '--bf16' for d in dtypes)}",
         )
     if c.cluster.device == "cuda" and (
         c.kernels.rlk_fast == "off" or "rotary" not in c.kernels.rl_kernel_ops
     ):
-        raise ValueError(
-            f"--rlk-fast must be auto or strict, and --rl-kernel-ops have rotary, with --rlk-bitwise, got "
-            f"{c.kernels.rlk_fast} and {','.join(c.kernels.rl_kernel_ops)}; the engine rotates with that kernel"
+        raise FlagError(
+            "--rlk-fast",
+            "be auto or strict, and --rl-kernel-ops have rotary, with --rlk-bitwise",
+            f"{c.kernels.rlk_fast} and {','.join(c.kernels.rl_kernel_ops)}",
+            "the engine rotates with that kernel",
         )
     if c.cluster.gpu and (shared := HARDWARE[c.cluster.gpu].shared_kib) < BITWISE_SHARED_KIB:
-        raise ValueError(
-            f"--gpu must have {BITWISE_SHARED_KIB} KiB of shared memory for a program with --rlk-bitwise, got "
-            f"{c.cluster.gpu} with {shared}; leave --rlk-bitwise out on such GPUs"
+        raise FlagError(
+            "--gpu",
+            f"have {BITWISE_SHARED_KIB} KiB of shared memory for a program with --rlk-bitwise",
+            f"{c.cluster.gpu} with {shared}",
+            "leave --rlk-bitwise out on such GPUs",
         )
     facts = c.engine.engine_facts
     if not facts.invariant or facts.dtype not in (None, "auto", c.megatron.params_dtype):
-        raise ValueError(
-            "engines must have plain weights of the trainer's dtype, no drafts and no context parallelism with "
-            "--rlk-bitwise, got flags that say otherwise; leave out the engine's flags for quantisation, dtype, "
-            "speculation and context parallelism"
+        raise FlagError(
+            "engines",
+            "have plain weights of the trainer's dtype, no drafts and no context parallelism "
+            "with --rlk-bitwise",
+            "flags that say otherwise",
+            "leave out the engine's flags for quantisation, dtype, speculation and context parallelism",
         )
 
 
@@ -137,9 +150,11 @@ def check_bitwise_model(c: Config, decoder: Decoder) -> None:
         f"heads of {size} (no power of two)": on_gpu and size & (size - 1) != 0,
     }
     if found := [name for name, there in parts.items() if there]:
-        raise ValueError(
-            "--rlk-bitwise must have a model whose every part rl_kernel.invariant computes, got one with "
-            f"{', '.join(found)}; leave --rlk-bitwise out for this model"
+        raise FlagError(
+            "--rlk-bitwise",
+            "have a model whose every part rl_kernel.invariant computes",
+            f"one with {', '.join(found)}",
+            "leave --rlk-bitwise out for this model",
         )
 
 
@@ -149,13 +164,15 @@ def _check_bitwise_ranks(c: Config) -> None:
     facts, trainer = c.engine.engine_facts, c.megatron.tensor_model_parallel_size
     for name in ("data_parallel_size", "pipeline_parallel_size"):
         if (size := getattr(facts, name)) != 1:
-            raise ValueError(
-                f"{facts.flag(name)} must be 1 with --rlk-bitwise, got {size}; leave it out, or leave --rlk-bitwise out"
+            raise FlagError(
+                facts.flag(name), "be 1 with --rlk-bitwise", size, "leave it out, or leave --rlk-bitwise out"
             )
     if (engine := c.cluster.rollout_num_gpus_per_engine) != trainer:
-        raise ValueError(
-            f"--rollout-num-gpus-per-engine must equal --tensor-model-parallel-size with --rlk-bitwise, got {engine} "
-            f"and {trainer}; sums over ranks have the same bits only if engine and trainer have equally many"
+        raise FlagError(
+            "--rollout-num-gpus-per-engine",
+            "equal --tensor-model-parallel-size with --rlk-bitwise",
+            f"{engine} and {trainer}",
+            "sums over ranks have the same bits only if engine and trainer have equally many",
         )
 
 
@@ -165,17 +182,19 @@ def _check_provider(c: Config) -> None:
     path, mode = c.kernels.selected_logprob_provider, c.kernels.selected_logprob_provider_mode
     if path is None:
         if mode != "auto":
-            raise ValueError(
-                f"{PROVIDER}-mode {mode} must stand beside {PROVIDER}, got none; name the provider"
+            raise FlagError(
+                f"{PROVIDER}-mode {mode}", f"stand beside {PROVIDER}", "none", "name the provider"
             )
         return
     try:
         load_function(path, PROVIDER)
     except MissingHookError as error:
         if mode == "strict":
-            raise ValueError(
-                f"{PROVIDER} must name a function that is there in mode strict, got {path!r}: {error}; or take "
-                f"{PROVIDER}-mode auto, which uses the trainer's own log-probs"
+            raise FlagError(
+                PROVIDER,
+                "name a function that is there in mode strict",
+                f"{path!r}: {error}",
+                f"or take {PROVIDER}-mode auto, which uses the trainer's own log-probs",
             ) from error
 
 

@@ -10,6 +10,7 @@ from slime.config.sections.lora import LoraConfig
 from slime.models import decoder_of, family_for
 from slime.models.decoder import Hf
 from slime.models.lora import Lora, modules_of, read_peft, sends_adapters
+from slime.records.errors import FlagError
 from slime.roles import POLICY
 
 
@@ -32,24 +33,28 @@ def check_lora(c: Config, hf: Hf) -> None:
     ):
         if value := c.value_of(name):
             shown = " ".join(value) if isinstance(value, list) else value
-            raise ValueError(f"{spelled(name)} must be left out with --lora-rank, got {shown}; {why}")
+            raise FlagError(spelled(name), "be left out with --lora-rank", shown, why)
     base = POLICY.source(c).directory
     if (
         sends_adapters(c)
         and c.num_engines
         and Path(base).resolve() != Path(c.rollout.hf_checkpoint).resolve()
     ):
-        raise ValueError(
-            "--lora-merge must be given where adapters are trained over other weights than --hf-checkpoint, got "
-            f"{base}: the engines have those of {c.rollout.hf_checkpoint}"
+        raise FlagError(
+            "--lora-merge",
+            "be given where adapters are trained over other weights than --hf-checkpoint",
+            f"{base}: the engines have those of {c.rollout.hf_checkpoint}",
         )
     if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
-        raise ValueError(
-            "--transformer-impl must be local with --lora-rank, got transformer_engine; leave the flag out"
+        raise FlagError(
+            "--transformer-impl", "be local with --lora-rank", "transformer_engine", "leave the flag out"
         )
     if not c.lora.lora_name.isidentifier() and not c.lora.lora_name.replace("-", "_").isidentifier():
-        raise ValueError(
-            f"--lora-name must be letters, digits, - and _, got {c.lora.lora_name!r}; engines call the adapter so"
+        raise FlagError(
+            "--lora-name",
+            "be letters, digits, - and _",
+            f"{c.lora.lora_name!r}",
+            "engines call the adapter so",
         )
 
 
@@ -59,7 +64,7 @@ def _check_left_out(c: Config) -> None:
     for name in ("lora_merge", "target_modules", "lora_dropout", "lora_alpha", "lora_name"):
         if (value := c.value_of(name)) and value != getattr(LoraConfig, name):
             shown = " ".join(value) if isinstance(value, list) else value
-            raise ValueError(f"--lora-rank must be given with {spelled(name)}, got {shown} alone; add it")
+            raise FlagError("--lora-rank", f"be given with {spelled(name)}", f"{shown} alone", "add it")
 
 
 def _check_loaded(c: Config, lora: Lora) -> None:
@@ -70,6 +75,6 @@ def _check_loaded(c: Config, lora: Lora) -> None:
         ("target_modules", sorted(lora.targets), sorted(stored.targets)),
     ):
         if ours != theirs:
-            raise ValueError(
-                f"{spelled(name)} must be {theirs} as in --lora-load {given}, got {ours}; leave {spelled(name)} out"
+            raise FlagError(
+                spelled(name), f"be {theirs} as in --lora-load {given}", ours, f"leave {spelled(name)} out"
             )

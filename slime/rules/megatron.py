@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime.config.fields import Values, spelled
+from slime.records.errors import FlagError
 from slime.roles import CRITIC, roles_of
 
 if TYPE_CHECKING:
@@ -77,9 +78,31 @@ def check_optimizer_dtypes(c: Config) -> None:
     """
     for name in _FLOAT32:
         if c.megatron.overrides.get(name, "float32") != "float32":
-            raise ValueError(
-                f"{spelled(name)} must be fp32, got {c.megatron.overrides[name]}; leave it out: other types need "
-                "Transformer Engine's FusedAdam and were never run; --optimizer-cpu-offload frees the GPU of the state"
+            raise FlagError(
+                spelled(name),
+                "be fp32",
+                c.megatron.overrides[name],
+                "leave it out: other types need Transformer Engine's FusedAdam and were never run; "
+                "--optimizer-cpu-offload frees the GPU of the state",
+            )
+
+
+def check_transformer_engine(c: Config) -> None:
+    """Settings that Transformer Engine's attention does not support with packed rows. Trainers check its
+    installation."""
+    if c.megatron.overrides.get("transformer_impl") != "transformer_engine":
+        return
+    for flag, value, wanted in (
+        ("--device", c.cluster.device, "cuda"),
+        ("--params-dtype (--bf16, --fp32)", c.megatron.params_dtype, "bfloat16"),
+        ("--context-parallel-size", c.megatron.context_parallel_size, 1),
+    ):
+        if value != wanted:
+            raise FlagError(
+                flag,
+                f"be {wanted} with --transformer-impl transformer_engine",
+                value,
+                "--transformer-impl local does that",
             )
 
 
@@ -87,9 +110,11 @@ def check_padded_vocabulary(c: Config, vocab: int) -> None:
     """Checks that each tensor-parallel rank has the same number of rows, and that together they hold the vocabulary."""
     padded, tp = c.megatron.padded_vocab_size, c.megatron.tensor_model_parallel_size
     if padded is not None and (padded < vocab or padded % tp):
-        raise ValueError(
-            f"--padded-vocab-size must be a multiple of --tensor-model-parallel-size {tp} and at least the vocabulary "
-            f"{vocab}, got {padded}; leave it out for --make-vocab-size-divisible-by"
+        raise FlagError(
+            "--padded-vocab-size",
+            f"be a multiple of --tensor-model-parallel-size {tp} and at least the vocabulary {vocab}",
+            padded,
+            "leave it out for --make-vocab-size-divisible-by",
         )
 
 
@@ -97,18 +122,22 @@ def check_offloaded_adam(c: Config) -> None:
     """Checks that Adam on the host comes with the distributed optimizer, in which a rank updates its part of the
     weights."""
     if c.megatron.optimizer_cpu_offload and not c.megatron.use_distributed_optimizer:
-        raise ValueError(
-            "--use-distributed-optimizer must be on with --optimizer-cpu-offload, got --no-use-distributed-optimizer; "
-            "leave one of the two out"
+        raise FlagError(
+            "--use-distributed-optimizer",
+            "be on with --optimizer-cpu-offload",
+            "--no-use-distributed-optimizer",
+            "leave one of the two out",
         )
 
 
 def check_warm_up(c: Config) -> None:
     """Checks that the warm-up has one length."""
     if c.megatron.lr_warmup_fraction is not None and c.megatron.lr_warmup_iters:
-        raise ValueError(
-            "--lr-warmup-fraction must not be given with --lr-warmup-iters, got "
-            f"{c.megatron.lr_warmup_fraction} and {c.megatron.lr_warmup_iters}; leave out one of the two"
+        raise FlagError(
+            "--lr-warmup-fraction",
+            "not be given with --lr-warmup-iters",
+            f"{c.megatron.lr_warmup_fraction} and {c.megatron.lr_warmup_iters}",
+            "leave out one of the two",
         )
 
 
@@ -124,20 +153,26 @@ def check_schedules(c: Config) -> None:
     """Checks that the flags of a schedule come together."""
     flags = c.megatron
     if (flags.lr_wsd_decay_iters is not None) != (flags.lr_decay_style == "WSD"):
-        raise ValueError(
-            "--lr-wsd-decay-iters must be given with --lr-decay-style WSD and only there, got "
-            f"{flags.lr_wsd_decay_iters} with {flags.lr_decay_style}; give both or leave both out"
+        raise FlagError(
+            "--lr-wsd-decay-iters",
+            "be given with --lr-decay-style WSD and only there",
+            f"{flags.lr_wsd_decay_iters} with {flags.lr_decay_style}",
+            "give both or leave both out",
         )
     if (flags.start_weight_decay is None) != (flags.end_weight_decay is None):
-        raise ValueError(
-            "--start-weight-decay must be given with --end-weight-decay, got "
-            f"{flags.start_weight_decay} and {flags.end_weight_decay}; give both or leave both out"
+        raise FlagError(
+            "--start-weight-decay",
+            "be given with --end-weight-decay",
+            f"{flags.start_weight_decay} and {flags.end_weight_decay}",
+            "give both or leave both out",
         )
     start, end = weight_decays(c)
     if start > end or (flags.weight_decay_incr_style == "constant" and start != end):
-        raise ValueError(
-            "--end-weight-decay must be at least --start-weight-decay, and equal to it with --weight-decay-incr-style "
-            f"constant, got {end} after {start}; give --weight-decay-incr-style linear or cosine"
+        raise FlagError(
+            "--end-weight-decay",
+            "be at least --start-weight-decay, and equal to it with --weight-decay-incr-style constant",
+            f"{end} after {start}",
+            "give --weight-decay-incr-style linear or cosine",
         )
 
 
@@ -151,9 +186,11 @@ def check_local_layers(c: Config) -> None:
         low = name.startswith(("fp8", "fp4"))
         if value and (low or name == "tp_comm_overlap"):
             flag, what = _SPELLED.get(name, spelled(name)), name[:3] if low else "this overlap"
-            raise ValueError(
-                f"{flag} must be left out with --transformer-impl local, got {'it' if value is True else value}; "
-                f"{what} needs Transformer Engine"
+            raise FlagError(
+                flag,
+                "be left out with --transformer-impl local",
+                "it" if value is True else value,
+                f"{what} needs Transformer Engine",
             )
 
 
@@ -189,6 +226,6 @@ def check_dropout(c: Config) -> None:
     for name in ("attention_dropout", "hidden_dropout"):
         value = c.megatron.overrides.get(name, 0.0)
         if value != 0:
-            raise ValueError(
-                f"{spelled(name)} must be 0, got {value}; log-probs of two passes must be those of one policy"
+            raise FlagError(
+                spelled(name), "be 0", value, "log-probs of two passes must be those of one policy"
             )

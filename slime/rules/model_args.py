@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from slime.config.fields import Values, spelled
 from slime.models import FAMILIES, Decoder, Experts, decoder_of
 from slime.models.decoder import Hf
+from slime.records.errors import FlagError
 
 Reader = Callable[[Hf], object]
 
@@ -187,9 +188,11 @@ def check_model_args(model_args: Values, hf_config: Hf) -> None:
         if actual is not UNSAID and not (name in REMARKED and actual)
     ]
     if wrong:
-        raise ValueError(
-            "MODEL_ARGS must agree with config.json of --hf-checkpoint, got "
-            f"{'; '.join(wrong)}; correct or leave out these flags"
+        raise FlagError(
+            "MODEL_ARGS",
+            "agree with config.json of --hf-checkpoint",
+            "; ".join(wrong),
+            "correct or leave out these flags",
         )
 
 

@@ -10,41 +10,55 @@ from slime.algo.losses import loss_of
 from slime.algo.needs import draws_in_loss
 from slime.config.fields import spelled
 from slime.config.schema import Config
+from slime.records.errors import FlagError
 
 
 def check_off_policy(c: Config) -> None:
     """Checks that the log-probs that a correction compares exist and come from the same distribution."""
     if c.off_policy.use_rollout_logprobs and c.off_policy.use_tis:
-        raise ValueError(
-            "--use-rollout-logprobs must not be combined with --use-tis, got both; with rollout log-probs as "
-            "the old policy there is nothing left to correct"
+        raise FlagError(
+            "--use-rollout-logprobs",
+            "not be combined with --use-tis",
+            "both",
+            "with rollout log-probs as the old policy there is nothing left to correct",
         )
     if c.off_policy.use_rollout_logprobs and c.off_policy.use_rs:
-        raise ValueError(
-            "--use-rollout-logprobs must not be combined with --use-rs, got both; with rollout log-probs as the old "
-            "policy there is nothing to reject"
+        raise FlagError(
+            "--use-rollout-logprobs",
+            "not be combined with --use-rs",
+            "both",
+            "with rollout log-probs as the old policy there is nothing to reject",
         )
     if c.algorithm.ref_update_interval is not None and c.checkpoint.save is not None:
-        raise ValueError(
-            "--ref-update-interval must not be combined with --save, got both; checkpoints do not hold the moved "
-            "reference model yet, so a resumed run would go on with another one"
+        raise FlagError(
+            "--ref-update-interval",
+            "not be combined with --save",
+            "both",
+            "checkpoints do not hold the moved reference model yet, so a resumed run would go on "
+            "with another one",
         )
     if c.off_policy.use_rollout_logprobs and c.off_policy.get_mismatch_metrics:
-        raise ValueError(
-            "--get-mismatch-metrics must not be combined with --use-rollout-logprobs, got both; the trainer's own old "
-            "log-probs, which the metrics compare with, are not computed then"
+        raise FlagError(
+            "--get-mismatch-metrics",
+            "not be combined with --use-rollout-logprobs",
+            "both",
+            "the trainer's own old log-probs, which the metrics compare with, are not computed then",
         )
     reads_engine = ("use_rollout_logprobs", "use_tis", "use_rs", "get_mismatch_metrics")
     name = next((name for name in reads_engine if c.value_of(name)), None)
     if name and cuts(c) and not c.off_policy.replay_kept_tokens:
-        raise ValueError(
-            f"{spelled(name)} must be used with --rollout-top-p 1 and --rollout-top-k -1, got "
-            f"{c.rollout.rollout_top_p} and {c.rollout.rollout_top_k}; the engine's log-probs are of fewer tokens: "
-            "--replay-kept-tokens N computes both over the ids that the engine kept"
+        raise FlagError(
+            spelled(name),
+            "be used with --rollout-top-p 1 and --rollout-top-k -1",
+            f"{c.rollout.rollout_top_p} and {c.rollout.rollout_top_k}",
+            "the engine's log-probs are of fewer tokens: --replay-kept-tokens N computes both "
+            "over the ids that the engine kept",
         )
     if c.off_policy.tis_clip_low > c.off_policy.tis_clip:
-        raise ValueError(
-            f"--tis-clip-low must be at most --tis-clip, got {c.off_policy.tis_clip_low} and {c.off_policy.tis_clip}"
+        raise FlagError(
+            "--tis-clip-low",
+            "be at most --tis-clip",
+            f"{c.off_policy.tis_clip_low} and {c.off_policy.tis_clip}",
         )
 
 
@@ -62,9 +76,11 @@ def check_levels(c: Config) -> None:
     if o.custom_tis_function_path is not None:
         return
     if o.use_rs and MEASURES[o.rs_type].ratio and o.rs_lower_bound > o.rs_upper_bound:
-        raise ValueError(
-            "--rs-lower-bound must be at most --rs-upper-bound, got "
-            f"{o.rs_lower_bound} and {o.rs_upper_bound}; nothing would be kept"
+        raise FlagError(
+            "--rs-lower-bound",
+            "be at most --rs-upper-bound",
+            f"{o.rs_lower_bound} and {o.rs_upper_bound}",
+            "nothing would be kept",
         )
     masks = {
         f"--rs-level {o.rs_level}": o.use_rs and LEVELS[o.rs_level].part != "sequence",
@@ -73,10 +89,12 @@ def check_levels(c: Config) -> None:
         ),
     }
     if surrogate.reads_sequences and (mask := next((flags for flags, on in masks.items() if on), None)):
-        raise ValueError(
-            f"{mask} must not be combined with the policy loss {surrogate.name}, got both; its ratio is of whole "
-            "sequences, and that of a sequence without some of its tokens is undefined: use the level sequence or "
-            "geometric"
+        raise FlagError(
+            mask,
+            f"not be combined with the policy loss {surrogate.name}",
+            "both",
+            "its ratio is of whole sequences, and that of a sequence without some of its tokens "
+            "is undefined: use the level sequence or geometric",
         )
 
 
@@ -112,25 +130,34 @@ def check_kept_tokens(c: Config) -> None:
     if not most:
         return
     if p == 1 and k == -1:
-        raise ValueError(
-            f"--replay-kept-tokens must be left out with --rollout-top-p 1 and --rollout-top-k -1, got {most}; nothing "
-            "is cut off"
+        raise FlagError(
+            "--replay-kept-tokens",
+            "be left out with --rollout-top-p 1 and --rollout-top-k -1",
+            most,
+            "nothing is cut off",
         )
     if p == 1 and k > most:
-        raise ValueError(
-            f"--replay-kept-tokens must be at least --rollout-top-k, got {most} and {k}; the set of no token would fit"
+        raise FlagError(
+            "--replay-kept-tokens",
+            "be at least --rollout-top-k",
+            f"{most} and {k}",
+            "the set of no token would fit",
         )
     teacher = c.distillation
     if teacher.use_opd and not draws_in_loss(c) and teacher.opd_type != "megatron":
-        raise ValueError(
-            f"--replay-kept-tokens must be left out with --opd-type {teacher.opd_type}, got {most}; a served teacher's "
-            "log-probs are over all ids, and their difference would be no KL: use --opd-type megatron, or leave out "
-            "one of the two"
+        raise FlagError(
+            "--replay-kept-tokens",
+            f"be left out with --opd-type {teacher.opd_type}",
+            most,
+            "a served teacher's log-probs are over all ids, and their difference would be no KL: "
+            "use --opd-type megatron, or leave out one of the two",
         )
     if not loss_of(c.algorithm).rewarded:
-        raise ValueError(
-            f"--replay-kept-tokens must be left out with --loss-type {c.algorithm.loss_type}, got {most}; no engine "
-            "samples"
+        raise FlagError(
+            "--replay-kept-tokens",
+            f"be left out with --loss-type {c.algorithm.loss_type}",
+            most,
+            "no engine samples",
         )
 
 
@@ -139,32 +166,41 @@ def check_routing_replay(c: Config) -> None:
     if (flag_ := _replays(c)) is None:
         return
     if not loss_of(c.algorithm).rewarded:
-        raise ValueError(
-            f"{flag_} must be left out with --loss-type {c.algorithm.loss_type}, got both; nobody chose experts before"
+        raise FlagError(
+            flag_,
+            f"be left out with --loss-type {c.algorithm.loss_type}",
+            "both",
+            "nobody chose experts before",
         )
     if not c.off_policy.use_rollout_routing_replay and c.off_policy.use_rollout_logprobs:
-        raise ValueError(
-            "--use-routing-replay must not be combined with --use-rollout-logprobs, got both; no pass for "
-            "old log-probs runs that could choose experts: use --use-rollout-routing-replay"
+        raise FlagError(
+            "--use-routing-replay",
+            "not be combined with --use-rollout-logprobs",
+            "both",
+            "no pass for old log-probs runs that could choose experts: use --use-rollout-routing-replay",
         )
     overrides = c.megatron.overrides
     if overrides.get("recompute_granularity") == "selective" and "moe" in (
         overrides.get("recompute_modules") or []
     ):
-        raise ValueError(
-            f"--recompute-modules must not name moe with {flag_}, got it; what is computed again would not know its "
-            "micro-batch: use --recompute-granularity full"
+        raise FlagError(
+            "--recompute-modules",
+            f"not name moe with {flag_}",
+            "it",
+            "what is computed again would not know its micro-batch: use --recompute-granularity full",
         )
 
 
 def check_replayed_model(c: Config, experts: int, topk: int | None) -> None:
     """Checks that the model has experts, and that a missing record differs from a written record."""
     if (flag_ := _replays(c)) is not None and not experts:
-        raise ValueError(f"{flag_} must be left out for a dense model, got it; no layer of it has experts")
+        raise FlagError(flag_, "be left out for a dense model", "it", "no layer of it has experts")
     if c.off_policy.use_rollout_routing_replay and topk == 1:
-        raise ValueError(
-            "--use-rollout-routing-replay must be left out for one expert a token, got it; rows that the engine "
-            "did not write could not be told from others"
+        raise FlagError(
+            "--use-rollout-routing-replay",
+            "be left out for one expert a token",
+            "it",
+            "rows that the engine did not write could not be told from others",
         )
 
 

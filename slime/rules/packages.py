@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from slime.config.problems import Problems
 from slime.config.sections.reward import reward_names
 from slime.imports import is_installed
+from slime.records.errors import FlagError
 from slime.tracking.trackers import TRACKERS
 
 if TYPE_CHECKING:
@@ -38,8 +39,12 @@ def check_packages(c: Config) -> None:
     for flag, module, package in needed:
         if not is_installed(module):
             problems.add(
-                f"{flag} must have the package {package}, got none installed; pip install {package}, or leave the "
-                "flag out"
+                FlagError(
+                    flag,
+                    f"have the package {package}",
+                    "none installed",
+                    f"pip install {package}, or leave the flag out",
+                )
             )
     problems.report()
 

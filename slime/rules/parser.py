@@ -23,6 +23,7 @@ from slime.config.problems import Problems
 from slime.config.schema import Config
 from slime.config.sections.engine import DEFAULT_BACKEND
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED, check_unsupported
+from slime.records.errors import FlagError, UnknownFlag
 from slime.roles.served import by_name, listed
 from slime.rules.backend import BackendFlags, NoBackend
 from slime.rules.flags import own_flags
@@ -99,7 +100,7 @@ def _local_models(config: Config, download: bool) -> Config:
         entry
         | {
             "model_path": local_checkpoint(
-                model.checkpoint, model.own_flags["--hf-checkpoint"], download=download
+                model.checkpoint, model.spelling.of("--hf-checkpoint"), download=download
             )
         }
         for entry, model in zip(config.engine.frozen_model, listed(config), strict=True)
@@ -184,7 +185,7 @@ def _picked(
     name = typed[-1] if typed else DEFAULT_BACKEND
     if name not in backends:
         given.wrong.add("rollout_backend")
-        problems.add(f"--rollout-backend must be one of {', '.join(backends)}, got {name}")
+        problems.add(FlagError("--rollout-backend", f"be one of {', '.join(backends)}", name))
         name = DEFAULT_BACKEND
     return backends[name]
 
@@ -270,8 +271,6 @@ def _assign_megatron(group: FlagGroup, given: _Given, backend: BackendFlags) -> 
     elif name != positive and positive in core and core[positive].spec.kind is bool:
         given.overrides[core[positive].field] = not core[positive].parse(group.values, group.typed)
     elif name in MANAGED:
-        raise ValueError(
-            f"{group.typed} must be left out, got {' '.join(group.values) or name}; it is {MANAGED[name]}"
-        )
+        raise FlagError(group.typed, "be left out", " ".join(group.values) or name, f"it is {MANAGED[name]}")
     else:
-        raise ValueError(f"{group.typed} is not a known flag{nearest(name, _known(backend))}")
+        raise UnknownFlag(group.typed, "a known flag", advice=nearest(name, _known(backend)))

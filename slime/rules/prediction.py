@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from slime.models import decoder_of, family_for
 from slime.models.decoder import Hf
 from slime.plan.stages import virtual_flag
+from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -28,21 +29,30 @@ def check_prediction(c: Config, hf_config: Hf) -> None:
         return
     family = family_for(hf_config)
     if family.prediction is None:
-        raise ValueError(
-            "--enable-mtp-training must be left out for a model whose layers of multi-token prediction are not trained "
-            f"here, got model_type {family.model_type}; an export has a copy of such layers"
+        raise FlagError(
+            "--enable-mtp-training",
+            "be left out for a model whose layers of multi-token prediction are not trained here",
+            f"model_type {family.model_type}",
+            "an export has a copy of such layers",
         )
     if not decoder_of(hf_config).predictions:
-        raise ValueError(
-            "--enable-mtp-training must be left out for a model without layers of multi-token prediction, got 0 such "
-            "layers in config.json (num_nextn_predict_layers); leave the flag out"
+        raise FlagError(
+            "--enable-mtp-training",
+            "be left out for a model without layers of multi-token prediction",
+            "0 such layers in config.json (num_nextn_predict_layers)",
+            "leave the flag out",
         )
     if (flag := _virtual_flag(c, len(decoder_of(hf_config).layers))) is not None:
-        raise ValueError(
-            f"{flag} must give each pipeline rank one stage with --enable-mtp-training, got several; "
-            "leave one of them out"
+        raise FlagError(
+            flag,
+            "give each pipeline rank one stage with --enable-mtp-training",
+            "several",
+            "leave one of them out",
         )
     if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
-        raise ValueError(
-            "--transformer-impl must be local with --enable-mtp-training, got transformer_engine; leave one of them out"
+        raise FlagError(
+            "--transformer-impl",
+            "be local with --enable-mtp-training",
+            "transformer_engine",
+            "leave one of them out",
         )

@@ -19,12 +19,14 @@ from slime.models.decoder import Hf
 from slime.models.selection import check_selection
 from slime.plan.stages import check_stages, micro_batch_group
 from slime.plan.trained_params import check_parameter_names
+from slime.records.errors import FlagError
 from slime.roles.groups import groups_of
 from slime.rules.algorithm import RULES as ALGORITHM
 from slime.rules.checkpoint import check_directories, check_saving, check_weight_update
 from slime.rules.cluster import (
     check_critic_devices,
     check_domains,
+    check_engines,
     check_frozen_models,
     check_hardware,
     check_offload,
@@ -47,7 +49,7 @@ from slime.rules.heads import check_heads
 from slime.rules.kernels import check_bitwise_model, check_kernels
 from slime.rules.lora import check_lora
 from slime.rules.megatron import RULES as MEGATRON
-from slime.rules.megatron import check_dropout, check_padded_vocabulary
+from slime.rules.megatron import check_dropout, check_padded_vocabulary, check_transformer_engine
 from slime.rules.model_args import check_model_args, model_arg_notes
 from slime.rules.off_policy import (
     check_kept_tokens,
@@ -90,14 +92,16 @@ def _required(c: Config) -> None:
         needed["prompt_data"] = "a prompt file, unless --disable-rollout-global-dataset"
     for name, what in needed.items():
         if c.value_of(name) is None:
-            problems.add(f"{spelled(name)} must be given ({what}), got none")
+            problems.add(FlagError(spelled(name), f"be given ({what})", "none"))
     if {c.data.num_rollout, c.data.num_epoch, c.data.train_iters, c.data.train_samples} == {None}:
-        problems.add("--num-rollout must be given, got none; or give --num-epoch")
+        problems.add(FlagError("--num-rollout", "be given", "none", "or give --num-epoch"))
     elif c.data.num_rollout is None and c.data.disable_rollout_global_dataset:
-        problems.add("--num-rollout must be given with --disable-rollout-global-dataset, got none")
+        problems.add(FlagError("--num-rollout", "be given with --disable-rollout-global-dataset", "none"))
     generates = c.cluster.rollout_num_gpus != 0
     if generates and c.rollout.rollout_max_response_len is None and c.rollout.rollout_max_context_len is None:
-        problems.add("--rollout-max-response-len must be given, got none; or give --rollout-max-context-len")
+        problems.add(
+            FlagError("--rollout-max-response-len", "be given", "none", "or give --rollout-max-context-len")
+        )
     problems.report()
 
 
@@ -111,80 +115,49 @@ def _ranges(c: Config) -> None:
             continue
         for number in value if spec.many else [value]:
             if rule := spec.range.problem(number):
-                problems.add(f"{spelled(name)} must {rule}, got {number}")
+                problems.add(FlagError(spelled(name), rule, number))
     problems.report()
 
 
 def _precision(c: Config) -> None:
     chosen = [name for name in ("bf16", "fp16", "fp32") if c.value_of(name)]
     if len(chosen) > 1:
-        raise ValueError(
-            f"--bf16, --fp16 and --fp32 must not be combined, got {' and '.join(map(spelled, chosen))}"
-        )
+        raise FlagError("--bf16, --fp16 and --fp32", "not be combined", " and ".join(map(spelled, chosen)))
     if c.cluster.device == "cuda" and c.cluster.distributed_backend != "nccl":
-        raise ValueError(f"--distributed-backend must be nccl on GPUs, got {c.cluster.distributed_backend}")
+        raise FlagError("--distributed-backend", "be nccl on GPUs", c.cluster.distributed_backend)
     if c.megatron.fp16:  # without loss scaling, gradients would underflow
-        raise ValueError("--fp16 must be left out in this version, got --fp16; use --bf16 or --fp32")
-
-
-def _transformer_engine(c: Config) -> None:
-    """Checks settings that Transformer Engine's attention does not support with packed rows. Trainers check its
-    installation."""
-    if c.megatron.overrides.get("transformer_impl") != "transformer_engine":
-        return
-    for flag, value, wanted in (
-        ("--device", c.cluster.device, "cuda"),
-        ("--params-dtype (--bf16, --fp32)", c.megatron.params_dtype, "bfloat16"),
-        ("--context-parallel-size", c.megatron.context_parallel_size, 1),
-    ):
-        if value != wanted:
-            raise ValueError(
-                f"{flag} must be {wanted} with --transformer-impl transformer_engine, got {value}; "
-                "--transformer-impl local does that"
-            )
-
-
-def _engines(c: Config) -> None:
-    if c.debug.debug_rollout_only and c.debug.debug_train_only:
-        raise ValueError("--debug-rollout-only must not be combined with --debug-train-only, got both")
-    if c.debug.debug_train_only:
-        return
-    if c.cluster.rollout_num_gpus is None:
-        raise ValueError("--rollout-num-gpus must be given when --colocate is not, got none")
-    if c.cluster.rollout_num_gpus <= 0 or c.cluster.rollout_num_gpus % c.cluster.rollout_num_gpus_per_engine:
-        raise ValueError(
-            "--rollout-num-gpus must be a positive multiple of --rollout-num-gpus-per-engine, got "
-            f"{c.cluster.rollout_num_gpus} and {c.cluster.rollout_num_gpus_per_engine}"
-        )
-    size, node = c.cluster.rollout_num_gpus_per_engine, c.cluster.num_gpus_per_node
-    if size > node and size % node:
-        raise ValueError(
-            "--rollout-num-gpus-per-engine must be a multiple of --num-gpus-per-node when it is larger, got "
-            f"{size} and {node}; use {size // node * node} or {(size // node + 1) * node}"
-        )
+        raise FlagError("--fp16", "be left out in this version", "--fp16", "use --bf16 or --fp32")
 
 
 def _staleness(c: Config) -> None:
     if c.cluster.colocate and c.rollout.max_staleness > 0:
-        raise ValueError(
-            f"--max-staleness must be 0 with --colocate, got {c.rollout.max_staleness}; engines and trainer take "
-            "turns on the same GPUs, so nothing runs ahead: leave out one of the two"
+        raise FlagError(
+            "--max-staleness",
+            "be 0 with --colocate",
+            c.rollout.max_staleness,
+            "engines and trainer take turns on the same GPUs, so nothing runs ahead: leave out "
+            "one of the two",
         )
     if c.weight_update.update_weights_interval > c.rollout.max_staleness + 1:
-        raise ValueError(
-            "--update-weights-interval must be at most --max-staleness + 1, got "
-            f"{c.weight_update.update_weights_interval} and {c.rollout.max_staleness}"
+        raise FlagError(
+            "--update-weights-interval",
+            "be at most --max-staleness + 1",
+            f"{c.weight_update.update_weights_interval} and {c.rollout.max_staleness}",
         )
     if c.rollout.stale_samples == "keep" and not c.off_policy.use_tis:
-        raise ValueError(
-            "--stale-samples keep must come with --use-tis, which corrects for their older weights; add it, or use mask"
+        raise FlagError(
+            "--stale-samples keep",
+            "come with --use-tis, which corrects for their older weights",
+            advice="add it, or use mask",
         )
     transport = given(c.weight_update.update_weight_transport)
     shares_gpus = c.cluster.colocate and c.cluster.device == "cuda"
     if CHANNELS[transport].gpus == "shared" and not shares_gpus:
-        raise ValueError(
-            f"--update-weight-transport {transport} must have trainer and engines on the same GPUs, got "
-            f"{'no --colocate' if not c.cluster.colocate else f'--device {c.cluster.device}'}; leave the flag out"
+        raise FlagError(
+            f"--update-weight-transport {transport}",
+            "have trainer and engines on the same GPUs",
+            "no --colocate" if not c.cluster.colocate else f"--device {c.cluster.device}",
+            "leave the flag out",
         )
 
 
@@ -195,18 +168,20 @@ def _batch_equation(c: Config) -> None:
     size, steps = c.data.global_batch_size, c.data.num_steps_per_rollout
     if size is None or steps is None:  # only one was given, and the other cannot be derived from it
         name = "--global-batch-size" if steps is None else "--num-steps-per-rollout"
-        raise ValueError(
-            f"{name} must divide --rollout-batch-size * --n-samples-per-prompt, got {size or steps} and {ours}"
+        raise FlagError(
+            name, "divide --rollout-batch-size * --n-samples-per-prompt", f"{size or steps} and {ours}"
         )
     if samples != size * steps:
-        raise ValueError(
-            "--rollout-batch-size * --n-samples-per-prompt must equal --global-batch-size * --num-steps-per-rollout, "
-            f"got {ours} and {size} * {steps} = {size * steps}"
+        raise FlagError(
+            "--rollout-batch-size * --n-samples-per-prompt",
+            "equal --global-batch-size * --num-steps-per-rollout",
+            f"{ours} and {size} * {steps} = {size * steps}",
         )
     if given(c.rollout.over_sampling_batch_size) < prompts:
-        raise ValueError(
-            "--over-sampling-batch-size must be at least --rollout-batch-size, got "
-            f"{c.rollout.over_sampling_batch_size} and {prompts}"
+        raise FlagError(
+            "--over-sampling-batch-size",
+            "be at least --rollout-batch-size",
+            f"{c.rollout.over_sampling_batch_size} and {prompts}",
         )
 
 
@@ -214,7 +189,7 @@ def _micro_batches(c: Config) -> None:
     if c.debug.debug_rollout_only:
         return
     if c.data.use_dynamic_batch_size and c.data.max_tokens_per_gpu is None:
-        raise ValueError("--max-tokens-per-gpu must be given with --use-dynamic-batch-size, got none")
+        raise FlagError("--max-tokens-per-gpu", "be given with --use-dynamic-batch-size", "none")
     for ranks in {group.config.data_parallel_size for group in groups_of(c)}:
         _samples_of_ranks(c, ranks)
 
@@ -225,16 +200,20 @@ def _samples_of_ranks(c: Config, ranks: int) -> None:
     virtual = f" * {group} micro-batches of each virtual stage" if group > 1 else ""
     if c.data.use_dynamic_batch_size:
         if given(c.data.global_batch_size) < ranks * group:
-            raise ValueError(
-                f"--global-batch-size must be at least the data-parallel size{virtual}, got "
-                f"{c.data.global_batch_size} for {ranks} ranks{f' * {group} = {ranks * group}' if group > 1 else ''}; "
-                "every rank needs a sample in every step and micro-batch"
+            raise FlagError(
+                "--global-batch-size",
+                f"be at least the data-parallel size{virtual}",
+                f"{c.data.global_batch_size} for {ranks} ranks"
+                f"{f' * {group} = {ranks * group}' if group > 1 else ''}",
+                "every rank needs a sample in every step and micro-batch",
             )
     elif given(c.data.global_batch_size) % (ranks * size * group):
-        raise ValueError(
-            f"--global-batch-size must be a multiple of data-parallel size * --micro-batch-size{virtual}, got "
-            f"{c.data.global_batch_size} and {ranks} * {size}{f' * {group}' if group > 1 else ''} = "
-            f"{ranks * size * group}; or use --use-dynamic-batch-size"
+        raise FlagError(
+            "--global-batch-size",
+            f"be a multiple of data-parallel size * --micro-batch-size{virtual}",
+            f"{c.data.global_batch_size} and {ranks} * {size}{f' * {group}' if group > 1 else ''} "
+            f"= {ranks * size * group}",
+            "or use --use-dynamic-batch-size",
         )
 
 
@@ -276,15 +255,23 @@ def _intervals(c: Config) -> None:
     problems, e = Problems(), c.evaluation
     if c.checkpoint.save_interval is not None and c.checkpoint.save is None:
         problems.add(
-            f"--save must be given with --save-interval, got only --save-interval {c.checkpoint.save_interval}"
+            FlagError(
+                "--save",
+                "be given with --save-interval",
+                f"only --save-interval {c.checkpoint.save_interval}",
+            )
         )
     if e.eval_interval is not None and not e.eval_prompt_data and e.eval_config is None:
-        problems.add(f"--eval-prompt-data must be given with --eval-interval {e.eval_interval}, got none")
+        problems.add(
+            FlagError("--eval-prompt-data", f"be given with --eval-interval {e.eval_interval}", "none")
+        )
     if c.data.num_rollout == 0 and e.eval_interval is None:
-        problems.add("--num-rollout must be 1 or more without --eval-interval, got 0; give one of them")
+        problems.add(
+            FlagError("--num-rollout", "be 1 or more without --eval-interval", "0", "give one of them")
+        )
     pairs = e.eval_prompt_data or []
     if len(pairs) % 2:
-        problems.add(f"--eval-prompt-data must be pairs of name and path, got {' '.join(pairs)}")
+        problems.add(FlagError("--eval-prompt-data", "be pairs of name and path", " ".join(pairs)))
     problems.report()
 
 
@@ -298,20 +285,24 @@ def _checkpoint(c: Config) -> None:
     check_checkpoint_shapes(checkpoint, hf_config)
     quantised = hf_config.get("quantization_config")
     if quantised and not c.debug.debug_train_only:
-        raise ValueError(
-            "--hf-checkpoint must hold plain weights, because updates bring plain weights to the engines, got "
-            f"quant_method {quantised.get('quant_method')} in {checkpoint}; write a copy in bfloat16"
-            + (
-                f": python scripts/dequantise.py {checkpoint} OUT_DIR"
-                if IS_CHECKOUT
-                else " with vime's repository"
-            )
+        how = (
+            f": python scripts/dequantise.py {checkpoint} OUT_DIR"
+            if IS_CHECKOUT
+            else " with vime's repository"
+        )
+        raise FlagError(
+            "--hf-checkpoint",
+            "hold plain weights, because updates bring plain weights to the engines",
+            f"quant_method {quantised.get('quant_method')} in {checkpoint}",
+            f"write a copy in bfloat16{how}",
         )
     largest, vocabulary = largest_token_id(checkpoint), hf_config.get("vocab_size")
     if largest is not None and vocabulary is not None and largest >= vocabulary:
-        raise ValueError(
-            "--hf-checkpoint must have a tokenizer whose ids fit the model, got token id "
-            f"{largest} and vocab_size {vocabulary} in {checkpoint}; the two are not of the same model"
+        raise FlagError(
+            "--hf-checkpoint",
+            "have a tokenizer whose ids fit the model",
+            f"token id {largest} and vocab_size {vocabulary} in {checkpoint}",
+            "the two are not of the same model",
         )
 
 
@@ -354,10 +345,10 @@ TOGETHER: tuple[Rule, ...] = (
     check_parallel_sizes,
     check_weight_update,
     check_critic_devices,
-    _transformer_engine,
+    check_transformer_engine,
     *MEGATRON,
     check_dropout,
-    _engines,
+    check_engines,
     check_domains,
     _staleness,
     check_offload,

@@ -23,8 +23,8 @@ from slime.config import Config
 from vime.audit.prefill import PrefillEngine
 from vime.audit.report import LogProbDifference, active, as_json, compare, draw, table
 from vime.audit.source import AuditSource, one_rank, read_config, read_source, weights_of
+from vime.pool.engine_flags import engine_dtype
 from vime.vllm.fp8 import quantises
-from vime.vllm.server_flags import engine_dtype
 
 TRAINING, DECODE = "trainer, training rows", "engine decode"
 MOST_ALONE = 64  # most requests that run one by one

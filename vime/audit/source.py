@@ -20,8 +20,8 @@ from slime.rollout.debug_data import load_with_facts
 from slime.rollout.facts import first_difference, replay_template, sample_facts
 from slime.types import Sample
 from vime.pool.control import CHECKPOINT_VERSION
+from vime.pool.engine_flags import engine_dtype
 from vime.vllm.fp8 import quantises
-from vime.vllm.server_flags import engine_dtype
 
 
 @dataclass(frozen=True)

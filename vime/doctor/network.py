@@ -7,6 +7,7 @@ import socket
 from urllib.parse import urlsplit
 
 from slime.cluster.ray_token import MODE, TOKEN, TOKEN_PATH, use_given_token
+from slime.records.errors import FlagError
 from vime.doctor.finding import GIB, Finding, WantedRun, judge, ok, problem, size, warning
 from vime.doctor.machine import Machine, words
 
@@ -69,11 +70,10 @@ def _token(machine: Machine) -> Finding:
     environ = dict(machine.environ)
     try:
         use_given_token(environ)
-    except ValueError as error:
-        found, _, remedy = str(error).rpartition("; ")
+    except FlagError as error:
         # A user who turned authentication off may run with --allow-unauthenticated-ray.
         chosen = environ.get(MODE, "token") != "token"
-        return judge("ray token", found, remedy, fails=not chosen, poor=True)
+        return judge("ray token", error.finding, error.advice, fails=not chosen, poor=True)
     return ok(
         "ray token",
         f"taken from {TOKEN if environ.get(TOKEN) else environ.get(TOKEN_PATH) or 'the home directory'}",

@@ -91,10 +91,10 @@ def check_versions(machine: Machine, wanted: WantedRun) -> list[Finding]:
 def judge_megatron(version: str, install: str) -> Finding:
     """Checks the installed version of megatron-core against the versions on which the trainer was run."""
     name = "megatron-core"
-    try:
-        remark = megatron_versions.check(version)
-    except ValueError as error:
-        return problem(name, str(error).partition("; ")[0], f"install it again: {install}")
+    if megatron_versions.is_too_old(version):
+        found = f"{name} must be {megatron_versions.least()} or newer, got {version}"
+        return problem(name, found, f"install it again: {install}")
+    remark = megatron_versions.check(version)
     if remark is not None:
         return warning(
             name, remark, f"the tested versions are {' and '.join(megatron_versions.RUN)}; {install}"

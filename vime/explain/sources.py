@@ -37,6 +37,8 @@ _WITHOUT_TEXT = (
     ast.Pass,
     ast.alias,
 )
+_WITH_FIELDS = ("FlagError", "StatedError", "UnknownFlag")
+"""The errors whose text is built from their arguments (`slime/records/errors.py`)."""
 _BUGS = ("AttributeError", "NotImplementedError", "KeyError", "TypeError")
 """Errors that are not for the user."""
 
@@ -75,10 +77,30 @@ def text_of(node: ast.AST, constants: dict[str, str]) -> str | None:
             for part in node.values
         )
         return re.sub(rf"{HOLE}+", HOLE, "".join(map(str, parts)))
+    if isinstance(node, ast.Name):
+        return constants.get(node.id)
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _WITH_FIELDS:
+        return _text_of_fields(node, constants)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         left, right = text_of(node.left, constants), text_of(node.right, constants)
         return None if left is None and right is None else f"{left or HOLE}{right or HOLE}"
     return None
+
+
+def _text_of_fields(call: ast.Call, constants: dict[str, str]) -> str:
+    """The text of an error that has fields, as its class builds it."""
+    given = dict(zip(("flag", "rule", "got", "advice"), call.args, strict=False))
+    given |= {str(keyword.arg): keyword.value for keyword in call.keywords}
+    fields = {name: text_of(node, constants) or HOLE for name, node in given.items()}
+    name = getattr(call.func, "id", "")
+    if name == "UnknownFlag":
+        return re.sub(
+            rf"{HOLE}+", HOLE, f"{fields['flag']} is not {fields['rule']}{fields.get('advice', '')}"
+        )
+    must = "" if name == "StatedError" else "must "
+    got = f", got {fields['got']}" if "got" in fields else ""
+    advice = f"; {fields['advice']}" if "advice" in fields else ""
+    return f"{fields['flag']} {must}{fields['rule']}{got}{advice}"
 
 
 def _name(part: ast.expr) -> str:
@@ -94,7 +116,7 @@ def messages_of(path: Path, root: Path = ROOT) -> list[Message]:
     The second rule finds messages that another function raises.
     """
     source = path.read_text(encoding="utf-8")
-    if "raise" not in source and " must " not in source:
+    if not any(part in source for part in ("raise", " must ", *_WITH_FIELDS)):
         return []
     tree = ast.parse(source)
     constants = {
@@ -117,8 +139,9 @@ def _texts(tree: ast.Module, constants: dict[str, str]) -> Iterator[str]:
         inside = isinstance(node, ast.JoinedStr | ast.BinOp)
         if isinstance(node, ast.Raise):
             if isinstance(node.exc, ast.Call) and node.exc.args and raises_to_the_user(node.exc):
-                yield text_of(node.exc.args[0], constants) or ""
-        elif not part_of_text and (inside or isinstance(node, ast.Constant)):
+                with_fields = getattr(node.exc.func, "id", "") in _WITH_FIELDS
+                yield text_of(node.exc if with_fields else node.exc.args[0], constants) or ""
+        elif not part_of_text and (inside or isinstance(node, ast.Constant | ast.Call)):
             text = text_of(node, constants)
             if text and _RULE.search(text):
                 yield text
@@ -134,7 +157,7 @@ def _texts(tree: ast.Module, constants: dict[str, str]) -> Iterator[str]:
 def raises_to_the_user(call: ast.Call) -> bool:
     """Return True if a raised call is an error for the user. AttributeError and similar errors show a bug."""
     name = getattr(call.func, "id", getattr(call.func, "attr", ""))
-    return name.endswith("Error") and name not in _BUGS
+    return name in _WITH_FIELDS or (name.endswith("Error") and name not in _BUGS)
 
 
 def files(root: Path = ROOT) -> list[Path]:

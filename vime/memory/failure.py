@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from slime.checkpoints.hf_config import read_hf_config
-from slime.cluster.memory_watch import MemoryWatch
+from slime.cluster.calls import ActorError
+from slime.cluster.memory_watch import HostMemoryError, MemoryWatch
 from slime.config import Config
 from slime.memory.card_text import card_lines
 from slime.memory.host import HostMemory, kills
@@ -19,7 +20,7 @@ from slime.plan.host_phases import USABLE
 from slime.plan.units import GIB, amount
 
 OF_MEMORY = re.compile(
-    r"out of (device )?memory|OutOfMemory|MemoryError|Cannot allocate memory|died without an error of its own|"
+    r"out of (device )?memory|OutOfMemory|MemoryError|Cannot allocate memory|"
     r"Cuda failure 2|killed",
     re.IGNORECASE,
 )
@@ -54,11 +55,15 @@ def explained(config: Config, watch: MemoryWatch) -> Iterator[None]:
         yield
     except RuntimeError as error:
         killed = kills() - before
-        if not OF_MEMORY.search(str(error)) or "in use of the" in str(error):
+        if isinstance(error, HostMemoryError) or not _may_come_from_memory(error):
             raise
         text = "\n".join(_report(config, watch, killed))
         error.args = (f"{error}\n{text}", *error.args[1:])
         raise
+
+
+def _may_come_from_memory(error: RuntimeError) -> bool:
+    return (isinstance(error, ActorError) and error.died) or OF_MEMORY.search(str(error)) is not None
 
 
 def _report(config: Config, watch: MemoryWatch, killed: int) -> Iterator[str]:

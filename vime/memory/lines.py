@@ -19,7 +19,7 @@ from slime.roles.groups import groups_of
 from slime.tracking.phases import PHASES
 from vime.backends import models_of
 from vime.memory.sizes import machine_of
-from vime.pool.served import in_own_flags
+from vime.pool.served import in_spelling_of
 from vime.vllm.memory import engine_memory, engine_need, engine_verdict, scored_logits
 
 
@@ -60,15 +60,18 @@ def memory_of_engine(c: Config, hf: Hf, gpu_bytes: float | None, *, scores: bool
 def frozen_models(c: Config, gpu_bytes: float | None) -> dict[str, list[str]]:
     """Returns title -> lines: each frozen model's engine memory, and the flags that are given for the model."""
     parts: dict[str, list[str]] = {}
-    for model, _, own in models_of(c):
-        if model.frozen:
+    for engines in models_of(c):
+        own = engines.settings
+        if engines.model.frozen:
             try:
-                hf = read_hf_config(own.rollout.hf_checkpoint)
-                lines = list(memory_of_engine(own, hf, gpu_bytes, scores=True))
+                with in_spelling_of(engines.model):
+                    hf = read_hf_config(own.rollout.hf_checkpoint)
+                    found = memory_of_engine(own, hf, gpu_bytes, scores=True)
+                    lines = [engines.spelled(line) for line in found]
             except ValueError as error:  # a family that only the engine supports
                 lines = [f"not estimated: {error}"]
-            title = f"Memory of an engine of {model.name}, per GPU"
-            parts[title] = [in_own_flags(line, model) for line in lines]
+            title = f"Memory of an engine of {engines.model.name}, per GPU"
+            parts[title] = lines
     return parts
 
 

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from slime.config import Config
 from slime.peers.proof import NotProvenError, is_strangers
+from slime.records.errors import FlagError
 from vime.pool.control import ControlError, MakeControl, answers, request
 from vime.pool.engine_server import EngineSpec
 from vime.pool.process import accepts
@@ -66,9 +67,7 @@ def split(address: str, typed: str) -> Address:
     except ValueError:
         host = port = None
     if parts.scheme != "http" or not host or not port or parts.path.strip("/"):
-        raise ValueError(
-            f"{typed} must be HOST:PORT, got {address}; give the address that the server listens at"
-        )
+        raise FlagError(typed, "be HOST:PORT", address, "give the address that the server listens at")
     return {"host": host, "port": port}
 
 
@@ -94,9 +93,11 @@ def check_addresses(config: Config) -> None:
                 f"{ENGINES} must name each engine once, got {each['host']}:{each['port']} twice; leave one out"
             )
     if config.engine.router_ip is not None and config.engine.router_port is None:
-        raise ValueError(
-            f"--vllm-router-port must be given with --vllm-router-ip, got none beside {config.engine.router_ip}; give "
-            "the port of the router"
+        raise FlagError(
+            "--vllm-router-port",
+            "be given with --vllm-router-ip",
+            f"none beside {config.engine.router_ip}",
+            "give the port of the router",
         )
 
 
@@ -105,16 +106,18 @@ def check_weights(config: Config) -> None:
     if not config.rollout.rollout_external_engine_addrs:
         return
     if config.cluster.colocate:
-        raise ValueError(f"{ENGINES} must go without --colocate, got both; such engines have their own GPUs")
+        raise FlagError(ENGINES, "go without --colocate", "both", "such engines have their own GPUs")
     transport = config.weight_update.update_weight_transport
     if transport != "disk":
-        raise ValueError(
-            f"--update-weight-transport must be disk with {ENGINES}, got {transport}; leave the flag out"
+        raise FlagError(
+            "--update-weight-transport", f"be disk with {ENGINES}", transport, "leave the flag out"
         )
     if config.weight_update.weight_dir is None:
-        raise ValueError(
-            f"--weight-dir must be given with {ENGINES}, got none; name a folder that trainer and engines share, the "
-            "same one for `vime serve engine`"
+        raise FlagError(
+            "--weight-dir",
+            f"be given with {ENGINES}",
+            "none",
+            "name a folder that trainer and engines share, the same one for `vime serve engine`",
         )
 
 
@@ -128,9 +131,11 @@ def require_joinable(config: Config, url: str, *, trained: bool) -> None:
         )
     transport = config.weight_update.update_weight_transport
     if trained and (transport != "disk" or config.cluster.colocate):
-        raise ValueError(
-            f"an engine that was started apart must get its weights as files, got --update-weight-transport {transport}"
-            f"{' and --colocate' if config.cluster.colocate else ''}; start the run with --update-weight-transport disk"
+        raise FlagError(
+            "an engine that was started apart",
+            "get its weights as files",
+            f"--update-weight-transport {transport}{' and --colocate' if config.cluster.colocate else ''}",
+            "start the run with --update-weight-transport disk",
         )
     if (problem := _problem(url, given_key(), "/health", "the engine of --address")) is not None:
         raise ValueError(problem)

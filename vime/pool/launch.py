@@ -36,8 +36,8 @@ def make_pool(
     gives_memory: bool = False,
     kind: Kind | None = None,
 ) -> ServerPool:
-    """The engines of `model` and their router; `config` is from `vime.pool.served.config_of`. `make_spec` gets the
-    fields of an engine's spec that every engine has. `dtype`, `gives_memory` and `kind`: see ServerPool."""
+    """The engines of `model` and their router. `config` is the `settings` of `vime.pool.served.ServedEngines`.
+    `make_spec` gets the fields that the specs of all engines have. See ServerPool for the other parameters."""
     run_key = external.key_of(config)
     logs = Path(config.logging.run_dir).resolve() / "logs"
     prefix = f"{model.name}-" if model.frozen else ""

@@ -1,34 +1,82 @@
-"""The pools of all models that a run serves, as one EnginePool: the policy's, and those of frozen models.
+"""The models that a run serves: each with the settings of its engines, and their pools as one EnginePool.
 
-A frozen model keeps the weights of its checkpoint and has devices of its own: updates and sleep do not reach it.
-`config_of` gives the configuration that its engines see, so that a backend has one set of rules, settings and estimates
-for all models.
+A frozen model keeps the weights of its checkpoint and has devices of its own. Updates and sleep do not reach it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from slime.config import Config, FlagGroup
+from slime.config.problems import renamed
 from slime.protocols import EnginePool, RolloutEngine
-from slime.roles.served import ENGINE_FLAGS, POLICY, ServedModel
+from slime.records.errors import replace_flags
+from slime.roles.served import POLICY, ServedModel
 from slime.rollout_backend import RolloutBackend
 
+_PREFIXES = ("--vllm-", "--sglang-")
+"""The beginnings of flags of the policy's engines."""
 
-def config_of(config: Config, model: ServedModel, backend: RolloutBackend) -> Config:
-    """The run's configuration as the engines of `model` see it: their checkpoint, devices and flags. ValueError for a
-    flag that the engine does not know."""
-    if not model.frozen:
-        return config
+
+@dataclass(frozen=True)
+class ServedEngines:
+    """The engines of one served model: the backend that runs them, their settings, and the spelling of their flags."""
+
+    model: ServedModel
+    backend: RolloutBackend
+    settings: Config
+    """The configuration that these engines see. It is the run's for the policy. For a frozen model, it has the model's
+    checkpoint, devices and flags."""
+
+    @classmethod
+    def of(cls, config: Config, model: ServedModel, backend: RolloutBackend) -> ServedEngines:
+        """The engines of `model` in the run. Raises ValueError for a flag that the engine does not know."""
+        return cls(model, backend, _settings(config, model, backend) if model.frozen else config)
+
+    def spelled(self, text: str) -> str:
+        """A line of the plan with this model's flags in place of the policy's."""
+        return replace_flags(text, functools.partial(_spelled, self.model))
+
+    def check(self) -> None:
+        """Raise ValueError unless the engines fit their model and their devices."""
+        with in_spelling_of(self.model):
+            for rule in self.backend.engine_rules:
+                rule(self.settings)
+
+    def require_reachable(self) -> None:
+        """See `RolloutBackend.require_reachable`."""
+        with in_spelling_of(self.model):
+            self.backend.require_reachable(self.settings)
+
+
+@contextmanager
+def in_spelling_of(model: ServedModel) -> Iterator[None]:
+    """Raise the errors of the block with the flags of `model` in place of the policy's."""
+    try:
+        yield
+    except ValueError as error:
+        raise renamed(error, functools.partial(_spelled, model)) from error
+
+
+def _spelled(model: ServedModel, flag: str) -> str:
+    prefix = next((start for start in _PREFIXES if flag.startswith(start)), None)
+    if prefix is None:
+        return model.spelling.of(flag)
+    return model.spelling.engine_flag(flag.removeprefix(prefix), prefix)
+
+
+def _settings(config: Config, model: ServedModel, backend: RolloutBackend) -> Config:
+    """The settings of a frozen model's engines. The flags of the policy's engines and of its router do not count."""
     engine = backend.owners[0]
     groups = []
     for typed in model.args:
         name, given, value = typed.partition("=")
         field = engine.prefix + name.removeprefix("--").replace("-", "_")
-        shown = f"{model.own_flags[ENGINE_FLAGS]}{typed}"
-        groups.append(FlagGroup(shown, field, [value] if given else []))
+        groups.append(FlagGroup(model.spelling.engine_flag(typed), field, [value] if given else []))
     own = {
         "backend_args": {},
         "backend_argv": [],
@@ -53,14 +101,6 @@ def config_of(config: Config, model: ServedModel, backend: RolloutBackend) -> Co
 
 Start = Callable[[Callable[[Callable[[], None]], object]], None]
 """The type of `EnginePool.start`."""
-
-
-def in_own_flags(text: str, model: ServedModel) -> str:
-    """A message about the engines of `model` with the flags that they have in place of the policy's."""
-    for policys, own in model.own_flags.items():
-        for typed in ("--vllm-", "--sglang-") if policys == ENGINE_FLAGS else (policys,):
-            text = text.replace(typed, own)
-    return text
 
 
 class ServedModels:

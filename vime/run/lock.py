@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from slime.config import Config
+from slime.records.errors import FlagError
 from slime.roles import roles_of
 from slime.soft_lock import MISSING, holder
 
@@ -102,9 +103,11 @@ def _lock_by_file(flag: str, path: Path, stack: ExitStack) -> None:
     except Timeout:
         owner, is_seen = holder(file)
         remedy = "end that run" if is_seen else f"end that run, remove {file} if it has ended already,"
-        raise ValueError(
-            f"{flag} must not be in use by another run, got {path}, which is in use by {owner}; {remedy} or name "
-            "another directory"
+        raise FlagError(
+            flag,
+            "not be in use by another run",
+            f"{path}, which is in use by {owner}",
+            f"{remedy} or name another directory",
         ) from None
     stack.callback(lock.release)
     print(

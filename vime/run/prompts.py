@@ -17,6 +17,7 @@ from slime.data.rows import message_text
 from slime.data.source import load_training_prompts
 from slime.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from slime.hooks import load_function
+from slime.records.errors import FlagError
 from slime.rollout.data_source import training_label_check
 from slime.rollout.eval_datasets import EvalDatasetConfig, read_eval_prompts, resolve_eval_datasets
 from slime.types import Prompt
@@ -193,9 +194,11 @@ def _rollouts(c: Config, number: int) -> int | None:
     if epochs is None or batch is None:
         return None
     if (rollouts := number * epochs // batch) == 0:
-        raise ValueError(
-            f"--num-epoch must give at least one rollout, got {epochs} x {number} prompts for --rollout-batch-size "
-            f"{batch}; raise it"
+        raise FlagError(
+            "--num-epoch",
+            "give at least one rollout",
+            f"{epochs} x {number} prompts for --rollout-batch-size {batch}",
+            "raise it",
         )
     return rollouts
 

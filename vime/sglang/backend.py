@@ -13,13 +13,14 @@ from slime.config import Config, FlagGroup
 from slime.config.peer_names import NONE
 from slime.config.sections.engine import EngineFacts
 from slime.protocols import WeightSource
+from slime.records.errors import FlagError
 from slime.roles.served import ServedModel
 from slime.rules.listing import Row
 from vime.pool import external
+from vime.pool.engine_flags import check_engine_heads, common_settings, engine_dtype
 from vime.pool.engine_server import pair_up
 from vime.sglang import server_flags as flags
 from vime.sglang.server import SglangServer, SglangSpec
-from vime.vllm.server_flags import check_engine_heads, common_settings, engine_dtype
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -127,8 +128,8 @@ def _context(typed: str | int | None) -> int | None:
     try:
         return int(typed)
     except ValueError:
-        raise ValueError(
-            f"--sglang-context-length must be a number of tokens, got {typed}; give the longest sequence"
+        raise FlagError(
+            "--sglang-context-length", "be a number of tokens", typed, "give the longest sequence"
         ) from None
 
 
@@ -136,8 +137,8 @@ def _share(typed: str | float) -> float:
     try:
         return float(typed)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"--sglang-mem-fraction-static must be a number, got {typed}; give a part of the GPU's memory"
+        raise FlagError(
+            "--sglang-mem-fraction-static", "be a number", typed, "give a part of the GPU's memory"
         ) from None
 
 

@@ -15,19 +15,25 @@ from slime.config.fields import FlagSpec
 from slime.config.problems import Problems
 from slime.config.unsupported import Unsupported
 from slime.models.lora import sends_adapters
+from slime.records.errors import FlagError
+from vime.pool.engine_flags import (
+    DEADLINE,
+    KEY,
+    OF_SLIMES_ROUTER,
+    ROUTER_RESERVED,
+    WITHOUT_ROUTER,
+    PrefixOwner,
+    RaisingParser,
+)
 from vime.sglang.control import CHANNEL
 from vime.sglang_api import config_file
-from vime.vllm.backend import UNSUPPORTED as OF_SLIMES_ROUTER
-from vime.vllm.backend import WITHOUT_ROUTER
-from vime.vllm.server_flags import ROUTER_RESERVED, PrefixOwner, RaisingParser
 
 _ADDRESS = "engines listen where the engine pool places them"
-_KEY = "every server of a run gets the run's own key"
 _MODEL = "engines serve --hf-checkpoint"
 _SIZE = "an engine splits each layer over its --rollout-num-gpus-per-engine GPUs, and has no other parallelism here"
 RESERVED = {
     **dict.fromkeys(("host", "port", "nccl_port", "grpc_mode", "smg_grpc_mode"), _ADDRESS),
-    **dict.fromkeys(("api_key", "admin_api_key"), _KEY),
+    **dict.fromkeys(("api_key", "admin_api_key"), KEY),
     **dict.fromkeys(("model_path", "model", "weight_version"), _MODEL),
     **dict.fromkeys(("tp_size", "tp", "tensor_parallel_size", "pp_size", "pipeline_parallel_size"), _SIZE),
     **dict.fromkeys(("dp_size", "dp", "data_parallel_size", "nnodes", "node_rank", "dist_init_addr"), _SIZE),
@@ -47,9 +53,7 @@ UNSUPPORTED = {
     **OF_SLIMES_ROUTER,
 }
 NO_EFFECT = {
-    "sglang_router_request_timeout_secs": FlagSpec(
-        "sglang_router_request_timeout_secs", str, None, "one request may take --rollout-deadline-s"
-    ),
+    "sglang_router_request_timeout_secs": FlagSpec("sglang_router_request_timeout_secs", str, None, DEADLINE),
     **WITHOUT_ROUTER,
 }
 RENAMED = {"sglang_router_policy": "router_policy"}
@@ -61,8 +65,8 @@ def router_parser() -> argparse.ArgumentParser:
     try:
         from sglang_router.router_args import RouterArgs
     except ImportError as error:
-        raise ValueError(
-            f"sglang-router must be installed to check --router-* flags, got {error}; pip install sglang-router"
+        raise FlagError(
+            "sglang-router", "be installed to check --router-* flags", error, "pip install sglang-router"
         ) from error
     parser = RaisingParser(allow_abbrev=False, add_help=False)
     RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=True)
@@ -93,7 +97,7 @@ class _AsTheyStand:
     def _take(self, group: FlagGroup, values: dict[str, object], argv: dict[str, list[str]]) -> None:
         name = group.name.removeprefix(self.prefix)
         if name in RESERVED:
-            raise ValueError(f"{group.typed} must be left out; {RESERVED[name]}")
+            raise FlagError(group.typed, "be left out", advice=RESERVED[name])
         values[name] = group.values[0] if len(group.values) == 1 else group.values or True
         argv[name] = [f"--{name.replace('_', '-')}", *group.values]
 
@@ -120,7 +124,11 @@ def _require_sglangs(groups: list[FlagGroup]) -> None:
     for group in groups:
         if group.name.startswith("vllm_"):
             problems.add(
-                f"{group.typed} must be left out with --rollout-backend sglang; it is a flag of vLLM: use --sglang-*"
+                FlagError(
+                    group.typed,
+                    "be left out with --rollout-backend sglang",
+                    advice="it is a flag of vLLM: use --sglang-*",
+                )
             )
     problems.report()
 
@@ -128,9 +136,11 @@ def _require_sglangs(groups: list[FlagGroup]) -> None:
 def check_concurrency(config: Config) -> None:
     """--sglang-server-concurrency is a number of requests."""
     if config.engine.server_concurrency <= 0:
-        raise ValueError(
-            f"--sglang-server-concurrency must be above 0, got {config.engine.server_concurrency}; give the number of "
-            "requests that an engine may have"
+        raise FlagError(
+            "--sglang-server-concurrency",
+            "be above 0",
+            config.engine.server_concurrency,
+            "give the number of requests that an engine may have",
         )
 
 
@@ -140,50 +150,65 @@ def check_weights(config: Config) -> None:
         return
     transport = config.weight_update.update_weight_transport
     if transport != CHANNEL:
-        raise ValueError(
-            f"--update-weight-transport must be {CHANNEL} with --rollout-backend sglang, got {transport}; add "
-            f"--update-weight-transport {CHANNEL}"
+        raise FlagError(
+            "--update-weight-transport",
+            f"be {CHANNEL} with --rollout-backend sglang",
+            transport,
+            f"add --update-weight-transport {CHANNEL}",
         )
     if config.weight_update.update_weight_mode == "delta":
-        raise ValueError(
-            "--update-weight-mode must be full with --rollout-backend sglang, got delta; leave the flag out"
+        raise FlagError(
+            "--update-weight-mode", "be full with --rollout-backend sglang", "delta", "leave the flag out"
         )
     if sends_adapters(config):
-        raise ValueError(
-            f"--lora-merge must be given with --lora-rank {config.lora.lora_rank} and --rollout-backend sglang, got "
-            "none; SGLang gets whole weights"
+        raise FlagError(
+            "--lora-merge",
+            f"be given with --lora-rank {config.lora.lora_rank} and --rollout-backend sglang",
+            "none",
+            "SGLang gets whole weights",
         )
     if config.cluster.colocate and config.cluster.device == "cuda":
-        raise ValueError(
-            "--colocate on GPUs must go with --rollout-backend vllm, got sglang; give the engines their own GPUs"
+        raise FlagError(
+            "--colocate on GPUs",
+            "go with --rollout-backend vllm",
+            "sglang",
+            "give the engines their own GPUs",
         )
     if config.weight_update.check_weight_update_equal:
-        raise ValueError(
-            "--check-weight-update-equal must go with --rollout-backend vllm, got sglang; leave the flag out"
+        raise FlagError(
+            "--check-weight-update-equal", "go with --rollout-backend vllm", "sglang", "leave the flag out"
         )
 
 
 def check_engines(config: Config) -> None:
     """What SGLang's engines do not give here."""
     if config.off_policy.replay_kept_tokens:
-        raise ValueError(
-            "--replay-kept-tokens must go with --rollout-backend vllm, got sglang; its answers do not say what top-p "
-            "kept: leave the flag out"
+        raise FlagError(
+            "--replay-kept-tokens",
+            "go with --rollout-backend vllm",
+            "sglang",
+            "its answers do not say what top-p kept: leave the flag out",
         )
     if config.algorithm.use_score_centering:
-        raise ValueError(
-            "--use-score-centering must go with --rollout-backend vllm, got sglang; its client does not ask for the "
-            "likeliest tokens: leave the flag out"
+        raise FlagError(
+            "--use-score-centering",
+            "go with --rollout-backend vllm",
+            "sglang",
+            "its client does not ask for the likeliest tokens: leave the flag out",
         )
     if config.off_policy.use_rollout_routing_replay:
-        raise ValueError(
-            "--use-rollout-routing-replay must go with --rollout-backend vllm, got sglang; sglang-router drops the "
-            "request for experts: use --use-routing-replay"
+        raise FlagError(
+            "--use-rollout-routing-replay",
+            "go with --rollout-backend vllm",
+            "sglang",
+            "sglang-router drops the request for experts: use --use-routing-replay",
         )
     if config.num_engines and config.nodes_per_engine > 1:
-        raise ValueError(
-            f"--rollout-num-gpus-per-engine must be at most --num-gpus-per-node with --rollout-backend sglang, got "
-            f"{config.cluster.rollout_num_gpus_per_engine} and {config.cluster.num_gpus_per_node}; take smaller engines"
+        raise FlagError(
+            "--rollout-num-gpus-per-engine",
+            "be at most --num-gpus-per-node with --rollout-backend sglang",
+            f"{config.cluster.rollout_num_gpus_per_engine} and {config.cluster.num_gpus_per_node}",
+            "take smaller engines",
         )
 
 
@@ -196,7 +221,10 @@ def require_installed(config: Config) -> None:
         needed["sglang"] = "sglang"
     for module, package in needed.items():
         if importlib.util.find_spec(module) is None:
-            raise ValueError(
-                f"--rollout-backend sglang must find {package}, got none installed; pip install {package}"
-                + (", or name engines by --rollout-external-engine-addrs" if module == "sglang" else "")
+            other = ", or name engines by --rollout-external-engine-addrs" if module == "sglang" else ""
+            raise FlagError(
+                "--rollout-backend sglang",
+                f"find {package}",
+                "none installed",
+                f"pip install {package}{other}",
             )

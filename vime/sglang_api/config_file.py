@@ -25,6 +25,7 @@ import yaml
 
 from slime.config.config_file import YAML_ERRORS, FlagGroup, yaml_group
 from slime.config.fields import spelled
+from slime.records.errors import FlagError
 
 FLAGS = ("sglang_config", "vllm_config")
 KEYS = ("sglang", "vllm")
@@ -65,7 +66,7 @@ def expand(groups: list[FlagGroup], spell: Spell) -> tuple[list[FlagGroup], list
     file = given[-1]
     if len(file.values) != 1 or len({group.name for group in given}) > 1:
         got = " ".join(group.values[0] for group in given if group.values)
-        raise ValueError(f"{file.typed} must name one YAML file, got {got or 'none'}; give one path")
+        raise FlagError(file.typed, "name one YAML file", got or "none", "give one path")
     path = file.values[0]
     own = {group.name: group.values for group in groups}
     models = _models(file.typed, Path(path))
@@ -77,9 +78,11 @@ def expand(groups: list[FlagGroup], spell: Spell) -> tuple[list[FlagGroup], list
     made = [group for group in _policys_flags(policy) if own.get(group.name) != group.values]
     for group in made:
         if group.name in _SIZES and group.name in own:
-            raise ValueError(
-                f"{group.typed} must equal the entries of {path}, got {' '.join(own[group.name])} and "
-                f"{group.values[0]}; change one of them"
+            raise FlagError(
+                group.typed,
+                f"equal the entries of {path}",
+                f"{' '.join(own[group.name])} and {group.values[0]}",
+                "change one of them",
             )
     made += [_frozen(path, model, spell) for model in models if model is not policy]
     became = " ".join(token for group in made for token in group.tokens) or "nothing more"
@@ -104,8 +107,11 @@ def _policy(path: str, models: list[_Model], own: dict[str, list[str]]) -> _Mode
             f"{len(policys)}{f' ({names})' if names else ''}; set it for the policy, and to false for the others"
         )
     if (policy := policys[0]).path not in (None, *mine):
-        raise ValueError(
-            f"model_path of {policy.name} in {path} must be that of --hf-checkpoint, got {policy.path}; leave it out"
+        raise FlagError(
+            f"model_path of {policy.name} in {path}",
+            "be that of --hf-checkpoint",
+            policy.path,
+            "leave it out",
         )
     return policy
 
@@ -154,7 +160,7 @@ def _models(flag: str, path: Path) -> list[_Model]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{flag} must name a file, got {path} ({error.strerror}); check the path") from error
+        raise FlagError(flag, "name a file", f"{path} ({error.strerror})", "check the path") from error
     except YAML_ERRORS as error:
         raise ValueError(f"{path} must be valid YAML, got: {error}") from error
     keys = [key for key in KEYS if isinstance(content, dict) and list(content) == [key]]

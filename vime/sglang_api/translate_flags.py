@@ -14,6 +14,7 @@ from slime.config.near_names import nearest
 from slime.config.problems import Problems
 from slime.config.sections.cluster import ClusterConfig
 from slime.hardware import HARDWARE
+from slime.records.errors import FlagError
 from vime.sglang_api import config_file
 from vime.sglang_api.tables import ANY, ENGINE_DECIDES, MAPPED, REFUSED, RENAMED
 
@@ -90,9 +91,11 @@ def _translate(name: str, group: FlagGroup) -> tuple[list[FlagGroup], str]:
         target, values = MAPPED[name]
         value = _one(group)
         if value not in values:
-            raise ValueError(
-                f"{group.typed} must be one of {', '.join(values)} to have a vLLM counterpart, got {value}; choose one "
-                f"of them, or leave it out and give --{target.replace('_', '-')}"
+            raise FlagError(
+                group.typed,
+                f"be one of {', '.join(values)} to have a vLLM counterpart",
+                value,
+                f"choose one of them, or leave it out and give --{target.replace('_', '-')}",
             )
         return (
             ([_group(target, values[value])], "") if values[value] != ANY else ([], "vLLM chooses it itself")
@@ -103,19 +106,18 @@ def _translate(name: str, group: FlagGroup) -> tuple[list[FlagGroup], str]:
         return SPECIAL[name][0](group)
     if name in REFUSED:
         instead = REFUSED[name].format(" ".join(group.values)).rstrip()
-        raise ValueError(f"{group.typed} must be left out; {instead}")
+        raise FlagError(group.typed, "be left out", advice=instead)
     near = nearest(name, targets(), prefix="--sglang-")
-    raise ValueError(
-        f"{group.typed} must be left out: no flag of SGLang with this name is known here{near}; `vime flags sglang` "
-        "lists them"
+    raise FlagError(
+        group.typed,
+        f"be left out: no flag of SGLang with this name is known here{near}",
+        advice="`vime flags sglang` lists them",
     )
 
 
 def _one(group: FlagGroup) -> str:
     if len(group.values) != 1:
-        raise ValueError(
-            f"{group.typed} must be followed by one value, got {' '.join(group.values) or 'none'}"
-        )
+        raise FlagError(group.typed, "be followed by one value", " ".join(group.values) or "none")
     return group.values[0]
 
 
@@ -123,9 +125,7 @@ def _number(group: FlagGroup) -> int:
     try:
         return int(_one(group))
     except ValueError as error:
-        raise ValueError(
-            f"{group.typed} must be an integer, got {' '.join(group.values) or 'none'}"
-        ) from error
+        raise FlagError(group.typed, "be an integer", " ".join(group.values) or "none") from error
 
 
 def _memory(group: FlagGroup) -> tuple[list[FlagGroup], str]:
@@ -203,26 +203,24 @@ def _speculative_config(given: dict[str, FlagGroup]) -> FlagGroup:
     typed = next(iter(given.values())).typed
     for needed in ("algorithm", "num_steps"):
         if needed not in given:
-            raise ValueError(
-                f"--sglang-speculative-{needed.replace('_', '-')} must be given with {typed}, got none"
+            raise FlagError(
+                f"--sglang-speculative-{needed.replace('_', '-')}", f"be given with {typed}", "none"
             )
     steps = _number(given["num_steps"])
     if "eagle_topk" in given and _number(given["eagle_topk"]) != 1:
         got = _one(given["eagle_topk"])
-        raise ValueError(
-            f"--sglang-speculative-eagle-topk must be 1, got {got}; vLLM drafts one chain, not a tree"
-        )
+        raise FlagError("--sglang-speculative-eagle-topk", "be 1", got, "vLLM drafts one chain, not a tree")
     if "num_draft_tokens" in given and _number(given["num_draft_tokens"]) != steps + 1:
         got = _one(given["num_draft_tokens"])
-        raise ValueError(
-            f"--sglang-speculative-num-draft-tokens must be num-steps + 1 = {steps + 1}, got {got}; "
-            "vLLM drafts one chain"
+        raise FlagError(
+            "--sglang-speculative-num-draft-tokens",
+            f"be num-steps + 1 = {steps + 1}",
+            got,
+            "vLLM drafts one chain",
         )
     algorithm = _one(given["algorithm"])
     if algorithm not in _METHODS:
-        raise ValueError(
-            f"--sglang-speculative-algorithm must be one of {', '.join(_METHODS)}, got {algorithm}"
-        )
+        raise FlagError("--sglang-speculative-algorithm", f"be one of {', '.join(_METHODS)}", algorithm)
     config: dict[str, str | int] = {"method": _METHODS[algorithm], "num_speculative_tokens": steps}
     if "draft_model_path" in given:
         config["model"] = _one(given["draft_model_path"])

@@ -16,10 +16,11 @@ from slime.checkpoints.hf_config import read_hf_config, require_weight_files
 from slime.config import Config
 from slime.config.fields import spelled
 from slime.config.hook_calls import CALLS, check_call
-from slime.config.problems import Problems
+from slime.config.problems import Problems, problems_of
 from slime.data.tokenizer import load_tokenizer
 from slime.hooks import load_function
 from slime.operators import decide
+from slime.records.errors import FlagError
 from slime.roles.groups import on_one_host
 from slime.rollout.eval_datasets import check_evaluation
 from slime.rules.flags import FALLBACKS, own_flags
@@ -39,7 +40,7 @@ _SHAPE = "make_model.json"
 for a plan."""
 
 
-Inputs = tuple[list[str], int | None]
+Inputs = tuple[list[ValueError], int | None]
 """The problems of tokenizer and data, and the number of rollouts, or None if it is unknown."""
 
 
@@ -58,9 +59,9 @@ def check_run(
     found: list[int | None] = []
 
     def inputs(config: Config) -> None:
-        texts, rollouts = read(config)
+        errors, rollouts = read(config)
         problems = Problems()
-        problems.add(*texts)
+        problems.add(*errors)
         problems.report()
         found.append(rollouts)
 
@@ -120,7 +121,7 @@ def read_inputs(config: Config, read: Callable[[Config], int | None], *, tokeniz
     try:
         problems.report()
     except ValueError as error:
-        return list(getattr(error, "problems", ())), None
+        return list(problems_of(error)), None
     return [], rollouts
 
 
@@ -161,9 +162,11 @@ def _require_weights(config: Config) -> None:
     folder = Path(config.rollout.hf_checkpoint)
     require_weight_files(folder)
     if lacks_weights(config):
-        raise ValueError(
-            f"--hf-checkpoint must have weights, got no file *.safetensors in {folder}; download or copy the whole "
-            "checkpoint (`vime plan --gpu NAME` plans without weights)"
+        raise FlagError(
+            "--hf-checkpoint",
+            "have weights",
+            f"no file *.safetensors in {folder}",
+            "download or copy the whole checkpoint (`vime plan --gpu NAME` plans without weights)",
         )
 
 
@@ -204,8 +207,8 @@ def _require_router_port(config: Config) -> None:
         require_free_port(host, port, "the router")
     except ValueError as error:
         flag = spelled(f"{config.engine.rollout_backend}_router_port")
-        raise ValueError(
-            f"{flag} must be a free port of {host}, got {port} ({error.__cause__}); give another, or leave it out"
+        raise FlagError(
+            flag, f"be a free port of {host}", f"{port} ({error.__cause__})", "give another, or leave it out"
         ) from error
 
 

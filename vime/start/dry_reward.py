@@ -22,10 +22,10 @@ from slime.config import Config
 from slime.config.hook_calls import CALLS, check_call
 from slime.config.sections.reward import eval_reward_key, is_hook, reward_names
 from slime.hooks import load_function
-from slime.rollout.rewards import REWARDS, async_rm, batched_async_rm, problem_of, unknown_type
+from slime.rollout.rewards import REWARDS, RewardError, async_rm, batched_async_rm, unknown_type
 from slime.run_start import finished
 from slime.types import Prompt, Sample
-from vime.pool.apart import OverLimit, apart
+from vime.start.apart import OverLimit, apart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -257,9 +257,7 @@ def _called(
 
 def _problem(error: BaseException) -> str:
     """Returns the text of the reward's error, without the name of the made-up sample."""
-    if str(error).startswith("reward ") and error.__cause__ is not None:
-        return problem_of(error.__cause__)
-    return str(error)
+    return error.problem if isinstance(error, RewardError) else str(error)
 
 
 @contextmanager

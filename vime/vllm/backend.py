@@ -12,11 +12,18 @@ from typing import TYPE_CHECKING, Any
 from slime.config import Config, FlagGroup
 from slime.config.fields import FlagSpec
 from slime.config.sections.engine import EngineFacts
-from slime.config.unsupported import Unsupported
 from slime.protocols import WeightSource
+from slime.records.errors import FlagError
 from slime.roles.served import ServedModel
 from slime.rules.listing import Row
 from vime.pool import external
+from vime.pool.engine_flags import (
+    DEADLINE,
+    OF_SLIMES_ROUTER,
+    WITHOUT_ROUTER,
+    check_engine_heads,
+    engine_dtype,
+)
 from vime.pool.engine_server import option, pair_up
 from vime.sglang_api.translate_flags import PREFIX, targets, translate_sglang
 from vime.vllm import fp8
@@ -57,32 +64,8 @@ ROUTER_PORT = FlagSpec(
     None,
     "port of that router; without --vllm-router-ip, port of the run's own router",
 )
-_DEADLINE = "one request may take --rollout-deadline-s"
-UNSUPPORTED = {
-    "slime_router_middleware_paths": Unsupported(
-        None, "the router runs no middleware; write a --custom-generate-function-path"
-    ),
-    "slime_router_health_check_failure_threshold": Unsupported(3, "use --router-health-failure-threshold"),
-}
-"""Flags of slime's own router, which no backend supports."""
-WITHOUT_ROUTER = {
-    "slime_router_timeout": FlagSpec("slime_router_timeout", str, None, _DEADLINE),
-    "slime_router_max_connections": FlagSpec(
-        "slime_router_max_connections",
-        str,
-        None,
-        "requests in flight are bounded by --vllm-server-concurrency or --sglang-server-concurrency",
-    ),
-    "use_slime_router": FlagSpec(
-        "use_slime_router",
-        bool,
-        False,
-        "the engine's own router is always used; tokens and log-probs pass through it",
-    ),
-}
-"""Flags of slime's own router that have no effect, with the reason."""
 NO_EFFECT = {
-    "vllm_router_request_timeout_secs": FlagSpec("vllm_router_request_timeout_secs", str, None, _DEADLINE),
+    "vllm_router_request_timeout_secs": FlagSpec("vllm_router_request_timeout_secs", str, None, DEADLINE),
     "vllm_weight_sync_mode": FlagSpec(
         "vllm_weight_sync_mode", str, None, "--update-weight-transport chooses how weights reach the engines"
     ),
@@ -130,7 +113,7 @@ def _context(limit: object) -> int | None:
 def check_concurrency(config: Config) -> None:
     """Checks that --vllm-server-concurrency is above 0."""
     if config.engine.server_concurrency <= 0:
-        raise ValueError(f"--vllm-server-concurrency must be above 0, got {config.engine.server_concurrency}")
+        raise FlagError("--vllm-server-concurrency", "be above 0", config.engine.server_concurrency)
 
 
 class VllmBackend:
@@ -139,14 +122,14 @@ class VllmBackend:
     name = "vllm"
     specs = {spec.name: spec for spec in (CONCURRENCY, INVARIANT, ROUTER_IP, ROUTER_PORT)}
     owners = (flags.VLLM, flags.ROUTER)
-    unsupported = UNSUPPORTED
+    unsupported = OF_SLIMES_ROUTER
     no_effect = NO_EFFECT
     peer_names = VLLM_PEER_NAMES
     foreign = PREFIX
     engine_rules = (
         flags.check_engine_size,
         flags.check_engine_nodes,
-        flags.check_engine_heads,
+        check_engine_heads,
         flags.check_context_length,
     )
     rules = (
@@ -168,7 +151,7 @@ class VllmBackend:
         concurrency = own.get(CONCURRENCY.name, CONCURRENCY.default)
         if adapts := concurrency == "auto":
             concurrency = CONCURRENCY.default  # a number, because hooks compute with it
-        hooks = {name: entry.default for name, entry in UNSUPPORTED.items()}
+        hooks = {name: entry.default for name, entry in OF_SLIMES_ROUTER.items()}
         hooks |= {name: spec.default for name, spec in NO_EFFECT.items() if spec.default is not None}
         hooks |= {
             CONCURRENCY.name: concurrency,
@@ -248,7 +231,7 @@ class VllmBackend:
             source,
             model,
             functools.partial(VllmSpec, **flags.engine_settings(config) | own),
-            dtype=flags.engine_dtype(config),
+            dtype=engine_dtype(config),
             gives_memory=flags.gives_memory(config),
             kind=kind_for("" if model.frozen else name_of(config)),
         )

@@ -11,6 +11,7 @@ import secrets
 from typing import TYPE_CHECKING, cast
 
 from slime.config import Config
+from slime.records.errors import FlagError
 from slime.sessions.messages import ChatParser, PlainParser, Reply, ToolCall
 from slime.types import Message, Tools
 from vime.vllm.versions import quiet_import
@@ -68,9 +69,11 @@ class VllmChatParser:
             self._class: type[Parser] = made
             self._new([])
         except Exception as error:  # border: each parser of vLLM checks the tokenizer in its own way
-            raise ValueError(
-                f"--vllm-tool-call-parser and --vllm-reasoning-parser must fit the model's tokenizer, got {tools} and "
-                f"{reasoning}: {error}; take the names that vLLM has for the family of the model"
+            raise FlagError(
+                "--vllm-tool-call-parser and --vllm-reasoning-parser",
+                "fit the model's tokenizer",
+                f"{tools} and {reasoning}: {error}",
+                "take the names that vLLM has for the family of the model",
             ) from error
 
     def _new(self, tools: Tools) -> Parser:

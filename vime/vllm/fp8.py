@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.models import decoder_of
+from slime.records.errors import FlagError
 
 _FLAG = "--quantization"
 _BLOCKS = "fp8_per_block"
@@ -41,20 +42,26 @@ def check_quantisation(config: Config) -> None:
     if given is None or not config.num_engines:
         return
     if given not in VALUES:
-        raise ValueError(
-            f"--vllm-quantization must be one of {', '.join(VALUES)}, got {given}; updates bring plain weights, and "
-            "vLLM quantises these in blocks of fp8"
+        raise FlagError(
+            "--vllm-quantization",
+            f"be one of {', '.join(VALUES)}",
+            given,
+            "updates bring plain weights, and vLLM quantises these in blocks of fp8",
         )
     dtype = config.engine.backend_args.get("dtype") or config.megatron.params_dtype
     if dtype not in _DTYPES:
-        raise ValueError(
-            f"--vllm-dtype must be bfloat16 or float16 with --vllm-quantization {given}, got {dtype}; vLLM has no "
-            "other activations beside fp8 weights"
+        raise FlagError(
+            "--vllm-dtype",
+            f"be bfloat16 or float16 with --vllm-quantization {given}",
+            dtype,
+            "vLLM has no other activations beside fp8 weights",
         )
     if config.kernels.rlk_consistency == "strict":
-        raise ValueError(
-            f"--rlk-consistency must be off or audit with --vllm-quantization {given}, got strict; the weights of "
-            "trainer and engine differ by their rounding to fp8"
+        raise FlagError(
+            "--rlk-consistency",
+            f"be off or audit with --vllm-quantization {given}",
+            "strict",
+            "the weights of trainer and engine differ by their rounding to fp8",
         )
     _check_model(config, given)
 
@@ -63,9 +70,11 @@ def _check_model(config: Config, given: str) -> None:
     decoder = decoder_of(read_hf_config(config.rollout.hf_checkpoint))
     latent = any(layer.attention.cache_whole for layer in decoder.layers)
     if config.weight_update.check_weight_update_equal and (decoder.experts or latent):
-        raise ValueError(
-            f"--check-weight-update-equal must be left out with --vllm-quantization {given} for a model with experts "
-            "or latent attention, got it; vLLM keeps such weights in forms that are not compared in fp8"
+        raise FlagError(
+            "--check-weight-update-equal",
+            f"be left out with --vllm-quantization {given} for a model with experts or latent attention",
+            "it",
+            "vLLM keeps such weights in forms that are not compared in fp8",
         )
 
 
@@ -75,9 +84,11 @@ def check_on_cpu(config: Config) -> None:
     if not config.num_engines or config.cluster.device != "cpu" or not quantises(config.engine.backend_args):
         return
     if decoder_of(read_hf_config(config.rollout.hf_checkpoint)).experts:
-        raise ValueError(
-            "--vllm-quantization must be left out with --device cpu for a model with experts, got "
-            f"{config.engine.backend_args['quantization']}; experts in fp8 need a GPU"
+        raise FlagError(
+            "--vllm-quantization",
+            "be left out with --device cpu for a model with experts",
+            config.engine.backend_args["quantization"],
+            "experts in fp8 need a GPU",
         )
 
 

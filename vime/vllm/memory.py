@@ -15,8 +15,8 @@ from slime.plan.memory_estimate import BYTES, Item
 from slime.plan.model_shape import Shape
 from slime.plan.units import amount
 from slime.tracking.phases import LOADING
+from vime.pool.engine_flags import engine_tensor_parallel
 from vime.vllm.server import SCORED_TOKENS
-from vime.vllm.server_flags import engine_tensor_parallel
 
 
 def engine_memory(c: Config, shape: Shape) -> list[Item]:

@@ -15,6 +15,7 @@ from slime.algo.estimators.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINF
 from slime.algo.estimators.rloo import RLOO
 from slime.algo.surrogates import CENTRED, SURROGATES, Surrogate
 from slime.config.peer_names import instead
+from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from slime.config.sections.algorithm import AlgorithmConfig
@@ -38,9 +39,11 @@ ESTIMATORS: dict[str, Estimator] = {
 def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
     """Returns the record that --advantage-estimator names."""
     if algorithm.advantage_estimator not in ESTIMATORS:
-        raise ValueError(
-            f"--advantage-estimator must be one of {', '.join(ESTIMATORS)}, got {algorithm.advantage_estimator}"
-            f"{instead('advantage_estimator', algorithm.advantage_estimator, ESTIMATORS)}"
+        raise FlagError(
+            "--advantage-estimator",
+            f"be one of {', '.join(ESTIMATORS)}",
+            f"{algorithm.advantage_estimator}"
+            f"{instead('advantage_estimator', algorithm.advantage_estimator, ESTIMATORS)}",
         )
     return ESTIMATORS[algorithm.advantage_estimator]
 
@@ -53,9 +56,10 @@ def surrogate_of(algorithm: AlgorithmConfig) -> Surrogate:
     if algorithm.pg_loss_type is None:
         return estimator_of(algorithm).surrogate
     if algorithm.pg_loss_type not in SURROGATES:
-        raise ValueError(
-            f"--pg-loss-type must be one of {', '.join(SURROGATES)}, got {algorithm.pg_loss_type}"
-            f"{instead('pg_loss_type', algorithm.pg_loss_type, SURROGATES)}"
+        raise FlagError(
+            "--pg-loss-type",
+            f"be one of {', '.join(SURROGATES)}",
+            f"{algorithm.pg_loss_type}{instead('pg_loss_type', algorithm.pg_loss_type, SURROGATES)}",
         )
     return SURROGATES[algorithm.pg_loss_type]
 

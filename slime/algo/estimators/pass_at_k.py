@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from slime.algo.estimators.record import Estimator, Response, same_for_all_tokens
 from slime.algo.surrogates import CLIPPED
+from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,9 +42,11 @@ def _raises_the_best(c: Config, response: Response) -> tuple[Tensor, Tensor]:
     group = response.columns["group_rewards"].tolist()  # the first reward is that of the sample itself
     k = c.algorithm.pass_at_k or len(group)
     if not 2 <= k <= len(group):
-        raise ValueError(
-            f"--pass-at-k must be from 2 to the rollouts of a group, got {k} for a group of {len(group)}; raise "
-            "--n-samples-per-prompt, or keep whole groups in your hooks"
+        raise FlagError(
+            "--pass-at-k",
+            "be from 2 to the rollouts of a group",
+            f"{k} for a group of {len(group)}",
+            "raise --n-samples-per-prompt, or keep whole groups in your hooks",
         )
     found = contribution(group[0], group[1:], k)
     return same_for_all_tokens(c, replace(response, reward=found))
@@ -52,11 +55,13 @@ def _raises_the_best(c: Config, response: Response) -> tuple[Tensor, Tensor]:
 def _group_holds_k(c: Config) -> None:
     n, k = c.data.n_samples_per_prompt, c.algorithm.pass_at_k
     if k is not None and k < 2:
-        raise ValueError(f"--pass-at-k must be 2 or more, got {k}; for single answers use another estimator")
+        raise FlagError("--pass-at-k", "be 2 or more", k, "for single answers use another estimator")
     if max(k or 2, 2) > n:
-        raise ValueError(
-            f"--n-samples-per-prompt must be at least --pass-at-k with --advantage-estimator pass_at_k, got {n} and "
-            f"{k or 'no --pass-at-k, which needs 2'}; an answer is compared with subsets of its group"
+        raise FlagError(
+            "--n-samples-per-prompt",
+            "be at least --pass-at-k with --advantage-estimator pass_at_k",
+            f"{n} and {k or 'no --pass-at-k, which needs 2'}",
+            "an answer is compared with subsets of its group",
         )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from slime.algo.estimators.record import Estimator, Response
 from slime.algo.surrogates import CLIPPED
+from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +32,8 @@ def _less_kl(c: Config, response: Response) -> tuple[Tensor, Tensor]:
 
 def _whitened(c: Config) -> None:
     if not c.algorithm.normalize_advantages:
-        raise ValueError(
-            f"--advantage-estimator {c.algorithm.advantage_estimator} must be used with --normalize-advantages"
+        raise FlagError(
+            f"--advantage-estimator {c.algorithm.advantage_estimator}", "be used with --normalize-advantages"
         )
 
 

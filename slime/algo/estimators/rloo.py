@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from slime.algo.estimators.record import Estimator, Response, same_for_all_tokens
 from slime.algo.surrogates import CLIPPED
+from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,18 +19,23 @@ def _less_the_others(c: Config, response: Response) -> tuple[Tensor, Tensor]:
     """Returns `A_t = r_i - mean(r_j, j != i) = n / (n - 1) * (r_i - mean(r))` as fp32, for n rollouts in the group."""
     rollouts = len(response.columns["group_rewards"])
     if rollouts < 2:
-        raise ValueError(
-            "--advantage-estimator rloo must have at least 2 rollouts in each group, got 1; the baseline of an answer "
-            "is the mean of the other answers: raise --n-samples-per-prompt, or keep whole groups in your hooks"
+        raise FlagError(
+            "--advantage-estimator rloo",
+            "have at least 2 rollouts in each group",
+            "1",
+            "the baseline of an answer is the mean of the other answers: raise "
+            "--n-samples-per-prompt, or keep whole groups in your hooks",
         )
     return same_for_all_tokens(c, replace(response, reward=response.reward * rollouts / (rollouts - 1)))
 
 
 def _centred(c: Config) -> None:
     if c.algorithm.disable_rewards_normalization:
-        raise ValueError(
-            "--disable-rewards-normalization must be left out with --advantage-estimator rloo, got both; the mean of "
-            "the other answers is its baseline"
+        raise FlagError(
+            "--disable-rewards-normalization",
+            "be left out with --advantage-estimator rloo",
+            "both",
+            "the mean of the other answers is its baseline",
         )
 
 

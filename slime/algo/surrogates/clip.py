@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.algo.surrogates.record import Surrogate
+from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,9 +33,7 @@ def compute_policy_loss(
     active = (clipped > plain).float()
     if eps_clip_c is not None:
         if eps_clip_c <= 1:
-            raise ValueError(
-                f"--eps-clip-c must be above 1, got {eps_clip_c}; leave it out to turn dual clip off"
-            )
+            raise FlagError("--eps-clip-c", "be above 1", eps_clip_c, "leave it out to turn dual clip off")
         loss = torch.where(advantages < 0, torch.minimum(loss, -eps_clip_c * advantages), loss)
     return loss, active
 
@@ -51,9 +50,11 @@ CLIPS = frozenset({"eps_clip", "eps_clip_high", "eps_clip_c"})
 def below_one(c: Config) -> None:
     """ValueError for a lower clip at or below a ratio of 0, which never acts. Only CISPO works without a lower clip."""
     if c.algorithm.eps_clip >= 1:
-        raise ValueError(
-            f"--eps-clip must be below 1, got {c.algorithm.eps_clip}; only --pg-loss-type cispo takes 1 or more, which "
-            "clips ratios from above alone"
+        raise FlagError(
+            "--eps-clip",
+            "be below 1",
+            c.algorithm.eps_clip,
+            "only --pg-loss-type cispo takes 1 or more, which clips ratios from above alone",
         )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from slime.algo.surrogates.clip import CLIPS, below_one, clipped
 from slime.algo.surrogates.record import Surrogate
+from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,9 +115,11 @@ def _add_up(values: Tensor, group: ProcessGroup | None) -> None:
 
 def _ordered_band(c: Config) -> None:
     if c.algorithm.clip_cov_lb >= c.algorithm.clip_cov_ub:
-        raise ValueError(
-            "--clip-cov-lb must be below --clip-cov-ub, got "
-            f"{c.algorithm.clip_cov_lb} and {c.algorithm.clip_cov_ub}; no token could be chosen"
+        raise FlagError(
+            "--clip-cov-lb",
+            "be below --clip-cov-ub",
+            f"{c.algorithm.clip_cov_lb} and {c.algorithm.clip_cov_ub}",
+            "no token could be chosen",
         )
 
 
@@ -128,9 +131,11 @@ def _own_advantages(c: Config) -> None:
             if algorithm.custom_advantage_function_path
             else "--disable-compute-advantages-and-returns"
         )
-        raise ValueError(
-            f"{name} must be left out with --pg-loss-type {algorithm.pg_loss_type}, got both; tokens are chosen when "
-            "the advantages are computed"
+        raise FlagError(
+            name,
+            f"be left out with --pg-loss-type {algorithm.pg_loss_type}",
+            "both",
+            "tokens are chosen when the advantages are computed",
         )
 
 

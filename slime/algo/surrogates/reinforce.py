@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.algo.surrogates.record import Surrogate
+from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,19 +73,25 @@ def _whole_distribution(c: Config) -> None:
     token."""
     rollout, off_policy = c.rollout, c.off_policy
     if c.algorithm.pg_loss_type not in (None, REINFORCE_LOSS.name):
-        raise ValueError(
-            f"--use-score-centering must be used with --pg-loss-type {REINFORCE_LOSS.name}, got "
-            f"{c.algorithm.pg_loss_type}; a clipped ratio has no expectation over the top-k: leave --pg-loss-type out"
+        raise FlagError(
+            "--use-score-centering",
+            f"be used with --pg-loss-type {REINFORCE_LOSS.name}",
+            c.algorithm.pg_loss_type,
+            "a clipped ratio has no expectation over the top-k: leave --pg-loss-type out",
         )
     if not c.algorithm.score_centering_top_k:
-        raise ValueError(
-            "--score-centering-top-k must be above 0 with --use-score-centering, got 0; the expectation is over the "
-            "engine's likeliest tokens: 128 is the default"
+        raise FlagError(
+            "--score-centering-top-k",
+            "be above 0 with --use-score-centering",
+            "0",
+            "the expectation is over the engine's likeliest tokens: 128 is the default",
         )
     if rollout.rollout_top_p < 1 or rollout.rollout_top_k != -1:
-        raise ValueError(
-            "--use-score-centering must be used with --rollout-top-p 1 and --rollout-top-k -1, got "
-            f"{rollout.rollout_top_p} and {rollout.rollout_top_k}; its terms are over the whole vocabulary"
+        raise FlagError(
+            "--use-score-centering",
+            "be used with --rollout-top-p 1 and --rollout-top-k -1",
+            f"{rollout.rollout_top_p} and {rollout.rollout_top_k}",
+            "its terms are over the whole vocabulary",
         )
     others = {
         "--use-opsm": off_policy.use_opsm,
@@ -95,9 +102,11 @@ def _whole_distribution(c: Config) -> None:
         f"--opd-loss-type {c.distillation.opd_loss_type}": c.distillation.opd_loss_type != "reverse_kl",
     }
     if flag := next((name for name, on in others.items() if on), None):
-        raise ValueError(
-            f"--use-score-centering must not be combined with {flag}, got both; the weight of every token of the "
-            "top-k must be known: --use-tis with --tis-mode is"
+        raise FlagError(
+            "--use-score-centering",
+            f"not be combined with {flag}",
+            "both",
+            "the weight of every token of the top-k must be known: --use-tis with --tis-mode is",
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from slime.config.fields import flag
 from slime.config.ranges import COUNT, FRACTION
+from slime.records.errors import FlagError
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,5 @@ def profiled_steps(text: str | None, flag: str = "--profile-steps") -> range:
         return range(0)
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None or int(match[1]) >= int(match[2]):
-        raise ValueError(
-            f"{flag} must be A:B with whole numbers 0 <= A < B, got {text}; 2:4 traces rollouts 2 and 3"
-        )
+        raise FlagError(flag, "be A:B with whole numbers 0 <= A < B", text, "2:4 traces rollouts 2 and 3")
     return range(int(match[1]), int(match[2]))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import overload
 
 from slime.config.sections.data import DataConfig
+from slime.records.errors import FlagError
 from slime.types import Prompt
 
 SOURCE = "data_source"
@@ -46,9 +47,11 @@ def data_sets(data: DataConfig) -> list[DataSet]:
         sets = [DataSet(one.name or Path(one.path.split("@[")[0]).stem, one.path) for one in sets]
     names = [one.name for one in sets]
     if twice := sorted({str(name) for name in names if names.count(name) > 1}):
-        raise ValueError(
-            f"--prompt-data must give each data set a name of its own, got {' and '.join(twice)} more than once; "
-            "write NAME=PATH"
+        raise FlagError(
+            "--prompt-data",
+            "give each data set a name of its own",
+            f"{' and '.join(twice)} more than once",
+            "write NAME=PATH",
         )
     weights = _weights(names, data.prompt_data_weights or [])
     return [DataSet(one.name, one.path, weight) for one, weight in zip(sets, weights, strict=True)]
@@ -73,12 +76,14 @@ def _weights(names: Sequence[str | None], values: Sequence[str]) -> list[float |
         except ValueError:
             weight = math.nan
         if not 0 < weight < math.inf:
-            raise ValueError(f"--prompt-data-weights must be numbers above 0, got {value}; write NAME=WEIGHT")
+            raise FlagError("--prompt-data-weights", "be numbers above 0", value, "write NAME=WEIGHT")
         found[name if separator else (*names, *values)[place]] = weight
     if None in names or len(values) != len(names) or set(found) != set(names):
-        raise ValueError(
-            "--prompt-data-weights must have one weight for each NAME=PATH of --prompt-data "
-            f"({' '.join(map(str, names))}), got {' '.join(values)}; write NAME=WEIGHT"
+        raise FlagError(
+            "--prompt-data-weights",
+            f"have one weight for each NAME=PATH of --prompt-data ({' '.join(map(str, names))})",
+            " ".join(values),
+            "write NAME=WEIGHT",
         )
     return [found[name] for name in names]
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config.schema import Config
+from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,10 +107,12 @@ def require_room(rows: Rows, context: Context, limit_flag: str) -> None:
     if too_long:
         worst = max(too_long, key=lambda i: int(rows.sizes[i]))
         size = f"{lengths[worst]} tokens" if worst in lengths else f"{rows.sizes[worst]} characters"
-        raise ValueError(
-            f"prompts must be shorter than the model's context of {longest} tokens ({context.setting}), "
-            f"got {len(too_long)} of {len(rows.sizes)} that are not; the longest has {size} at {rows.place(worst)}; "
-            f"shorten them, or leave them out with {limit_flag}"
+        raise FlagError(
+            "prompts",
+            f"be shorter than the model's context of {longest} tokens ({context.setting})",
+            f"{len(too_long)} of {len(rows.sizes)} that are not",
+            f"the longest has {size} at {rows.place(worst)}; shorten them, or leave them out with "
+            f"{limit_flag}",
         )
     if tight := [i for i, length in lengths.items() if length > room]:
         worst = max(tight, key=lambda i: lengths[i])

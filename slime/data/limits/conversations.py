@@ -15,6 +15,7 @@ from slime.data.limits.context import MODEL_SETTING
 from slime.data.rows import Columns
 from slime.data.tokenizer import tokenizer_identity
 from slime.loss_mask import MultiTurnLossMaskGenerator
+from slime.records.errors import FlagError
 from slime.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -72,9 +73,11 @@ class Masks:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         except Exception as error:  # border: a chat template is a program of the model's author
-            raise ValueError(
-                f"{where}: the chat template must be able to render the conversation, got {type(error).__name__}: "
-                f"{error}; fix the line, or check the tokenizer's chat template and --apply-chat-template-kwargs"
+            raise FlagError(
+                f"{where}: the chat template",
+                "be able to render the conversation",
+                f"{type(error).__name__}: {error}",
+                "fix the line, or check the tokenizer's chat template and --apply-chat-template-kwargs",
             ) from error
         if not any(mask):
             raise ValueError(
@@ -87,8 +90,10 @@ class Masks:
         too_long = np.flatnonzero(lengths > self.longest) if self.longest is not None else ()
         if len(too_long):
             worst = int(lengths.argmax())
-            raise ValueError(
-                f"conversations must fit the model's context of {self.longest} tokens ({MODEL_SETTING}), got "
-                f"{len(too_long)} of {len(lengths)} that do not; the longest has {lengths[worst]} tokens at "
-                f"{place(worst)}; shorten them, or leave them out with {self.flag} {self.longest}"
+            raise FlagError(
+                "conversations",
+                f"fit the model's context of {self.longest} tokens ({MODEL_SETTING})",
+                f"{len(too_long)} of {len(lengths)} that do not",
+                f"the longest has {lengths[worst]} tokens at {place(worst)}; shorten them, or leave "
+                f"them out with {self.flag} {self.longest}",
             )

@@ -23,6 +23,7 @@ from slime.config.schema import Config
 from slime.config.sections.reward import RewardConfig, is_hook, part_name, reward_names
 from slime.event_loop import loop_objects
 from slime.hooks import Hook, load_function
+from slime.records.errors import FlagError
 from slime.rollout.context import RunContext, context_of
 from slime.rollout.rewards.dapo import dapo_reward
 from slime.rollout.rewards.deepscaler import deepscaler_reward
@@ -233,9 +234,31 @@ async def _scoring(limit: float | None, sample: Sample, name: object, of: str = 
         except TimeoutError as error:
             if not clock.expired():
                 raise
-            raise ValueError(
-                f"it must return within --reward-deadline-s, got no reward in {limit:g} s; mend it or raise the limit"
+            raise FlagError(
+                "it",
+                "return within --reward-deadline-s",
+                f"no reward in {limit:g} s",
+                "mend it or raise the limit",
             ) from error
+
+
+class RewardError(Exception):
+    """The error of a reward for one sample. `problem` is the part of the text without reward and sample."""
+
+    def __init__(self, text: str, problem: str) -> None:
+        super().__init__(text, problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class WrongReward(RewardError, ValueError):
+    """The reward raised ValueError."""
+
+
+class FailedReward(RewardError, RuntimeError):
+    """The reward raised another error."""
 
 
 @contextlib.contextmanager
@@ -246,13 +269,14 @@ def _naming(sample: Sample, name: object, of: str = "") -> Iterator[None]:
     except BaseException as error:
         if is_cancelled(error):
             raise
-        kind = ValueError if isinstance(error, ValueError) else RuntimeError
+        kind = WrongReward if isinstance(error, ValueError) else FailedReward
         where = f"{of}sample {sample.index} of group {sample.group_index}"
         seen = [f"at {found}"] if (found := place(error)) else []
         if not of:
             seen += [f"label {sample.label!r:.200}", f"response {_shortened(sample.response)}"]
         shown = f" ({', '.join(seen)})" if seen else ""
-        raise kind(f"reward {name} failed for {where}: {problem_of(error)}{shown}") from error
+        problem = problem_of(error)
+        raise kind(f"reward {name} failed for {where}: {problem}{shown}", problem) from error
 
 
 def problem_of(error: BaseException) -> str:
@@ -272,17 +296,22 @@ def check_flags(flags: RewardConfig) -> None:
     """ValueError for a wrong --rm-type or --rm-weights, and for what they need and is not given."""
     names, weights = reward_names(flags.rm_type), flags.rm_weights
     if weights is not None and (len(weights) != len(names) or len(names) < 2):
-        raise ValueError(
-            f"--rm-weights must have a weight for each of several rewards of --rm-type, got {len(weights)} for "
-            f"{len(names)}; give as many, or leave it out"
+        raise FlagError(
+            "--rm-weights",
+            "have a weight for each of several rewards of --rm-type",
+            f"{len(weights)} for {len(names)}",
+            "give as many, or leave it out",
         )
     check_names(names, "--rm-type")
     if "remote_rm" in names and flags.rm_url is None:
-        raise ValueError("--rm-url must be given with --rm-type remote_rm, got none")
+        raise FlagError("--rm-url", "be given with --rm-type remote_rm", "none")
     records = [name for name in names if name.removeprefix("boxed_") == "dapo"]
     if len(names) > 1 and records and flags.reward_key is None and flags.custom_rm_path is None:
-        raise ValueError(
-            f"--reward-key must name the entry of reward {records[0]} that is added, got none; give --reward-key score"
+        raise FlagError(
+            "--reward-key",
+            f"name the entry of reward {records[0]} that is added",
+            "none",
+            "give --reward-key score",
         )
 
 
@@ -298,9 +327,7 @@ def check_names(names: list[str], flag: str) -> None:
             raise ValueError(unknown_type(name, flag))
     parts = [part_name(name) for name in names]
     if twice := sorted({part for part in parts if parts.count(part) > 1}):
-        raise ValueError(
-            f"{flag} must name each reward once, got {', '.join(twice)} more than once; rename one"
-        )
+        raise FlagError(flag, "name each reward once", f"{', '.join(twice)} more than once", "rename one")
 
 
 def unknown_type(name: object, flag: str) -> str:

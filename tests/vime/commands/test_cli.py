@@ -17,11 +17,12 @@ from vime.backends import BACKENDS, parse_config
 from vime.cli import main
 from vime.commands import COMMANDS
 from vime.plan import describe
+from vime.pool.engine_flags import ROUTER_RESERVED
 from vime.sglang_api.tables import ANY, MAPPED, RENAMED
 from vime.vllm.backend import ENGINE_SHARE
 from vime.vllm.memory import engine_memory
 from vime.vllm.server import VllmServer, VllmSpec
-from vime.vllm.server_flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings
+from vime.vllm.server_flags import ROUTER, VLLM, VLLM_RESERVED, engine_settings
 
 ROOT = Path(__file__).parents[3]
 async_argv = runpy.run_path(str(ROOT / "train_async.py"))["async_argv"]

@@ -17,7 +17,8 @@ from slime.config import Config
 from slime.data.limits.context import longest_sequence
 from slime.plan.fit import MachineSizes
 from slime.protocols import NoEngines
-from slime.roles.served import teachers
+from slime.roles.served import ServedModel, teachers
+from slime.rollout_backend import RolloutBackend
 from vime.backends import models_of, parse_config, require_reachable
 from vime.plan import describe
 from vime.pool.router import RouterSpec
@@ -27,6 +28,11 @@ from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.server_flags import engine_settings
 
 KEY = "served-key"
+
+
+def parts_of(c: Config) -> list[tuple[ServedModel, RolloutBackend, Config]]:
+    """The model, the backend and the settings of the engines of each served model."""
+    return [(engines.model, engines.backend, engines.settings) for engines in models_of(c)]
 
 
 def argv(root: Path, *more: str) -> list[str]:
@@ -39,7 +45,7 @@ def test_the_engines_of_a_teacher_have_their_own_settings(tmp_path: Path) -> Non
     policys = ("--vllm-max-num-seqs", "7", "--router-policy", "random", "--vllm-server-concurrency", "9")
     own = ("--opd-teacher-engine-args", "max-model-len=128", "enforce-eager")
     c = parse_config(argv(tmp_path, *policys, *own))
-    (policy, _, same), (math, _, teachers), (default, _, _) = models_of(c)
+    (policy, _, same), (math, _, teachers), (default, _, _) = parts_of(c)
     assert same is c and (policy.name, math.name, default.name) == (
         "policy",
         "teacher-math",
@@ -71,7 +77,7 @@ def test_the_engines_of_a_teacher_have_their_own_settings(tmp_path: Path) -> Non
 def test_the_policys_engines_give_as_many_ids_as_its_loss_reads(tmp_path: Path, flags, number) -> None:
     """The plan shows the settings, and a pool has the settings of the model's record."""
     c = parse_config([*good_argv(tmp_path), *flags])
-    ((policy, _, _),) = models_of(c)
+    ((policy, _, _),) = parts_of(c)
     assert policy.top_tokens == engine_settings(c)["top_tokens"] == number
 
 
@@ -80,7 +86,7 @@ def test_a_teacher_on_sglang(tmp_path: Path) -> None:
     given = argv(tmp_path, "--opd-teacher-engine-args", "mem-fraction-static=0.5")
     given[given.index("--opd-type") + 1], given[given.index("--rollout-temperature") + 1] = "sglang", "1"
     c = parse_config(given)
-    (_, policys, _), (teacher, backend, own), _ = models_of(c)
+    (_, policys, _), (teacher, backend, own), _ = parts_of(c)
     assert (policys.name, backend.name, teacher.temperature) == ("vllm", "sglang", 1.0)
     assert own.engine.backend_argv == ["--mem-fraction-static", "0.5"]
     assert (own.engine.engine_facts.memory_share, own.engine.rollout_backend) == (0.5, "sglang")
@@ -148,7 +154,7 @@ def test_a_judge_of_a_file(tmp_path: Path) -> None:
         tmp_path, {"overrides": {"max-model-len": 128}}, "--device", "cuda", "--vllm-max-num-seqs", "7"
     )
     c = parse_config(given)
-    (policy, _, _), (judge, _, own) = models_of(c)
+    (policy, _, _), (judge, _, own) = parts_of(c)
     assert (policy.name, judge.name, c.engine.policy_name) == ("policy", "judge", "actor")
     assert (judge.frozen, judge.temperature, own.num_engines) == (True, 1.0, 2)
     settings = engine_settings(own)

@@ -11,8 +11,9 @@ from architectures import ARCHITECTURES
 from slime.plan.card_phases import engine_weights
 from slime.plan.model_shape import Shape
 from vime.backends import backend_of, parse_config
+from vime.pool.engine_flags import engine_dtype
 from vime.vllm import fp8
-from vime.vllm.server_flags import engine_dtype, engine_settings
+from vime.vllm.server_flags import engine_settings
 
 DENSE = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}
 EXPERTS = {"model_type": "qwen3_moe", "hidden_act": "silu", **ARCHITECTURES["qwen3-30b-a3b"].config_fields()}

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from vime.pool.apart import OverLimit, apart
+from vime.start.apart import OverLimit, apart
 
 
 def children() -> set[int]:
