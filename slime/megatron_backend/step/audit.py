@@ -1,11 +1,12 @@
-"""--rlk-consistency: compares the trainer's log-probs of each rollout with the engine's, per token, on every rank.
+"""Implements --rlk-consistency: compares a rollout's trainer log-probs with the engine's, per token, on every
+rank.
 
     rollout's log-probs finite? -> [optimizer steps] -> comparable samples -> figures over all ranks -> strict: stop
 
-The trainer's log-probs are of the policy before the rollout's updates: `data["log_probs"]` if an extra pass computed
-them (then the figures come before training), else the log-probs of the first optimizer step. The audit computes no
-log-probs. Tokens that cannot be compared are counted by reason and excluded from every average. Owns audit.jsonl and
-the saved batch of a stopped run.
+The trainer's log-probs belong to the policy before the rollout's updates. They are `data["log_probs"]` if an extra pass
+computed them (then the figures come before training), otherwise the log-probs of the first optimizer step. The audit
+computes no log-probs. Tokens that cannot be compared are counted by reason and excluded from every average. This module
+owns audit.jsonl and the saved batch of a stopped run.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ from slime.tracking.timers import Timers
 from slime.types import Sample, TrainData
 
 DIFFERING = "rl_kernel/bitwise/differing"
-"""The metric: compared tokens of a rollout whose log-probs have other bits in the trainer than in the engine."""
+"""Metric: number of compared tokens in a rollout whose log-probs have different bits in the trainer and in the
+engine."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a response. `position` counts response tokens from 0. `trainer` and `rollout` are in nats."""
+    """A token of a response. `position` counts response tokens from 0. `trainer` and `rollout` are log-probs in
+    nats."""
 
     sample: int | None
     position: int
@@ -65,7 +68,7 @@ class Token:
 
 @dataclass(frozen=True)
 class _Part:
-    """The result of one data-parallel rank. All other ranks receive it as plain values."""
+    """The result of a data-parallel rank. All other ranks receive it as plain values."""
 
     sums: TokenSums
     reasons: Counter[str]
@@ -76,7 +79,7 @@ class _Part:
 
 
 class Audit:
-    """One per trainer rank. Every rank calls `watch` once per rollout and `add` once per micro-batch."""
+    """The audit of a trainer rank. Every rank calls `watch` once per rollout and `add` once per micro-batch."""
 
     def __init__(self, config: Config, info: ParallelInfo, timers: Timers, temperature: float) -> None:
         self.config, self.info, self.timers = config, info, timers
@@ -94,21 +97,21 @@ class Audit:
     def watch(
         self, rollout_id: int, data: TrainData, metrics: dict[str, float]
     ) -> AbstractContextManager[None]:
-        """Context of a rollout's optimizer steps. Adds consistency/* to `metrics`. Collective.
+        """Returns a context for a rollout's optimizer steps. Adds consistency/* to `metrics`. Collective.
 
-        ValueError if the rollout has no log-probs, or an active token's log-prob is not finite on either side.
-        RuntimeError in strict mode if a comparable token exceeds the tolerance, or no token is comparable. The error
-        names the token and the file of the batch, which is saved for --load-debug-rollout-data.
+        Raises ValueError if the rollout has no log-probs, or if an active token's log-prob is not finite on either
+        side. Raises RuntimeError in strict mode if a comparable token exceeds the tolerance, or if no token is
+        comparable. The error names the token and the file of the batch, which is saved for --load-debug-rollout-data.
         """
         return self._watch(rollout_id, data, metrics) if self.on else nullcontext()
 
     def wants(self, data: TrainData, step_id: int) -> bool:
-        """Whether the audit needs the log-probs of this step: they are of the policy before any update, and still
-        missing."""
+        """Returns whether the audit needs the log-probs of this step: they belong to the policy before any update, and
+        are still missing."""
         return self.on and step_id == 0 and "log_probs" not in data
 
     def add(self, data: TrainData, batch: MicroBatch, log_probs: Tensor) -> None:
-        """Add the detached log-probs [R] of a micro-batch of a step for which `wants` is true."""
+        """Adds the detached log-probs [R] of a micro-batch of a step for which `wants` is True."""
         parts = batch.split(log_probs, data["response_lengths"])
         self.found |= zip(batch.samples, parts, strict=True)
 
@@ -140,7 +143,7 @@ class Audit:
         self.found = {}
 
     def _share(self, data: TrainData) -> None:
-        """Send the last stage's log-probs to all stages of a pipeline. A loss from a hook has none."""
+        """Sends the last stage's log-probs to all stages of a pipeline. A loss from a hook has no log-probs."""
         first_step = data["micro_batch_indices"][: data["num_microbatches"][0]]
         seen = (
             []
@@ -151,7 +154,7 @@ class Audit:
         self.found = tensors_from_last_stage(self.info, self.found, lengths)
 
     def _report(self, rollout_id: int, data: TrainData) -> dict[str, float]:
-        """Compare, reduce, write, and in strict mode raise an error if the tolerance is exceeded."""
+        """Compares, reduces and writes. In strict mode, raises an error if the tolerance is exceeded."""
         trainer, rollout, part = self._compare(rollout_id, data)
         parts = self._gather(part)
         self._stop_at_fault(rollout_id, data, [p.fault for p in parts])
@@ -177,7 +180,8 @@ class Audit:
         return {f"consistency/{name}": value for name, value in metrics.items()} | of_bits
 
     def _compare(self, rollout_id: int, data: TrainData) -> tuple[Tensor, Tensor, _Part]:
-        """Log-probs of this rank's comparable active tokens, the trainer's and the rollout's, and the rank's result."""
+        """Returns the log-probs of this rank's comparable active tokens (the trainer's and the rollout's), and the
+        rank's result."""
         lengths = data["response_lengths"]
         masks = list(torch.cat(data["loss_masks"]).to("cpu", torch.int32).split(lengths))
         reasons: Counter[str] = Counter()
@@ -206,7 +210,7 @@ class Audit:
         return trainer, rollout, _Part(sums, reasons, worst, self._fault(data), differing)
 
     def _difference(self, rollout_id: int, data: TrainData, i: int, mask: Tensor) -> str | None:
-        """Why sample i cannot be compared, or None if it can."""
+        """Returns why sample i cannot be compared, or None if it can."""
         mine = self.mine | {
             "weight_version": [rollout_id],  # version v is the weights after v rollouts
             "token_ids": rollout_facts.token_checksum(data["tokens"][i]),
@@ -217,7 +221,7 @@ class Audit:
         return "later_step" if reason is None and i not in self.found else reason
 
     def _fault(self, data: TrainData) -> Token | None:
-        """The first active token of this rank whose log-prob is not finite on either side."""
+        """Returns the first active token of this rank whose log-prob is not finite on either side."""
         for by_sample in (dict(enumerate(data["rollout_log_probs"])), self.found):
             samples = list(by_sample)
             values = torch.cat([by_sample[i] for i in samples]) if samples else torch.empty(0)
@@ -229,7 +233,7 @@ class Audit:
         return None
 
     def _token(self, data: TrainData, samples: list[int], flat: int) -> Token:
-        """The response token at index `flat` of the concatenated responses of `samples`."""
+        """Returns the response token at index `flat` of the concatenated responses of `samples`."""
         ends = list(itertools.accumulate(data["response_lengths"][i] for i in samples))
         k = next(k for k, end in enumerate(ends) if flat < end)
         i, position = samples[k], flat - (ends[k - 1] if k else 0)
@@ -281,7 +285,7 @@ class Audit:
         differing: Token | None,
         reasons: Counter[str],
     ) -> None:
-        """RuntimeError for the first bit that differs, and for a token that was not compared. Collective."""
+        """Raises RuntimeError for the first bit that differs, and for a token that was not compared. Collective."""
         if differing is None and not reasons:
             return
         if differing is None:
@@ -314,7 +318,8 @@ class Audit:
             file.write(json.dumps(line) + "\n")
 
     def _saved(self, rollout_id: int, data: TrainData) -> str:
-        """Save the samples of all ranks and return the path. Collective. The file is complete when this returns."""
+        """Saves all ranks' samples and returns the path. Collective. The file is complete when this method
+        returns."""
         parts = self._gather(samples_of(data, self.config.data.n_samples_per_prompt))
         template = rollout_facts.replay_template(self.config)
         path = template.format(rollout_id=rollout_id)
@@ -328,9 +333,9 @@ class Audit:
 
 
 def samples_of(data: TrainData, group_size: int) -> list[tuple[int, Sample]]:
-    """(index in the rollout, sample) for the samples of a rank's data, as the rollout made them. Used for a replay.
+    """Returns (index in the rollout, sample) for the samples of a rank's data, as the rollout made them, for a replay.
 
-    Groups come from the rollout's facts. Without facts, `group_size` neighbours are a group.
+    Groups come from the rollout's facts. Without facts, `group_size` neighbours form a group.
     """
     out = []
     truncated = data.get("truncated", [0] * len(data["tokens"]))

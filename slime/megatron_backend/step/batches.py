@@ -1,4 +1,4 @@
-"""The micro-batches of a rank: packing for one pass or another, and how many of a rollout were taken."""
+"""Packs the micro-batches of a rank for a pass, and counts the micro-batches of a rollout that training has taken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from slime.tracking.timers import Timers
 
 
 class Batches:
-    """One per trainer rank. `progress`: micro-batches that training has taken, and those of the rollout in total."""
+    """The micro-batches of a trainer rank. `progress`: micro-batches that training has taken, and their total in the
+    rollout."""
 
     def __init__(
         self,
@@ -31,8 +32,8 @@ class Batches:
         self.begin(0)
 
     def pack(self, data: RankData, samples: list[int], *, training: bool, policy: bool = True) -> MicroBatch:
-        """A micro-batch for training or for log-probs. `policy`: for the policy, which may replay experts; another
-        model chooses its own experts."""
+        """Returns a micro-batch for training or for log-probs. `policy`: the micro-batch is for the policy, which may
+        replay experts; another model chooses its own experts."""
         carried = columns.carried(data, self._config, training=training, policy=policy)
         batch = self._packed(data, samples, carried)
         if policy:
@@ -42,13 +43,14 @@ class Batches:
     def of_pass(
         self, data: RankData, micro_batches: list[list[int]], *, policy: bool
     ) -> Iterator[MicroBatch]:
-        """The packed micro-batches of a pass without gradient."""
+        """Returns the packed micro-batches of a pass without gradient."""
         return (self.pack(data, samples, training=False, policy=policy) for samples in micro_batches)
 
     def of_training(
         self, data: RankData, micro_batches: list[list[int]], columns: Sequence[str] | None = None
     ) -> Iterator[MicroBatch]:
-        """The packed micro-batches of an optimizer step: of the policy, or of another model that reads `columns`."""
+        """Yields the packed micro-batches of an optimizer step: of the policy, or of another model that reads
+        `columns`."""
         for k, samples in enumerate(micro_batches):
             self.progress = (self._finished + k, self._total)
             with self._timers.measure("pack"):
@@ -59,17 +61,17 @@ class Batches:
             yield batch
 
     def of_evaluation(self, data: RankData) -> Iterator[MicroBatch]:
-        """All packed micro-batches of a held-out set, with the columns of training."""
+        """Returns all packed micro-batches of a held-out set, with the columns of training."""
         carried = columns.carried(data, self._config, training=True, policy=True)
         return (self._packed(data, samples, carried) for samples in data.micro_batches)
 
     def begin(self, total: int) -> None:
-        """Training of a rollout begins, with `total` micro-batches."""
+        """Starts counting the training of a rollout with `total` micro-batches."""
         self._finished, self._total = 0, total
         self.progress = (0, total)
 
     def finish(self, count: int) -> None:
-        """A step of `count` micro-batches has ended."""
+        """Counts a finished step of `count` micro-batches."""
         self._finished += count
         self.progress = (self._finished, self._total)
 

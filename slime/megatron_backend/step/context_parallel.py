@@ -1,10 +1,12 @@
-"""What hooks see of a micro-batch under context parallelism, and the functions with which they slice and gather it.
+"""The view of a micro-batch that hooks get under context parallelism, and the functions with which they slice and
+gather it.
 
-Each rank of the context-parallel group sees its own response tokens: of a sample, those that its two runs of the
-sequence predict (`slime.data.token_slice`), in their order. Runs are nearly equal parts without padding. A hook's loss
-is this rank's part: the parts of all ranks are added, and `all_gather_with_cp` adds up their gradients.
+A rank of the context-parallel group sees its own response tokens: in each sample, the tokens that the rank's two runs
+of the sequence predict (`slime.data.token_slice`), in their order. Runs are nearly equal parts without padding. A
+hook's loss is this rank's part: the ranks' parts are added, and `all_gather_with_cp` adds up their gradients.
 
-Shapes: R_i response tokens of sample i, r_i those of this rank; R and r are their sums over a micro-batch.
+Shapes: R_i response tokens of sample i, r_i the response tokens of this rank; R and r are their sums over a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ PerToken = TypeVar("PerToken", Tensor, list[float])
 def hook_view(
     batch: MicroBatch, total_lengths: list[int], response_lengths: list[int], ranks: ParallelInfo
 ) -> HookView:
-    """This rank's part of a micro-batch's response tokens, for hooks. Its functions are collective over
+    """Returns this rank's part of a micro-batch's response tokens, for hooks. The view's functions are collective over
     context-parallel ranks."""
     mine = batch.mine
     if mine is None:
@@ -52,10 +54,11 @@ def hook_view(
 def response_bounds(
     total_length: int, response_length: int, *, cp_rank: int | None = None, cp_size: int | None = None
 ) -> list[Bounds]:
-    """(start, stop), counted from the first response token, of the response tokens that each run of a rank predicts."""
+    """Returns (start, stop) of the response tokens that each run of a rank predicts, counted from the first response
+    token."""
     size = parallel_state.get_context_parallel_world_size() if cp_size is None else cp_size
     rank = parallel_state.get_context_parallel_rank() if cp_rank is None else cp_rank
-    first = total_length - response_length - 1  # the place that predicts response token 0
+    first = total_length - response_length - 1  # the position that predicts response token 0
     bounds = [
         (max(start - first, 0), min(stop - first, response_length))
         for start, stop in run_bounds(total_length, rank, size)
@@ -72,10 +75,10 @@ def get_logits_and_tokens_offset_with_cp(
     cp_rank: int | None = None,
     cp_size: int | None = None,
 ) -> tuple[int, tuple[Bounds, ...], tuple[Bounds, ...], tuple[Bounds, ...]]:
-    """(longest run, runs, places that predict response tokens, these tokens) of a rank in one sequence.
+    """Returns (longest run, runs, positions that predict response tokens, these tokens) of a rank in one sequence.
 
-    The last three are one (start, stop) per run, counted from the start of the prompt; (0, 0) where a run predicts no
-    response token. `max_seq_len` is not read. ValueError for another `qkv_format` than thd.
+    The last three have one (start, stop) per run, counted from the start of the prompt; (0, 0) if a run predicts no
+    response token. `max_seq_len` is not read. Raises ValueError for a `qkv_format` other than thd.
     """
     if qkv_format != "thd":
         raise ValueError(f"qkv_format must be thd, got {qkv_format}; sequences are packed, never padded")
@@ -91,7 +94,8 @@ def get_logits_and_tokens_offset_with_cp(
 def slice_log_prob_with_cp(
     log_prob: PerToken, total_length: int, response_length: int, *_: Any, **__: Any
 ) -> PerToken:
-    """[R_i] -> [r_i]: this rank's part of a sample's column, a tensor or a list. Further arguments are not read."""
+    """Maps [R_i] to [r_i]: this rank's part of a sample's column, a tensor or a list. Further arguments are not
+    read."""
     if len(log_prob) != response_length:
         raise ValueError(
             f"log_prob must have one entry per response token, got {len(log_prob)} for {response_length}; "
@@ -104,14 +108,15 @@ def slice_log_prob_with_cp(
 
 
 def slice_with_cp(tokens: Tensor, pad_value: Any = None, *_: Any, **__: Any) -> Tensor:
-    """[L, ...] -> this rank's tokens of one sequence. Nothing is padded, so that `pad_value` is not read."""
+    """Maps [L, ...] to this rank's tokens of a sequence. Nothing is padded, so that `pad_value` is not read."""
     size = parallel_state.get_context_parallel_world_size()
     rank = parallel_state.get_context_parallel_rank()
     return torch.cat([tokens[start:stop] for start, stop in run_bounds(len(tokens), rank, size)])
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """[r_i, ...] of each rank -> [R_i, ...] on all of them. Collective; the backward adds up the ranks' gradients."""
+    """Maps [r_i, ...] per rank to [R_i, ...] on all ranks. Collective; the backward adds up the ranks'
+    gradients."""
     bounds = response_bounds(total_length, response_length)
     if len(tensor) != (rows := sum(stop - start for start, stop in bounds)):
         raise ValueError(
@@ -136,7 +141,7 @@ def get_sum_of_sample_mean(
     *_: Any,
     **__: Any,
 ) -> Callable[[Tensor], Tensor]:
-    """fn([r, ...]) -> this rank's part of `Σ_i (x_i * mask_i).sum() / max(mask_i.sum(), 1)`.
+    """Returns fn([r, ...]), which computes this rank's part of `Σ_i (x_i * mask_i).sum() / max(mask_i.sum(), 1)`.
 
     `sample_denoms` replaces the sums of the masks. With `calculate_per_token_loss` nothing is divided. `loss_masks` are
     whole, [R_i]. The fourth argument may be `calculate_per_token_loss`, as in older versions of slime.
@@ -157,7 +162,8 @@ def get_sum_of_sample_mean(
 
 
 class _Local(torch.autograd.Function):
-    """`x[mine]`. The backward puts the gradients of all ranks together, so that each rank has that of the whole x."""
+    """Autograd function `x[mine]`. The backward merges all ranks' gradients, so that each rank has the gradient
+    of the whole x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -174,7 +180,8 @@ class _Local(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """`x` summed over ranks. Each rank goes on with the same loss, so its own x has the upstream gradient."""
+    """Autograd function that sums `x` over ranks. Each rank continues with the same loss, so its own x has the upstream
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -188,7 +195,8 @@ class _Total(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The parts of all ranks as one tensor. Each rank uses it for its own part of the loss: gradients add up."""
+    """Autograd function that joins all ranks' parts to one tensor. Each rank uses it for its own part of the
+    loss, so gradients add up."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mine: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,7 @@
-"""What custom losses and advantage functions call: log-probs from their logits, and slime's advantages.
+"""Functions that custom losses and advantage functions call: log-probs from their logits, and slime's advantages.
 
-Shapes: r response tokens of this context-parallel rank in a micro-batch, r_i of them in sample i, V_local vocabulary
-rows of this tensor-parallel rank.
+Shapes: r response tokens of this context-parallel rank in a micro-batch, r_i response tokens of this rank in sample i,
+V_local vocabulary rows of this tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def get_responses(
     response_lengths: list[int],
     **_: Any,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits [r_i, V_local], their tokens [r_i]) of each sample. `logits` are those that a custom loss gets.
+    """Yields (logits [r_i, V_local], their tokens [r_i]) per sample. `logits` are the logits that a custom loss gets.
 
-    The logits are divided by the temperature already. Further arguments, such as `args`, are not read.
+    The logits are already divided by the temperature. Further arguments, such as `args`, are not read.
     """
     bounds = [
         response_bounds(total, response)
@@ -66,10 +66,10 @@ def get_log_probs_and_entropy(
     with_entropy: bool = False,
     **_: Any,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """(an empty tensor, {"log_probs": [r_i] per sample, "entropy": the same if asked for}), fp32 nats.
+    """Returns (an empty tensor, {"log_probs": [r_i] per sample, "entropy": the same if requested}), fp32 nats.
 
-    The first value is slime's place for a loss. Arguments as in `get_responses`, but `args` is read: it may name a
-    --selected-logprob-provider.
+    The first value is slime's slot for a loss. The arguments are those of `get_responses`, but `args` is read: it may
+    name a --selected-logprob-provider.
     """
     chunks = list(
         get_responses(
@@ -104,6 +104,6 @@ def _by_logp(logits: Tensor, tokens: Tensor, group: object, *, with_entropy: boo
 
 
 def compute_advantages_and_returns(args: Namespace, rollout_data: TrainData) -> None:
-    """Set `advantages`, `returns` and `kl` of `rollout_data` by --advantage-estimator, as without a hook."""
+    """Sets `advantages`, `returns` and `kl` of `rollout_data` by --advantage-estimator, as without a hook."""
     group = parallel_state.get_data_parallel_group()
     ppo.compute_advantages_and_returns(Config.of_args(args), rollout_data, dp_group=group)

@@ -2,7 +2,8 @@
 
     samples -> scorers (reference log-probs) -> forward pass per micro-batch -> objective -> mean over the set
 
-Changes no weight, no optimizer and no random state: the passes run in evaluation mode, which draws no dropout.
+The module changes no weight, no optimizer and no random state: the passes run in evaluation mode, which draws no
+dropout.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from slime.tracking.timers import Timers
 
 
 class HeldOut:
-    """One per trainer rank that has the policy. Its times are not those of training, which the next step reports."""
+    """Computes held-out losses on a trainer rank that has the policy. Its times are separate from the training times,
+    which the next step reports."""
 
     def __init__(
         self,
@@ -51,8 +53,9 @@ class HeldOut:
 
     @torch.no_grad()
     def means(self, data: RankData) -> dict[str, float]:
-        """Loss and metrics of a set under their names in training, as means over the whole set. Collective over all
-        ranks. The columns stay on the host, and each micro-batch moves its own, so that a large set fits."""
+        """Returns loss and metrics of a set under their names in training, as means over the whole set. Collective over
+        all ranks. The columns stay on the host, and each micro-batch moves its own columns, so that a large set
+        fits."""
         flags = self.config.algorithm
         length = flags.dr_grpo_length if flags.use_dr_grpo else None
         data.to_device(torch.device("cpu"), per_token=flags.calculate_per_token_loss, length=length)
@@ -75,5 +78,6 @@ class HeldOut:
 
 
 def _times(sums: dict[str, Tensor], count: float) -> dict[str, Tensor]:
-    """In float64, so that the sum depends little on the order of micro-batches and ranks."""
+    """Returns `sums` times `count` in float64, so that the sum depends little on the order of micro-batches and
+    ranks."""
     return {name: value.double() * count for name, value in sums.items()}

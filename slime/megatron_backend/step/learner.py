@@ -39,25 +39,26 @@ from slime.tracking.timers import Timers
 
 
 class Training(Protocol):
-    """How a learner is trained on a rollout."""
+    """The interface of an object that trains a learner on a rollout."""
 
     learner: Learner
     first_rollout: float
-    """The first rollout that trains it."""
+    """The first rollout that trains the learner."""
 
     def train(self, rollout_id: int, data: RankData) -> tuple[list[dict[str, float]], dict[str, float]]:
-        """All optimizer steps of a rollout: the metrics of each, and more of the rollout. Collective over all ranks."""
+        """Runs all optimizer steps of a rollout. Returns the metrics per step, and metrics of the rollout. Collective
+        over all ranks."""
         ...
 
 
 MicroBatchLosses = Callable[[MicroBatch, Tensor], MicroBatchLoss]
-"""(micro-batch, the last stage's output) -> its loss and metrics."""
+"""Maps (micro-batch, the last stage's output) to the micro-batch's loss and metrics."""
 
 
 class Learner:
-    """One per trained role. Builds the model with the weights that the run starts with or resumes from.
+    """A trained role. The constructor builds the model with the weights that the run starts with or resumes from.
 
-    `resumed`: the record of the checkpoint that the role resumed from, None if it started from `role.source`.
+    `resumed` is the record of the checkpoint from which the role resumed, None if it started from `role.source`.
     """
 
     def __init__(
@@ -104,10 +105,10 @@ class Learner:
         samples: int,
         loss_group: dist.ProcessGroup,
     ) -> dict[str, float]:
-        """One optimizer step over `count` micro-batches, with its metrics. `samples`: by how many rollouts the schedule
-        advances. `loss_group`: the ranks whose losses add up. Collective over all ranks.
+        """Runs an optimizer step over `count` micro-batches and returns its metrics. `samples`: number of rollouts by
+        which the schedule advances. `loss_group`: the ranks whose losses add up. Collective over all ranks.
 
-        DivergedError if the gradients are not finite.
+        Raises DivergedError if the gradients are not finite.
         """
         with self.timers.measure("optimizer"):
             self.model.zero_grad_buffer()
@@ -138,7 +139,8 @@ class Learner:
         return {f"train/{self.role.metrics}{name}": value for name, value in metrics.items()}
 
     def require_finite(self, rollout_id: int) -> None:
-        """DivergedError if a weight of this rank is not finite after training the rollout. Reads each once."""
+        """Raises DivergedError if a weight of this rank is not finite after training the rollout. Reads each weight
+        once."""
         with self.timers.measure("optimizer"):
             largest = torch.stack(torch._foreach_norm(list(self.model.parameters()), ord=math.inf)).max()
             if not largest.isfinite():
@@ -148,13 +150,14 @@ class Learner:
                 )
 
     def reside(self, leaving: Collection[str], others: Iterable[nn.Module] = ()) -> Residence:
-        """Begin to move the parts `leaving` of this role, and the parameters of `others` with its own. They leave now.
+        """Starts to move the parts `leaving` of this role, together with the parameters of `others`. The parts leave
+        immediately.
 
-        Each trained role moves on its own: the states of two are never on the device together.
+        Each trained role moves separately: the states of two roles are never on the device together.
         """
         models = [part for model in (self.model, *others) for part in parts_of(model)]
         self.residence = Residence(leaving, self.info.device, self.timers, models, self.optimizer)
-        self.residence.release(*PARTS)  # engines that start now measure what memory is left
+        self.residence.release(*PARTS)  # engines that start now measure the free memory
         return self.residence
 
     def save(
@@ -163,7 +166,7 @@ class Learner:
         then: Callable[[], None] | None = None,
         background: BackgroundSaves | None = None,
     ) -> None:
-        """Write the role's checkpoint as iteration `rollout_id`, in the `background` if there is one, and call `then`
+        """Writes the role's checkpoint as iteration `rollout_id`, in the `background` if it is given, and calls `then`
         while the weights are on the device. Collective; the checkpoint appears only when complete."""
         directory = self.role.saves_to(self.config)
         assert directory is not None
@@ -186,7 +189,7 @@ class Learner:
         save_peft(self.model, folder / FOLDER, self.config.rollout.hf_checkpoint, flag=self.role.save_flag)
 
     def close(self) -> None:
-        """Let go of the model and its optimizer, which hold process groups."""
+        """Drops the model and its optimizer, which hold process groups."""
         self.residence.close()
         close_optimizer(self.optimizer)
         vars(self).clear()

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch: the LM head gives log-probs, slime.algo the objective. Holds no formula."""
+"""The loss of a micro-batch: the LM head computes log-probs, slime.algo the objective. This module holds no formula."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slime.types import TrainData
 
 @dataclass(frozen=True)
 class LossSetup:
-    """What the losses of all micro-batches share. `hooks.config` has the flags that objectives read.
+    """The objects that all micro-batch losses share. `hooks.config` has the flags that objectives read.
     `predictions`: multi-token prediction, None if the run does not train it."""
 
     config: Config
@@ -40,8 +40,8 @@ class LossSetup:
 def micro_batch_loss(
     setup: LossSetup, data: TrainData, batch: MicroBatch, output: Tensor, normaliser: float
 ) -> MicroBatchLoss:
-    """Loss and metrics by --loss-type from the last stage's `output`, and those of multi-token prediction. The
-    denominators of the tokens turn sums into means."""
+    """Returns loss and metrics by --loss-type from the last stage's `output`, plus the loss and metric of multi-token
+    prediction. The denominators of the tokens turn sums into means."""
     loss = objective_loss(setup, data, batch, output, normaliser)
     if setup.predictions is None:
         return loss
@@ -53,7 +53,7 @@ def micro_batch_loss(
 def objective_loss(
     setup: LossSetup, data: TrainData, batch: MicroBatch, output: Tensor, normaliser: float
 ) -> MicroBatchLoss:
-    """Loss and metrics by --loss-type."""
+    """Returns loss and metrics by --loss-type."""
     config, head = setup.config, setup.head
     kind = loss_of(config.algorithm)
     objective = kind.objective
@@ -84,13 +84,13 @@ def objective_loss(
 def custom_loss(
     setup: LossSetup, data: TrainData, batch: MicroBatch, output: Tensor, normaliser: float
 ) -> MicroBatchLoss:
-    """`--custom-loss-function-path`: fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
+    """Runs `--custom-loss-function-path`: fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
 
-    `logits` are those of `LmHead.logits`, [r, V_local]. `batch` has the columns of the micro-batch's samples, and the
-    tokens also as `unconcat_tokens`. Under context parallelism logits and columns are of this rank's response tokens
-    (`context_parallel.py`); loss masks and tokens are whole. `sum_of_sample_mean(x)`, x [r], is
-    this rank's part of the sum of the samples' means (or of all tokens with --calculate-per-token-loss). The parts of
-    the loss, and of metrics that are tensors, are added over ranks and divided by the step's `normaliser` here.
+    `logits` come from `LmHead.logits`, [r, V_local]. `batch` has the columns of the micro-batch's samples, and the
+    tokens also as `unconcat_tokens`. Under context parallelism logits and columns cover this rank's response tokens
+    (`context_parallel.py`); loss masks and tokens are whole. `sum_of_sample_mean(x)`, x [r], is this rank's part of the
+    sum of the samples' means (or over all tokens with --calculate-per-token-loss). This function adds the parts of the
+    loss, and of metrics that are tensors, over ranks and divides them by the step's `normaliser`.
     """
     view, columns = _hook_columns(setup, data, batch)
     weights = view.local(batch.columns["loss_masks"] / batch.columns["loss_denominators"] * normaliser)
@@ -111,7 +111,7 @@ def custom_loss(
 
 
 def _hook_columns(setup: LossSetup, data: TrainData, batch: MicroBatch) -> tuple[HookView, TrainData]:
-    """The view of a custom loss, and the columns of the micro-batch's samples as it sees them."""
+    """Returns the view of a custom loss, and the columns of the micro-batch's samples in that view."""
     out: TrainData = {
         name: [values[i] for i in batch.samples]
         for name, values in data.items()
@@ -126,8 +126,8 @@ def _hook_columns(setup: LossSetup, data: TrainData, batch: MicroBatch) -> tuple
 
 
 def reduce_metrics(losses: list[MicroBatchLoss], group: dist.ProcessGroup) -> dict[str, float]:
-    """Sums of `sums` over micro-batches and the ranks of `group`, and the largest of `maxima`. The denominators of the
-    tokens turn the sums into means."""
+    """Returns the sums of `sums` over micro-batches and the ranks of `group`, and the largest values of `maxima`. The
+    denominators of the tokens turn the sums into means."""
     sums = {name: cast(Tensor, sum(loss.sums[name] for loss in losses)) for name in losses[0].sums}
     maxima = {name: torch.stack([loss.maxima[name] for loss in losses]).amax() for name in losses[0].maxima}
     out: dict[str, float] = {}

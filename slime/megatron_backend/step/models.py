@@ -1,4 +1,4 @@
-"""The models of a rank, one per role, and which of their state is on the device. Owns no step."""
+"""The models of a rank, one per role, and the parts of their state that are on the device. Owns no step."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from slime.tracking.timers import Timers
 
 
 class Models(dict[str, nn.Module]):
-    """By the name of the role. `learners`: those that are trained, `main` the first of them: the policy, where these
-    ranks have it.
+    """The models by the names of their roles. `learners` are the trained roles. `main` is the first learner: the
+    policy, if these ranks have it.
 
-    `memory`: which parts of the state leave the device between two trainings, decided from `estimate`.
+    `memory` lists the parts of the state that leave the device between two trainings, decided from `estimate`.
     """
 
     def __init__(self, config: Config, hf_config: dict[str, Any], info: ParallelInfo, timers: Timers) -> None:
@@ -48,18 +48,19 @@ class Models(dict[str, nn.Module]):
         self._interval, self._timers = config.algorithm.ref_update_interval, timers
 
     def bring(self) -> None:
-        """What the passes of a step need: all weights. A role that is trained alone brings the rest at once; with
-        others, each role's gradients and optimizer come and go with its training."""
+        """Brings the state that the passes of a step need: all weights. A role that is trained alone brings the rest at
+        once. With several roles, a role's gradients and optimizer come and go with its training."""
         for learner in self.learners.values():
             learner.residence.bring(*(PARTS if len(self.learners) == 1 else ("parameters",)))
 
     def metrics(self, perf: dict[str, float]) -> dict[str, float]:
-        """How fast the state moved, and the peak of a step beside its estimate. `perf`: the times of the step."""
+        """Returns the speed of moving the state, and the peak of a step next to its estimate. `perf`: the times of the
+        step."""
         residences = [learner.residence for learner in self.learners.values()]
         return moving_speed(residences, perf) | self.estimate.compared(perf, self.memory.leaving)
 
     def update_reference(self, rollout_id: int) -> None:
-        """After each --ref-update-interval rollouts, copy the policy's weights to the reference model."""
+        """Copies the policy's weights to the reference model after every --ref-update-interval rollouts."""
         reference = self.get(REFERENCE.name)
         if reference is not None and self._interval and (rollout_id + 1) % self._interval == 0:
             with self._timers.measure("ref_model_update"):
@@ -67,7 +68,7 @@ class Models(dict[str, nn.Module]):
                     kept.load_state_dict(trained.state_dict())
 
     def close(self) -> None:
-        """Let go of the models and their optimizers, which hold process groups."""
+        """Drops the models and their optimizers, which hold process groups."""
         for learner in self.learners.values():
             learner.close()
         self.clear()
@@ -75,7 +76,7 @@ class Models(dict[str, nn.Module]):
 
 
 def _frozen(role: Role, config: Config) -> nn.Module:
-    """The model of a role that is not trained, with its weights and without gradients."""
+    """Returns the model of a role that is not trained, with its weights and without gradients."""
     model = build_model(load_hf_config(role.shape(config)), config, ddp=False, adapt=adaptation(config))
     source = role.source(config)
     load_weights(model, source.directory, source.iteration)

@@ -1,7 +1,8 @@
 """The native path (--rlk-fast off): log-probs and entropy from full logits in plain PyTorch, without rl_kernel.
 
-This is what trainers commonly do, and the baseline of every comparison: float32 logits, Megatron's vocabulary-parallel
-cross entropy, and the softmax kept for the backward. R response tokens, V_local columns of this rank.
+Trainers commonly use this path, and every comparison uses it as the baseline: float32 logits, Megatron's
+vocabulary-parallel cross entropy, and the softmax kept for the backward. R response tokens, V_local columns of this
+rank.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from rl_kernel.token_ids import Top, add_ids_grad_, largest, logits_of_ids, merg
 from rl_kernel.vocab import VocabShard
 
 EntropyUse = Literal["none", "metric", "loss"]
-"""Not computed; computed without a gradient; computed with a gradient."""
+"""Use of the entropy: not computed; computed without a gradient; computed with a gradient."""
 
 PADDING_LOGIT = -1e30
-"""Finite, so that probability x log-probability of a padding column is 0 and not NaN."""
+"""Logit of a padding column. It is finite, so that probability x log-probability of the column is 0 and not NaN."""
 
 
 def mask_padding(logits: Tensor, start: int, size: int) -> Tensor:
-    """`logits` [R, V_local] with the padding columns of the vocabulary (ids from `size` on) set to PADDING_LOGIT."""
+    """Returns `logits` [R, V_local] with the padding columns of the vocabulary (ids from `size` on) set to
+    PADDING_LOGIT."""
     if start + logits.shape[-1] <= size:
         return logits
     padding = torch.arange(start, start + logits.shape[-1], device=logits.device) >= size
@@ -36,10 +38,11 @@ def mask_padding(logits: Tensor, start: int, size: int) -> Tensor:
 def log_probs_and_entropy(
     logits: Tensor, targets: Tensor, *, temperature: float, entropy: EntropyUse
 ) -> tuple[Tensor, Tensor | None]:
-    """`log_softmax(logits / temperature, -1)[target]` [R] and the entropy [R] or None, in fp32 nats. Differentiable.
+    """Returns `log_softmax(logits / temperature, -1)[target]` [R] and the entropy [R] or None, in fp32 nats.
+    Differentiable.
 
-    `logits` [R, V_local] float32 with masked padding (`mask_padding`), split over Megatron's tensor-parallel group. Its
-    memory is overwritten.
+    `logits` [R, V_local] float32 with masked padding (`mask_padding`), split over Megatron's tensor-parallel group.
+    Their memory is overwritten.
     """
     if temperature != 1:
         logits = logits / temperature
@@ -51,8 +54,8 @@ def log_probs_and_entropy(
 
 
 def kept_columns(kept: KeptTokens, like: Tensor, start: int) -> Tensor:
-    """bool [R, V_local] beside the logits `like`, columns from id `start` on: those that sampling kept. All of a token
-    that was not cut."""
+    """Returns bool [R, V_local]: True for the columns that sampling kept. The columns are those of the logits `like`,
+    from id `start` on. A token that was not truncated keeps all columns."""
     token = torch.repeat_interleave(kept.offsets.diff())
     column = kept.ids.long() - start
     here = (column >= 0) & (column < like.shape[-1])
@@ -62,12 +65,12 @@ def kept_columns(kept: KeptTokens, like: Tensor, start: int) -> Tensor:
 
 
 def cut_to(logits: Tensor, keep: Tensor) -> Tensor:
-    """A copy of `logits` [R, V_local] with PADDING_LOGIT where `keep` is false."""
+    """Returns a copy of `logits` [R, V_local] with PADDING_LOGIT where `keep` is False."""
     return logits.masked_fill(~keep, PADDING_LOGIT)
 
 
 def entropies(logits: Tensor, *, temperature: float, entropy: EntropyUse) -> Tensor | None:
-    """The entropy [R] of `softmax(logits / temperature)`, as `log_probs_and_entropy` computes it."""
+    """Returns the entropy [R] of `softmax(logits / temperature)`, as `log_probs_and_entropy` computes it."""
     if entropy == "none":
         return None
     logits = logits / temperature
@@ -76,7 +79,8 @@ def entropies(logits: Tensor, *, temperature: float, entropy: EntropyUse) -> Ten
 
 
 def ids_log_probs(logits: Tensor, ids: Tensor, start: int, size: int) -> Tensor:
-    """`log_softmax(logits, -1).gather(1, ids)` [R, K] over the tensor-parallel group; -inf for `NONE`. Differentiable.
+    """Returns `log_softmax(logits, -1).gather(1, ids)` [R, K] over the tensor-parallel group; -inf for `NONE`.
+    Differentiable.
 
     `logits` [R, V_local] float32 from id `start` on, divided by the temperature, with masked padding; `size` ids.
     """
@@ -85,7 +89,8 @@ def ids_log_probs(logits: Tensor, ids: Tensor, start: int, size: int) -> Tensor:
 
 
 def top_of(logits: Tensor, start: int, size: int, count: int) -> Top:
-    """The ids of the `count` largest log-probs, over the tensor-parallel group; `logits` as in `ids_log_probs`."""
+    """Returns the ids of the `count` largest log-probs, over the tensor-parallel group; `logits` as in
+    `ids_log_probs`."""
     shard = _shard(logits, start, size)
     keys = top_keys(logits[:, : shard.real], shard, count)
     return merge_top(keys, _log_sum_exp(logits, shard), count, shard.group)
@@ -105,7 +110,7 @@ def _log_sum_exp(logits: Tensor, shard: VocabShard) -> Tensor:
 
 
 class VocabParallelIds(torch.autograd.Function):
-    """`logits.gather(1, ids) - logsumexp(logits)` over the tensor-parallel group."""
+    """Autograd function `logits.gather(1, ids) - logsumexp(logits)` over the tensor-parallel group."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, shard: VocabShard) -> Tensor:
@@ -127,8 +132,8 @@ class VocabParallelIds(torch.autograd.Function):
 
 
 class VocabParallelEntropy(torch.autograd.Function):
-    """`logsumexp(z) - (softmax(z) * z).sum(-1)` over the tensor-parallel group. Keeps the softmax. The gradient is
-    `-p * (log p + entropy)`."""
+    """Autograd function `logsumexp(z) - (softmax(z) * z).sum(-1)` over the tensor-parallel group. Saves the softmax.
+    The gradient is `-p * (log p + entropy)`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:

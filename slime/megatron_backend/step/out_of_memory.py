@@ -1,5 +1,5 @@
-"""The trainer's error when its device is out of memory: the phase, what is on the card and whose it is, and the flags
-that lower it, with the bytes that the plan computes for each."""
+"""The trainer's error when its device is out of memory: the phase, the memory on the card by process, and the flags
+that lower it, with the bytes that the plan computes for each flag."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from slime.tracking.phases import HAND_OVER, LOADING, SAVING, TRAINING
 from slime.tracking.timers import Timers
 
 _OF_CARD = re.compile(r"out of memory", re.IGNORECASE)
-"""In errors of CUDA, and of NCCL, which ends with: Cuda failure 2 'out of memory'."""
+"""Matches errors of CUDA, and of NCCL, whose error ends with: Cuda failure 2 'out of memory'."""
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40, "EiB": 2**60}
 _USUAL = 2 * GIB
-"""What is taken to be missing where the error does not have it: NCCL's does not."""
+"""Bytes that are assumed to be missing if the error does not contain the number, as in NCCL's errors."""
 _DOING = {"loading": LOADING, "saving": SAVING, "publishing": HAND_OVER}
 
 
 @contextmanager
 def explained(doing: str, config: Config, estimate: Estimate, timers: Timers) -> Iterator[None]:
-    """Replace an error of a full device in the block, of PyTorch, CUDA or NCCL, by one that names the phase, what is on
-    the card, and the flags that lower it."""
+    """Replaces an error of a full device in the block, from PyTorch, CUDA or NCCL, by an error that names the phase,
+    the memory on the card, and the flags that lower it."""
     try:
         yield
     except RuntimeError as error:
@@ -62,14 +62,14 @@ def _text(doing: str, config: Config, estimate: Estimate, peaks: dict[str, float
 
 
 def missing_bytes(said: str) -> float:
-    """The bytes that an error could not get, at least _USUAL."""
+    """Returns the bytes that an error could not allocate, at least _USUAL."""
     tried = re.search(r"allocate ([\d.]+) ([KMGTE]?i?B)", said)
     asked = float(tried[1]) * _UNITS.get(tried[2], 1) if tried else 0.0
     return max(_USUAL, min(asked, 1024 * GIB))
 
 
 def _on_card(config: Config) -> Iterator[str]:
-    """Of this rank's device: the driver's view by process, and this process's own."""
+    """Yields lines about this rank's device: the driver's view by process, and this process's own view."""
     if not torch.cuda.is_available():
         return
     yield from card_lines(

@@ -1,4 +1,4 @@
-"""What leaves a trainer rank: checkpoints, and the weights that engines get."""
+"""The outputs of a trainer rank: checkpoints, and the weights for the engines."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from slime.weight_sync.publisher import Publisher, Written
 
 
 class Outputs:
-    """One per trainer rank, every call collective. `explained` explains an error of memory in its block. Weights for
-    engines leave only ranks that have the policy.
+    """The outputs of a trainer rank; every call is collective. `explained` explains an error of memory in its block.
+    Only ranks that have the policy send weights to engines.
 
-    `version`: how many rollouts the current weights were trained on.
+    `version`: number of rollouts on which the current weights were trained.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class Outputs:
     ) -> None:
         self.config, self.models, self.version, self._explained = config, models, version, explained
         self._hooks = hooks
-        # half: the error that names an engine that hangs comes before those of the other ranks, which wait for rank 0
+        # half: the error that names a hanging engine must come before the errors of the other ranks, which wait for
+        # rank 0
         timeout_s = 30.0 * config.cluster.distributed_timeout_minutes
         minutes = config.cluster.distributed_timeout_minutes
         self._background = BackgroundSaves(minutes) if config.checkpoint.async_save else None
@@ -64,9 +65,9 @@ class Outputs:
             )
 
     def save(self, rollout_id: int) -> None:
-        """Checkpoints of all trained roles (and --save-hf) as iteration `rollout_id`; each appears only when complete.
-        The policy's comes last: it is never without the others. With --async-save, this waits for the save before and
-        returns when the values are on the host."""
+        """Saves checkpoints for all trained roles (and --save-hf) as iteration `rollout_id`; each checkpoint appears
+        only when complete. The policy's comes last, so it never exists without the others. With --async-save, this
+        method waits for the previous save and returns when the values are on the host."""
         self.finish_save()
         with self._explained(f"saving rollout {rollout_id}"):
             for learner in reversed(self.models.learners.values()):
@@ -75,17 +76,17 @@ class Outputs:
                 learner.save(rollout_id, then, self._background)
 
     def finish_save(self) -> None:
-        """Return when the files of the last save are complete. Raises the error of a save that failed."""
+        """Returns when the files of the last save are complete. Raises the error of a save that failed."""
         if self._background is not None:
             self._background.wait()
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Waits for the files that are being written."""
         if self._background is not None:
             self._background.close()
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
-        """The next part of the current weights, called `version`; None after the last (see Publisher)."""
+        """Returns the next part of the current weights, called `version`; None after the last part (see Publisher)."""
         with self._explained(f"publishing weights {version}"):
             part = self._publisher.next(version, receivers)
             if part is None:
@@ -93,15 +94,16 @@ class Outputs:
         return part
 
     def weights_file(self) -> WeightUpdate:
-        """The current weights in a file, for an engine that starts between two updates."""
+        """Returns the current weights in a file, for an engine that starts between two updates."""
         return self._publisher.file(self.version)
 
     def _stem(self) -> str:
-        """Runs that share engines may share the folder of weights, too: each adapter has files of its own."""
+        """Returns the stem of the names of weight files. Runs that share engines may also share the folder of weights,
+        so each adapter has separate files."""
         return f"adapter-{self.config.lora.lora_name}" if sends_adapters(self.config) else TrainerPlace.stem
 
     def _weights(self) -> WeightSet:
-        """What engines get of the policy."""
+        """Returns the record of the policy's weights that engines get."""
         if not sends_adapters(self.config):
             return FULL
         settings = peft_config(self.models.main.model, self.config.rollout.hf_checkpoint)

@@ -2,11 +2,11 @@
 
     pack -> stage_output -> [next stage] -> ... -> loss -> backward -> ... -> [stage before]
 
-A training pass runs in training mode, and every other pass in evaluation mode: only the first draws dropout.
+A training pass runs in training mode, and every other pass in evaluation mode: only training draws dropout.
 
 Without pipeline parallelism, the schedule runs one micro-batch after another. With pipeline parallelism, forward and
 backward alternate (1F1B, 2104.04473). With virtual stages, each rank has several parts of the model and the schedule is
-interleaved (part 2.2 there). Micro-batches may differ in length, so the stages send their shapes.
+interleaved (part 2.2 of the same paper). Micro-batches may differ in length, so the stages send their shapes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slime.tracking.timers import Timers
 T = TypeVar("T")
 
 OnOutput = Callable[[MicroBatch, Tensor], tuple[Tensor, T]]
-"""(micro-batch, the last stage's output) -> (the loss for the backward, the result to return)."""
+"""Maps (micro-batch, the last stage's output) to (the loss for the backward, the result to return)."""
 
 
 def run_stages(
@@ -41,14 +41,14 @@ def run_stages(
     on_output: OnOutput[T],
     timers: Timers,
 ) -> list[T]:
-    """Forward and backward of `count` micro-batches in training mode. Gradients add up in the model's buffers, not yet
-    over ranks.
+    """Runs forward and backward of `count` micro-batches in training mode. Gradients add up in the model's buffers, not
+    yet over ranks.
 
     Returns the results of `on_output` in order on the last stage, and an empty list on other stages. Collective over
     the ranks of the pipeline, and over data-parallel ranks with --overlap-grad-reduce.
     """
     parts: list[Any] = parts_of(model)
-    core = unwrap(parts[0]).config  # all parts have the same
+    core = unwrap(parts[0]).config  # all parts have the same config
     core.timers = _ScheduleTimers(timers)
     core.no_sync_func = parts[0].no_sync if len(parts) == 1 else [part.no_sync for part in parts]
     _set_mode(parts, training=True)
@@ -62,8 +62,8 @@ def run_forward(
     count: int,
     on_output: Callable[[MicroBatch, Tensor], T],
 ) -> list[T]:
-    """Forward only of `count` micro-batches in evaluation mode, under the caller's torch.no_grad(). Returns the same as
-    `run_stages`."""
+    """Runs only the forward of `count` micro-batches in evaluation mode, under the caller's torch.no_grad(). Returns
+    the same as `run_stages`."""
     parts = parts_of(model)
     unwrap(parts[0]).config.timers = None
     _set_mode(parts, training=False)
@@ -75,7 +75,7 @@ def run_forward(
 
 
 def _set_mode(parts: Iterable[nn.Module], *, training: bool) -> None:
-    """Each pass sets the mode that it needs, so that no pass depends on the one before it."""
+    """Sets the mode of a pass. Each pass sets its mode, so that no pass depends on the previous pass."""
     for part in parts:
         part.train(training)
 
@@ -121,8 +121,8 @@ def _schedule(
 
 
 class _ScheduleTimers:
-    """Adapter from Megatron's timers (`timers(name, log_level=..).start()`) to `Timers`: `backward`, and
-    `pipeline_wait` for sends to and receives from other stages."""
+    """Adapts Megatron's timers (`timers(name, log_level=..).start()`) to `Timers`: `backward`, and `pipeline_wait` for
+    sends to and receives from other stages."""
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
@@ -136,7 +136,7 @@ class _ScheduleTimers:
 
 
 class _Span:
-    """One span with start and stop. The schedule also reports forward spans, but `_schedule` measures these itself."""
+    """A span with start and stop. The schedule also reports forward spans, but `_schedule` measures these itself."""
 
     def __init__(
         self, timers: Timers, name: str | None, running: dict[str, AbstractContextManager[None]]
@@ -154,7 +154,7 @@ class _Span:
 
 
 def from_last_stage(info: ParallelInfo, value: T) -> T:
-    """The last stage's `value` (plain data) on every stage. Collective over the pipeline."""
+    """Returns the last stage's `value` (plain data) on every stage. Collective over the pipeline."""
     if info.pp_size == 1:
         return value
     box = [value]
@@ -165,8 +165,8 @@ def from_last_stage(info: ParallelInfo, value: T) -> T:
 def tensors_from_last_stage(
     info: ParallelInfo, tensors: dict[int, Tensor], lengths: dict[int, int], width: int = 0
 ) -> dict[int, Tensor]:
-    """The last stage's fp32 tensors per sample, on every stage. One broadcast. All stages know the `lengths`, and the
-    `width` of tensors [length, width]."""
+    """Returns the last stage's fp32 tensors per sample, on every stage. Runs one broadcast. All stages must pass the
+    same `lengths`, and the `width` of tensors [length, width]."""
     if info.pp_size == 1:
         return tensors
     if not lengths:

@@ -1,4 +1,4 @@
-"""How the policy is trained: the losses of its micro-batches, and what reads their log-probs on the way."""
+"""Trains the policy: the losses of its micro-batches, and the objects that read their log-probs during training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from slime.types import TrainData
 
 
 class PolicyTraining:
-    """One per trainer rank. `old`: the scorer that may take its log-probs from the first step; None without one."""
+    """Training of the policy on a trainer rank. `old`: the scorer that may take its log-probs from the first step, or
+    None."""
 
     def __init__(
         self,
@@ -51,7 +52,8 @@ class PolicyTraining:
         self.setup = LossSetup(config, hooks, self.head, learner.timers, ahead)
 
     def train(self, rollout_id: int, data: RankData) -> tuple[list[dict[str, float]], dict[str, float]]:
-        """All optimizer steps of a rollout: the metrics of each, and those of the audit. Collective over all ranks."""
+        """Runs all optimizer steps of a rollout. Returns the metrics per step, and the metrics of the audit. Collective
+        over all ranks."""
         timers, audited = self.learner.timers, dict[str, float]()
         with self.audit.watch(rollout_id, data, audited), timers.measure("actor_train"):
             with timers.measure("step_metrics"):
@@ -107,8 +109,8 @@ class PolicyTraining:
 
 
 def require_finite_log_probs(rollout_id: int, data: TrainData, later: Mapping[int, Tensor]) -> None:
-    """DivergedError for a log-prob of a trained token that is not finite. `later`: old log-probs by sample, of samples
-    of later steps. The rollout before this one made the policy's weights."""
+    """Raises DivergedError if the log-prob of a trained token is not finite. `later`: old log-probs by sample, for
+    samples of later steps. The previous rollout produced the policy's weights."""
     found = {name: dict(enumerate(data[name])) for name in ("ref_log_probs", "old_log_probs") if name in data}
     for name, of_sample in ({"old_log_probs": later} | found).items():
         if not of_sample:

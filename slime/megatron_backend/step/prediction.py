@@ -1,11 +1,12 @@
 """The loss of multi-token prediction (DeepSeek-V3, 2412.19437): layers after the decoder predict further tokens.
 
-Depth k computes `layer_k(product(cat(norm(embedding of token t + k), norm(state of token t))))`. The state is that
-of the decoder, and from depth 2 on that of depth k - 1. The model's head makes log-probs of token t + k + 1 from it.
+Depth k computes `layer_k(product(cat(norm(embedding of token t + k), norm(state of token t))))`. The state is the
+decoder's state, and from depth 2 on the state of depth k - 1. From the result, the model's head computes log-probs of
+token t + k + 1.
 
-The loss trains these layers only. The decoder's output, the embedding and the head are constants for it, as in slime,
-so that the policy has the same gradients with and without it.
-Shapes: P rows, H hidden, R response tokens of the micro-batch, r of them this rank's.
+The loss trains only these layers. The decoder's output, the embedding and the head are constants in this loss, as in
+slime, so that the policy has the same gradients with and without it.
+Shapes: P rows, H hidden, R response tokens of the micro-batch, r response tokens of this rank.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from slime.megatron_backend.step.heads.head import LmHead
 
 @dataclass(frozen=True)
 class Predictions:
-    """`factor` is --mtp-loss-scaling-factor. `head` is the policy's: its model, its ranks, its workspace."""
+    """Multi-token prediction of a run. `factor` is --mtp-loss-scaling-factor. `head` is the policy's head, with its
+    model, ranks and workspace."""
 
     head: LmHead
     factor: float
 
     def loss(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss, metric) from the last stage's `output`, as parts of the step's sums over `LmHead.loss_group`.
+        """Returns (loss, metric) from the last stage's `output`, as parts of the step's sums over `LmHead.loss_group`.
 
         The metric is `mean over depths of -(log_probs * loss_masks / loss_denominators).sum()`, over the response
         tokens that the depth predicts, with log-probs at temperature 1. The loss is `factor` times the metric.
@@ -71,11 +73,11 @@ class Predictions:
         mean = total / len(inner.mtp.layers)
         metric = mean.detach().clone()
         if ranks.cp_size > 1 and self.head.loss_group is not ranks.dp_cp_group:
-            dist.all_reduce(metric, group=ranks.cp_group)  # each rank has its own tokens only
+            dist.all_reduce(metric, group=ranks.cp_group)  # each rank has only its own tokens
         return self.factor * mean, metric
 
     def _summed(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """`-(log_probs * weights).sum()` of the head's log-probs of `targets` [r], without logits."""
+        """Returns `-(log_probs * weights).sum()` of the head's log-probs of `targets` [r], without logits."""
         return rl_kernel.linear_token_loss(
             hidden,
             output_weight(self.head.model).detach(),
@@ -87,8 +89,8 @@ class Predictions:
 
 
 def _constant_state(inner: HiddenGPTModel, batch: MicroBatch, part: TokenSlice, output: Tensor) -> Tensor:
-    """The decoder's output [P, 1, H] (or this rank's part with sequence parallelism) in the rows of `part`, as a leaf:
-    recomputed layers need an input with a gradient."""
+    """Returns the decoder's output [P, 1, H] (or this rank's part with sequence parallelism) in the rows of `part`, as
+    a leaf, because recomputed layers need an input with a gradient."""
     state = output.detach()
     if part is not batch.part:
         state = hidden_of(inner, state)[batch.part.gathered.to(output.device)]

@@ -1,4 +1,4 @@
-"""Log-probs of saved samples from the trainer's forward pass, on one rank, packed in several ways. No gradient."""
+"""Log-probs of saved samples from the trainer's forward pass, on one rank, packed in several ways, without gradient."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Layout = list[list[int]]
 def replay_log_probs(
     config: Config, weights: str, samples: list[Sample], layouts: dict[str, Layout]
 ) -> dict[str, list[Tensor]]:
-    """For each layout, one fp32 tensor [response length] per sample, in nats at --rollout-temperature.
+    """Returns, for each layout, one fp32 tensor [response length] per sample, in nats at --rollout-temperature.
 
     `config` describes one rank. `weights` is an HF directory. With --use-rollout-routing-replay, tokens go to the
-    experts in their samples. A layout contains every sample once. Starts and ends Megatron's process groups in this
-    process.
+    experts in their samples. A layout contains every sample once. The function starts and ends Megatron's process
+    groups in this process.
     """
     data: TrainData = {
         "tokens": [torch.tensor(s.tokens) for s in samples],

@@ -1,10 +1,10 @@
-"""Which parts of the trainer's state are on the device. The other parts are on the host until the trainer needs them.
+"""Moves parts of the trainer's state between device and host. A part stays on the host until the trainer needs it.
 
     residence.bring("parameters", "gradients", "optimizer")     train     residence.release("gradients", "optimizer")
 
-Owns the host copies: one per part, pinned once. To offload a part, its storages are emptied and later filled again in
-place, so every view of them (parameters in Megatron's flat buffers, shards, gradient hooks) stays valid. Do not use a
-tensor while it is offloaded. `read` returns the values of a parameter from the device or the host.
+This module owns the host copies: one per part, pinned once. To offload a part, its storages are emptied and later
+filled again in place, so every view of a storage (parameters in Megatron's flat buffers, shards, gradient hooks) stays
+valid. Do not use a tensor while it is offloaded. `read` returns the values of a parameter from the device or the host.
 
 Megatron's own functions are not used (`MegatronOptimizer.offload_to_cpu`, `_ParamAndGradBuffer.offload_to_cpu`). The
 first allocates pageable memory each time and waits for each tensor. The second does not support models without a
@@ -78,15 +78,15 @@ class Residence:
 
     @property
     def away(self) -> frozenset[str]:
-        """The parts that are not on the device."""
+        """Returns the parts that are not on the device."""
         return frozenset(self._away)
 
     def nbytes(self, part: str) -> int:
-        """Bytes that are freed on the device when `part` leaves."""
+        """Returns the bytes that are freed on the device when `part` leaves."""
         return sum(piece.nbytes for piece in self._pieces.get(part, ()))
 
     def release(self, *parts: str, timer: str = "offload") -> None:
-        """Offload parts. Their memory returns to the device, not only to torch's cache. Gradients are lost.
+        """Offloads parts. Their memory returns to the device, not only to torch's cache. Gradients are lost.
 
         The time is measured as `timer`, a name that ends in "offload" (for `bring`: in "onload").
         """
@@ -115,7 +115,7 @@ class Residence:
                 torch.cuda.empty_cache()
 
     def bring(self, *parts: str, timer: str = "onload") -> None:
-        """Move parts to the device with their bytes unchanged. Gradients are zero."""
+        """Moves parts to the device with their bytes unchanged. Gradients are zero."""
         coming = [part for part in parts if part in self._away]
         if not coming:
             return
@@ -137,7 +137,8 @@ class Residence:
                 self._away.discard(part)
 
     def read(self, parameter: Tensor) -> Tensor:
-        """The values of a parameter on the device, or in the host copy while it is offloaded. Do not write to them."""
+        """Returns the values of a parameter on the device, or in the host copy while it is offloaded. Do not write to
+        them."""
         if not self._away:
             return parameter.data
         part, piece = self._places.get(parameter.untyped_storage()._cdata, (None, None))
@@ -148,18 +149,18 @@ class Residence:
         return view.set_(self._host[part].untyped_storage(), start, parameter.size(), parameter.stride())
 
     def moved(self) -> dict[str, int]:
-        """Bytes moved since the last call, by way: "offload" and "onload"."""
+        """Returns the bytes moved since the last call, by direction: "offload" and "onload"."""
         moved, self._moved = self._moved, dict.fromkeys(self._moved, 0)
         return moved
 
     def close(self) -> None:
-        """Unpin the host copies. Offloaded parts are lost."""
+        """Unpins the host copies. Offloaded parts are lost."""
         for host in self._host.values():
             unpin(host, self._device)
         self._host.clear()
 
     def _host_copy(self, part: str) -> Tensor:
-        """The part's host copy, made on first use: pinning tens of GB takes seconds."""
+        """Returns the part's host copy, which is made on first use: pinning tens of GB takes seconds."""
         if part not in self._host:
             size = self._pieces[part][-1].offset + self._pieces[part][-1].nbytes if self._pieces[part] else 0
             self._host[part] = pinned(size, self._device, part)
@@ -167,7 +168,8 @@ class Residence:
 
 
 def moving_speed(residences: Iterable[Residence], times: dict[str, float]) -> dict[str, float]:
-    """GiB/s of the bytes moved since the last call, from the seconds in `times` (`Timers.flush` of the same span)."""
+    """Returns GiB/s of the bytes moved since the last call, from the seconds in `times` (`Timers.flush` of the same
+    span)."""
     moved = [residence.moved() for residence in residences]
     out = {}
     for way in ("offload", "onload"):
@@ -179,7 +181,7 @@ def moving_speed(residences: Iterable[Residence], times: dict[str, float]) -> di
 
 
 def _pieces(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> Iterator[_Piece]:
-    """The storages of `tensors` on `device` that are not in `seen`, one after another in a host copy."""
+    """Yields the storages of `tensors` on `device` that are not in `seen`, one after another in a host copy."""
     offset = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -196,7 +198,7 @@ def parameters_of(models: list[nn.Module]) -> Iterator[Tensor]:
 
 
 def gradients_of(models: list[nn.Module]) -> Iterator[Tensor]:
-    """Megatron's flat gradient buffers, for the models that have them."""
+    """Yields Megatron's flat gradient buffers, for the models that have them."""
     for model in models:
         if isinstance(model, DistributedDataParallel):
             for buffer in [*model.buffers, *model.expert_parallel_buffers]:
@@ -204,7 +206,8 @@ def gradients_of(models: list[nn.Module]) -> Iterator[Tensor]:
 
 
 def states_of(optimizer: Any) -> Iterator[Tensor]:
-    """Main weights and moments. A step count of one number stays on its device, because it is read directly."""
+    """Yields main weights and moments. A step count, which is a single number, stays on its device, because it is read
+    directly."""
     for chained in optimizer.chained_optimizers:
         inner = chained.optimizer
         for group in [] if inner is None else inner.param_groups:  # None on a rank without a parameter

@@ -4,10 +4,10 @@
     Replay.attach -> MicroBatch.routing -> PackedLayout.routing -> DecoderLayer -> LayerRouting.get_replay_topk
 
 Only the choice is replayed. The weights of a token's experts are the router's own probabilities, so the gradient
-reaches the router as usual (2510.11370). The record travels with the micro-batch, not with the model. So a layer that
-is recomputed in the backward, after the forward of other micro-batches, finds its own record.
+reaches the router as usual (2510.11370). The record belongs to the micro-batch, not to the model. So a layer that is
+recomputed in the backward, after other micro-batches' forward, finds its own record.
 
-Shapes: n rows of this rank (of its sequence-parallel part), L layers of the model, K experts per token, E experts.
+Shapes: n rows of this rank (or of its sequence-parallel part), L layers of the model, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ OwnTopk = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Routing:
-    """The routing of one micro-batch in one pass. `ids`: int16 [n, L, K] of `slime.data.routed_experts`, or None if the
+    """The routing of a micro-batch in a pass. `ids`: int16 [n, L, K] of `slime.data.routed_experts`, or None if the
     routers choose.
 
     The pass fills these dicts, whose keys are layer numbers from 0. `chosen`: the router's own choice for each layer of
     this stage, int16 [n, K], if `records`. `given`: number of tokens whose experts were replayed. `differing`: number
-    of these tokens for which the router would have chosen other experts.
+    of replayed tokens for which the router would have chosen other experts.
     """
 
     def __init__(self, ids: Tensor | None = None, *, records: bool = False) -> None:
@@ -43,7 +43,7 @@ class Routing:
         self.given: dict[int, Tensor] = {}
 
     def of_layer(self, number: int) -> LayerRouting:
-        """The routing of one layer. `number` counts from 0 over the whole model."""
+        """Returns the routing of a layer. `number` counts from 0 over the whole model."""
         return LayerRouting(self, number)
 
 
@@ -61,7 +61,7 @@ class LayerRouting:
         group_topk: int | None,
         compute_topk: OwnTopk,
     ) -> tuple[Tensor, Tensor]:
-        """Scores [n, E] -> scores and ids [n, K] of the experts to use, differentiable in the scores.
+        """Maps scores [n, E] to scores and ids [n, K] of the experts to use, differentiable in the scores.
 
         The experts are sorted by descending score, as in the router. So if engine and router choose the same experts,
         the result is bitwise equal to the result without a replay.
@@ -86,7 +86,7 @@ class LayerRouting:
 
 
 class Replay:
-    """The replay of one trainer rank. Keeps the trainer's own record from the log-prob pass to the training pass."""
+    """The replay of a trainer rank. Keeps the trainer's own record from the log-prob pass to the training pass."""
 
     def __init__(self, config: Config, info: ParallelInfo) -> None:
         self._info = info
@@ -97,7 +97,7 @@ class Replay:
         self._step: list[tuple[dict[int, Tensor], dict[int, Tensor]]] = []
 
     def attach(self, batch: MicroBatch, *, training: bool) -> None:
-        """Set the routing of a packed micro-batch, for a training pass or for the earlier pass for old log-probs."""
+        """Sets the routing of a packed micro-batch, for a training pass or for the earlier pass for old log-probs."""
         if self.from_engine:
             batch.routing = Routing(self._own_rows(batch.of_rows[COLUMN]))
         elif self.from_trainer and training:
@@ -109,12 +109,12 @@ class Replay:
             self._step.append((batch.routing.differing, batch.routing.given))  # without the rows
 
     def forget(self) -> None:
-        """Drop the record after the last step of a rollout, because the next rollout has other micro-batches."""
+        """Drops the record after the last step of a rollout, because the next rollout has other micro-batches."""
         self._recorded.clear()
 
     def metrics(self) -> dict[str, float]:
-        """The share of the step's (token, layer) pairs whose router would have chosen other experts. Collective over
-        all ranks, because each rank has different tokens or layers. Empty without replay."""
+        """Returns the share of the step's (token, layer) pairs whose router would have chosen other experts. Collective
+        over all ranks, because each rank has different tokens or layers. Empty without replay."""
         if not (self.from_engine or self.from_trainer):
             return {}
         counts = torch.zeros(2, dtype=torch.float64, device=self._info.device)
@@ -126,12 +126,13 @@ class Replay:
         return {EXPERTS_DIFFER: differing / max(given, 1.0)}
 
     def _own_rows(self, ids: Tensor) -> Tensor:
-        """This rank's rows. With sequence parallelism, each tensor-parallel rank has one run of the packed rows."""
+        """Returns this rank's rows. With sequence parallelism, each tensor-parallel rank has one run of the packed
+        rows."""
         return ids.chunk(self._info.tp_size)[self._info.tp_rank] if self._cuts else ids
 
     def _ids(self, samples: list[int]) -> Tensor | None:
-        """The trainer's record of a micro-batch, or None if this stage has no layer with experts. Entries for layers of
-        other stages are never read."""
+        """Returns the trainer's record of a micro-batch, or None if this stage has no layer with experts. Entries
+        for other stages' layers are never read."""
         if tuple(samples) not in self._recorded:
             raise ValueError(
                 f"--use-routing-replay must train the micro-batches of its log-prob pass, got samples {samples}"

@@ -1,4 +1,4 @@
-"""Scorers: each fills one column of a rank's data by a pass of a model without gradient, before training.
+"""Scorers: each scorer fills one column of a rank's data by a pass of a model without gradient, before training.
 
     Scorer.fill(data)        in the order of slime.roles.passes_of
 
@@ -37,16 +37,16 @@ from slime.tracking.timers import Timers
 from slime.types import TrainData
 
 PerToken = Callable[[MicroBatch, Tensor], Tensor]
-"""(micro-batch, the last stage's output) -> one number per response token, [R], or several, [R, width]."""
+"""Maps (micro-batch, the last stage's output) to one number per response token, [R], or several, [R, width]."""
 
 
 class Scorer(Protocol):
-    """One per role with a pass. `role.column` names what it fills."""
+    """The interface of a scorer; one scorer per role with a pass. `role.column` names the column that it fills."""
 
     role: Role
 
     def fill(self, data: RankData) -> None:
-        """Fill the column, unless the data or a later step provide it. Collective over tensor-, context- and
+        """Fills the column, unless the data or a later step provide it. Collective over tensor-, context- and
         pipeline-parallel ranks."""
         ...
 
@@ -62,8 +62,8 @@ def column_of_data(
     samples: Iterable[int] | None = None,
     width: int = 0,
 ) -> dict[int, Tensor]:
-    """`per_token` of the samples by `model`: fp32 tensors [response length] or, with a `width`, [response length,
-    width] by sample.
+    """Returns `per_token` of the samples by `model`: fp32 tensors [response length] or, with a `width`, [response
+    length, width] by sample.
 
     `count` micro-batches hold `samples`, which are all samples of the rank if None. Collective over tensor-, context-
     and pipeline-parallel ranks.
@@ -79,13 +79,14 @@ def column_of_data(
 
 
 def log_probs_of(head: LmHead) -> PerToken:
-    """Log-probs by the head's model, in nats."""
+    """Returns a function for log-probs by the head's model, in nats."""
     return lambda batch, output: head.log_probs(batch, output, "none")[0]
 
 
 def top_of(head: LmHead, count: int, policy: nn.Module) -> PerToken:
-    """Log-probs by the head's model, then its `count` likeliest ids of those that the policy has, and their log-probs,
-    as columns [R, 1 + 2 * count] fp32, which hold ids below 2**24 exactly."""
+    """Returns a function for log-probs by the head's model, then the `count` likeliest ids and their log-probs. An id
+    that the policy does not have becomes NONE. The result is [R, 1 + 2 * count] fp32, which holds ids below 2**24
+    exactly."""
 
     def per_token(batch: MicroBatch, output: Tensor) -> Tensor:
         log_probs, top = head.top(batch, output, count)
@@ -97,8 +98,8 @@ def top_of(head: LmHead, count: int, policy: nn.Module) -> PerToken:
 
 
 class Pass:
-    """A pass of one role's model over samples of a rank. `of_policy`: the model is the policy, which may replay
-    experts. `width`: how many numbers it gives for a token, 0 for one that is no column."""
+    """A pass of a role's model over samples of a rank. `of_policy`: the model is the policy, which may replay experts.
+    `width`: numbers per token, 0 for a single number without its own axis."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class Pass:
         self._per_token, self._info, self._batches, self._timers = per_token, info, batches, timers
 
     def over(self, data: RankData, micro_batches: list[list[int]]) -> dict[int, Tensor]:
-        """The column, by sample of `micro_batches`. Calls --custom-megatron-before-log-prob-hook-path first."""
+        """Returns the column, by sample of `micro_batches`. Calls --custom-megatron-before-log-prob-hook-path first."""
         with self._timers.measure(self.role.timer):
             if self.role.head == "lm":
                 model = parts_of(self.model)
@@ -128,7 +129,7 @@ class Pass:
                 return self._column(data, micro_batches)
 
     def _as_role(self) -> AbstractContextManager[None]:
-        """In the block, the model is that of the role: it may be the policy's without its adapters."""
+        """Makes the model the role's model in the block: it may be the policy's model without its adapters."""
         if self.role.of_base(self._config):
             return without_adapters(unwrapped(self.model))
         return nullcontext()
@@ -157,7 +158,8 @@ class FrozenScorer:
 
 
 class TopScorer:
-    """Fills the column of a role, and the ids and log-probs of its model's likeliest tokens, which wait on the host."""
+    """Fills the column of a role, and the ids and log-probs of its model's likeliest tokens. The ids and log-probs stay
+    on the host until training."""
 
     def __init__(self, its_pass: Pass) -> None:
         self.role, self._pass = its_pass.role, its_pass
@@ -178,8 +180,8 @@ class OldLogProbs:
         extra pass over the samples of later steps -> fill -> [first step] -> add -> complete -> data["old_log_probs"]
 
     The first step trains the old policy, so that its log-probs, detached, are the old ones. So the pass covers all
-    samples only where something needs them before that step or a training pass draws dropout, and none in a rollout of
-    one step.
+    samples only if other code needs them before that step or a training pass draws dropout. In a rollout with one step,
+    there is no pass.
     """
 
     def __init__(self, its_pass: Pass, config: Config, info: ParallelInfo) -> None:
@@ -189,33 +191,33 @@ class OldLogProbs:
         self._first: dict[int, Tensor] = {}
 
     def fill(self, data: RankData) -> None:
-        """Fill the column, or begin to wait for the first step."""
+        """Fills the column, or starts to wait for the first step."""
         if self._config.off_policy.use_rollout_logprobs:
             data["old_log_probs"] = data["rollout_log_probs"]
             if needs_old_log_probs(self._config):
                 data.fill("log_probs", self.its_pass.over(data, data.micro_batches))
         elif before_first_step(self._config, len(data.step_sizes)):
             data.fill("old_log_probs", self.its_pass.over(data, data.micro_batches))
-            data["log_probs"] = data["old_log_probs"]  # the name that advantage hooks read
+            data["log_probs"] = data["old_log_probs"]  # advantage hooks read this name
         elif later := data.micro_batches[data.step_sizes[0] :]:
             self._later, self._first = self.its_pass.over(data, later), {}
 
     @property
     def known(self) -> Mapping[int, Tensor]:
-        """The log-probs that wait for the first step, by sample."""
+        """Returns the log-probs that wait for the first step, by sample."""
         return self._later
 
     def wants(self, step_id: int) -> bool:
         return step_id == 0 and bool(self._later)
 
     def add(self, data: TrainData, batch: MicroBatch, log_probs: Tensor) -> None:
-        """Add the detached log-probs [R] of a micro-batch of the first step."""
+        """Adds the detached log-probs [R] of a micro-batch of the first step."""
         parts = batch.split(log_probs, data["response_lengths"])
         self._first |= zip(batch.samples, parts, strict=True)
 
     def complete(self, data: RankData) -> None:
-        """After the first step: add the columns `old_log_probs` and `log_probs` for all samples. Collective over the
-        stages of a pipeline."""
+        """Adds the columns `old_log_probs` and `log_probs` for all samples. Call it after the first step. Collective
+        over the stages of a pipeline."""
         lengths = {i: n for i, n in enumerate(data.response_lengths) if i not in self._later}
         data.fill("old_log_probs", self._later | tensors_from_last_stage(self._info, self._first, lengths))
         data["log_probs"] = data["old_log_probs"]
@@ -230,7 +232,7 @@ def scorers_of(
     batches: Batches,
     timers: Timers,
 ) -> list[Scorer]:
-    """The scorers of a run in their order in a step. `models`: by the names of their roles."""
+    """Returns the scorers of a run in their order in a step. `models`: by the names of their roles."""
     found: list[Scorer] = []
     rewarded = loss_of(config.algorithm).rewarded
     for role in (role for role in roles_of(config) if rewarded or role is not POLICY):

@@ -1,15 +1,16 @@
-"""One trainer rank. It owns the models, trains them, evaluates them and saves checkpoints, in six calls.
+"""A trainer rank. It owns the models, trains them, evaluates them and saves checkpoints, in six calls.
 
     train(rollout_id, data) -> TrainResult      next_weights(version) -> WeightUpdate | None
     evaluate(rollout_id, sets) -> metrics       weights_file()           start_rollout_id
     save(rollout_id)                            close()
 
-Where other ranks have some of the roles (slime.roles.groups), a step has two calls, with what they fill in between:
+If other ranks have some of the roles (slime.roles.groups), a step has two calls. The ranks exchange columns between the
+calls:
 
     score(rollout_id, data) -> columns          train(rollout_id, data, columns of the others) -> TrainResult
 
-Owns the order of a training step. The maths is in slime.algo and rl_kernel, the parts of a step in this folder's other
-files.
+The module owns the order of a training step. The maths is in slime.algo and rl_kernel, the parts of a step in this
+folder's other files.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ from slime.tracking.traces.memory_history import MemoryHistory
 
 
 class MegatronTrainer:
-    """Each rank builds one, in its own process. `init_method` is a torch.distributed rendezvous address."""
+    """The trainer of a rank. Each rank builds one, in its own process. `init_method` is a torch.distributed rendezvous
+    address."""
 
     def __init__(
         self, config: Config, rank: int, world_size: int, *, init_method: str, local_rank: int = 0
@@ -96,11 +98,11 @@ class MegatronTrainer:
 
     @property
     def policy(self) -> Learner:
-        """Of ranks that have the policy."""
+        """Returns the policy. Call it only on ranks that have the policy."""
         return self.models.learners[POLICY.name]
 
     def _trainings(self) -> list[Training]:
-        """How the learners are trained, in order."""
+        """Returns the objects that train the learners, in order."""
         config, learners, found = self.config, self.models.learners, list[Training]()
         if (critic := learners.get(CRITIC.name)) is not None:
             found.append(CriticTraining(config, critic, self.batches))
@@ -112,11 +114,12 @@ class MegatronTrainer:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Micro-batches of this rollout that were trained, and all of them."""
+        """Returns the number of trained micro-batches of this rollout, and their total."""
         return self.batches.progress
 
     def score(self, rollout_id: int, data: RankData) -> RankData:
-        """The passes of a step alone, before `train` of the same data: the columns that other ranks get. Collective."""
+        """Runs only the passes of a step, before `train` of the same data. Returns the columns for other ranks.
+        Collective."""
         self.spans.set_rollout(rollout_id)
         doing = self._explained(f"scoring rollout {rollout_id}")
         trace = self.profiler.around(rollout_id, "passes")
@@ -127,8 +130,8 @@ class MegatronTrainer:
         return filled
 
     def train(self, rollout_id: int, data: RankData, received: Sequence[RankData] = ()) -> TrainResult:
-        """All optimizer steps of one rollout over this rank's part of it. `received`: what other ranks have filled,
-        after `score`. Collective over all ranks."""
+        """Runs all optimizer steps of a rollout over this rank's part of the data. `received`: columns from other
+        ranks, after `score`. Collective over all ranks."""
         waited_s = 0.0 if self._scored_at is None else time.perf_counter() - self._scored_at
         self.spans.set_rollout(rollout_id)
         doing = self._explained(f"training rollout {rollout_id}")
@@ -148,7 +151,7 @@ class MegatronTrainer:
         self.memory_history.trained(rollout_id)
         reserved = reserved_gib(self.info.device)
         if self.config.cluster.colocate and self.info.device.type == "cuda":
-            torch.cuda.empty_cache()  # the allocator's cached blocks: the engine's keys and values come here
+            torch.cuda.empty_cache()  # frees the allocator's cached blocks for the engine's keys and values
         perf = self.timers.flush() | reserved
         perf |= self.models.metrics(perf) | ({"perf/columns_wait_time": waited_s} if waited_s else {})
         if (resident := resident_peak_gib()) is not None:
@@ -157,7 +160,7 @@ class MegatronTrainer:
         return TrainResult(steps=steps, rollout=rollout, perf=perf | operated, logged=outbox.take())
 
     def _score(self, rollout_id: int, data: RankData) -> None:
-        """Move the data to the device and fill the columns of this rank's roles."""
+        """Moves the data to the device and fills the columns of this rank's roles."""
         self.models.bring()
         with self.timers.measure("data_preprocess"):
             flags = self.config.algorithm
@@ -168,7 +171,7 @@ class MegatronTrainer:
             scorer.fill(data)
 
     def _train(self, rollout_id: int, data: RankData) -> tuple[list[dict[str, float]], dict[str, float]]:
-        """Metrics of each optimizer step, and means over the rollout. Timers measure every part."""
+        """Returns the metrics per optimizer step, and means over the rollout. Timers measure every part."""
         data.reach("scored", read_by(self.config), "the loss")
         with self.timers.measure("advantages"):
             self.add_advantages(data)
@@ -182,8 +185,8 @@ class MegatronTrainer:
             return steps, self._rollout_means(data, steps) | more
 
     def evaluate(self, rollout_id: int, sets: Mapping[str, RankData]) -> dict[str, float]:
-        """eval/{set}/* of held-out sets with the weights after `rollout_id` rollouts. Collective over all ranks. Leaves
-        no trace in the metrics of training."""
+        """Returns eval/{set}/* of held-out sets with the weights after `rollout_id` rollouts. Collective over all
+        ranks. The metrics of training do not change."""
         residence = self.models.main.residence
         away = "parameters" in residence.away
         doing = self._explained(f"evaluating after {rollout_id} rollouts")
@@ -203,7 +206,8 @@ class MegatronTrainer:
         }
 
     def add_advantages(self, data: RankData) -> None:
-        """The columns of the advantage estimator, or those of a hook. Collective over data-parallel ranks."""
+        """Adds the columns of the advantage estimator, or the columns of a hook. Collective over data-parallel
+        ranks."""
         flags = self.config.algorithm
         if not flags.disable_compute_advantages_and_returns and loss_of(flags).rewarded:
             if flags.custom_advantage_function_path:
@@ -216,7 +220,7 @@ class MegatronTrainer:
     def _train_roles(
         self, rollout_id: int, data: RankData
     ) -> tuple[list[dict[str, float]], dict[str, float]]:
-        """Metrics of each optimizer step of the trained roles, and more of the rollout."""
+        """Returns the metrics per optimizer step of the trained roles, and further metrics of the rollout."""
         trainings = [training for training in self.trainings if rollout_id >= training.first_rollout]
         self.batches.begin(len(data.micro_batches) * len(trainings))
         steps: list[dict[str, float]] = [{"train/global_batch_size": n} for n in data.global_batch_sizes]
@@ -243,27 +247,27 @@ class MegatronTrainer:
         return means
 
     def save(self, rollout_id: int) -> None:
-        """Checkpoints under --save (and --save-hf) as iteration `rollout_id`. Collective."""
+        """Saves checkpoints under --save (and --save-hf) as iteration `rollout_id`. Collective."""
         with self.events.phase("save", device=str(self.info.device), rollout=rollout_id):
             self.outputs.save(rollout_id)
 
     def finish_save(self) -> None:
-        """Return when the files of an asynchronous save are complete. Collective."""
+        """Returns when the files of an asynchronous save are complete. Collective."""
         self.outputs.finish_save()
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
-        """The next part of the current weights, called `version`; None after the last. Collective."""
+        """Returns the next part of the current weights, called `version`; None after the last part. Collective."""
         return self.outputs.next_weights(version, receivers)
 
     def weights_file(self) -> WeightUpdate:
-        """The current weights in a file, for an engine that starts between two updates. Collective."""
+        """Returns the current weights in a file, for an engine that starts between two updates. Collective."""
         return self.outputs.weights_file()
 
     def _explained(self, doing: str) -> AbstractContextManager[None]:
         return explained(doing, self.config, self.models.estimate, self.timers)
 
     def close(self) -> None:
-        """Free the models, the optimizers and the groups, with their threads and files. A second call does nothing."""
+        """Frees the models, the optimizers and the groups, with their threads and files. A second call does nothing."""
         if vars(self):
             self.events.close()
             self.outputs.close()

@@ -1,4 +1,4 @@
-"""The critic on one rank: its values per token, and how it is trained on the returns."""
+"""The critic on one rank: its values per token, and its training on the returns."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ READS = ("loss_masks", "loss_denominators", "values", "returns")
 
 
 def local_values(model: nn.Module, batch: MicroBatch, output: Tensor) -> Tensor:
-    """Values [r] fp32 of this context-parallel rank's response tokens, from the last stage's output.
+    """Returns values [r] fp32 of this context-parallel rank's response tokens, from the last stage's output.
 
-    The value of a token is that of the state before it: of the same row as its log-prob.
+    The value of a token is the value of the state before it, from the same row as its log-prob.
     """
     hidden = hidden_of(model, output)
     return values_of(model, take(hidden, Rows.of(batch.rows, len(hidden))))
 
 
 def values_per_token(model: nn.Module, info: ParallelInfo, batch: MicroBatch, output: Tensor) -> Tensor:
-    """Values [R] on every context-parallel rank."""
+    """Returns values [R] on every context-parallel rank."""
     return whole(local_values(model, batch, output), batch, info)
 
 
 class CriticTraining:
-    """One per trainer rank."""
+    """Training of the critic on a trainer rank."""
 
     first_rollout: float = 0
 
@@ -44,7 +44,7 @@ class CriticTraining:
         self.config, self.learner, self.batches = config, learner, batches
 
     def train(self, rollout_id: int, data: RankData) -> tuple[list[dict[str, float]], dict[str, float]]:
-        """All optimizer steps of a rollout, with the metrics of each. Collective over all ranks."""
+        """Runs all optimizer steps of a rollout and returns their metrics. Collective over all ranks."""
         with self.learner.timers.measure("critic_train"):
             steps = [
                 self._step(rollout_id, data, micro_batches, step_id)
@@ -82,7 +82,8 @@ class CriticTraining:
         return MicroBatchLoss(loss, sums, maxima)
 
     def _explained_variance(self, data: RankData, micro_batches: list[list[int]]) -> float:
-        """Of the values before the rollout's first step, over the step's trained tokens of all ranks."""
+        """Returns the explained variance of the values before the rollout's first step, over the step's trained tokens
+        on all ranks."""
         samples = [i for of_batch in micro_batches for i in of_batch]
         columns = (
             torch.cat([data.tensors(name)[i] for i in samples])

@@ -1,4 +1,4 @@
-"""The heads of a model by their kinds: `slime.operators` chooses a kind, and `lm_head` builds its class."""
+"""The heads of a model by kind: `slime.operators` chooses a kind, and `lm_head` builds its class."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _CLASSES: dict[operators.Head, type[LmHead]] = {
 def lm_head(
     kind: operators.Head, model: nn.Module, ranks: ParallelInfo, kernels: KernelsConfig, *, temperature: float
 ) -> LmHead:
-    """The head of `model` that computes as `kind` says. `temperature` divides the logits. `kernels` bounds the memory
-    of the kinds without logits, and names the provider of the kind that has one."""
+    """Returns the head of `model` with the given kind. `temperature` divides the logits. `kernels` bounds the memory of
+    the kinds without logits, and names the provider of the kind that has one."""
     return _CLASSES[kind](model, ranks, kernels, temperature=temperature)
 
 
 def head_of(config: Config, kind: operators.Head, model: nn.Module, ranks: ParallelInfo) -> LmHead:
-    """The head of `model` with the temperature and the flags of a run."""
+    """Returns the head of `model` with the temperature and the flags of a run."""
     return lm_head(kind, model, ranks, config.kernels, temperature=temperature_of(config))
 
 
 def temperature_of(config: Config) -> float:
-    """What logits are divided by: the engine samples from that distribution. 1 for given responses."""
+    """Returns the divisor of the logits: the engine samples from logits divided by it. It is 1 for given responses."""
     return config.rollout.rollout_temperature if loss_of(config.algorithm).rewarded else 1.0

@@ -15,12 +15,12 @@ from slime.megatron_backend.step.heads.head import LinearHead, Values
 from slime.megatron_backend.step.native import EntropyUse
 
 _BYTES = {"cpu": 64, "cuda": 10}
-"""Of a logit in all copies of a piece of rows: in float64 on a host, in bfloat16 and float32 on a GPU."""
+"""Bytes per logit in all copies of a piece of rows: in float64 on a host, in bfloat16 and float32 on a GPU."""
 
 
 class BitwiseHead(LinearHead):
-    """`log_softmax(linear(hidden, weight) / temperature)[target]`, in the engine's order and roundings. Gradients and
-    entropies are those of rl_kernel.linear_logp."""
+    """Head that computes `log_softmax(linear(hidden, weight) / temperature)[target]` in the engine's order and
+    roundings. Gradients and entropies come from rl_kernel.linear_logp."""
 
     kind = operators.BITWISE
 
@@ -51,8 +51,8 @@ class BitwiseHead(LinearHead):
         return gather_stack(log_probs, self.ranks.tp_group).flatten()[: len(hidden)]
 
     def _whole_logits(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of all columns, and their targets, of this rank's part of the rows: [rows / TP, V] and [rows / TP].
-        The last parts may have rows of padding. Collective over tensor-parallel ranks."""
+        """Returns the logits over all columns, and the targets, for this rank's part of the rows: [rows / TP, V] and
+        [rows / TP]. The last parts may have rows of padding. Collective over tensor-parallel ranks."""
         ranks, vocabulary = self.ranks.tp_size, vocab_range(self.model)[1]
         if ranks == 1:
             return invariant.linear(hidden, output_weight(self.model)[:vocabulary]), targets

@@ -1,8 +1,8 @@
-"""The LM head: the last stage's output -> log-probs, entropy and loss. The only place where hidden states meet the
-output layer's weight.
+"""The LM head: it maps the last stage's output to log-probs, entropy and loss. Only this package multiplies hidden
+states by the output layer's weight.
 
 Only response positions reach the head: hidden [P, H] -> hidden[rows] [r, H] -> rl_kernel, or logits [r, V_local] for an
-operator, a provider or a hook that reads logits. The native kind alone computes logits [P, V_local] of all positions.
+operator, a provider or a hook that reads logits. Only the native kind computes logits [P, V_local] for all positions.
 
 Shapes: P packed tokens, H hidden, V_local vocabulary rows of this tensor-parallel rank, R response tokens of the
 micro-batch, r response tokens of this context-parallel rank.
@@ -44,20 +44,21 @@ from slime.megatron_backend.step.native import EntropyUse
 from slime.tracking.timers import Timers
 
 Objective = Callable[[Tensor, Tensor | None, slice, Tensor | None], Losses]
-"""(log_probs, entropy or None, rows, log-probs of the ids or None) -> the losses of these rows of the response
+"""Maps (log_probs, entropy or None, rows, log-probs of the ids or None) to the losses for these rows of the response
 tokens."""
 
 Values = tuple[Tensor, Tensor | None, Tensor | None]
-"""Log-probs [r] or [R], their entropies, and the log-probs of ids [r or R, K]; None where they were not asked for."""
+"""Log-probs [r] or [R], their entropies, and the log-probs of ids [r or R, K]; None for values that were not
+requested."""
 
 
 @dataclass
 class MicroBatchLoss:
-    """Loss and metrics of one micro-batch, as this rank computed them.
+    """Loss and metrics of a micro-batch, as this rank computed them.
 
-    The loss and `sums` of a step are sums over micro-batches and over the ranks of `LmHead.loss_group`; of `maxima`
-    the step keeps the largest. `log_probs` are the trainer's, detached, of the rows that `LmHead.loss_rows` gives; None
-    where a hook computed the loss.
+    The loss and `sums` of a step are sums over micro-batches and over the ranks of `LmHead.loss_group`. For `maxima`,
+    the step keeps the largest values. `log_probs` are the trainer's, detached, for the rows that `LmHead.loss_rows`
+    returns; None if a hook computed the loss.
     """
 
     loss: Tensor
@@ -76,9 +77,10 @@ class Vocabulary(TypedDict):
 
 
 class LmHead(ABC):
-    """Log-probs, entropy and loss of one model on this rank. Every rank may build one; the last stage calls it.
+    """Base class of the heads: log-probs, entropy and loss of a model on this rank. Every rank may build a head; the
+    last stage calls it.
 
-    Log-probs and entropies are `log_softmax(hidden @ weight.T / temperature)[target]` and the entropy of that softmax,
+    Log-probs and entropies are `log_softmax(hidden @ weight.T / temperature)[target]` and the softmax's entropy,
     in nats, fp32, equal on all tensor-parallel ranks. If the model has a soft cap, it caps the logits first.
     """
 
@@ -94,16 +96,16 @@ class LmHead(ABC):
     def local_log_probs(
         self, batch: MicroBatch, output: Tensor, entropy: EntropyUse, ids: Tensor | None = None
     ) -> Values:
-        """Log-probs [r] of this context-parallel rank's response tokens; unless `entropy` is "none", their entropies
-        [r]; and the log-probs [r, K] of its `ids` [r, K]. Differentiable."""
+        """Returns the log-probs [r] of this context-parallel rank's response tokens, their entropies [r] unless
+        `entropy` is "none", and the log-probs [r, K] of its `ids` [r, K]. Differentiable."""
 
     def log_probs(
         self, batch: MicroBatch, output: Tensor, entropy: EntropyUse, ids: Tensor | None = None
     ) -> Values:
-        """`local_log_probs` of all response tokens [R], with all `ids` [R, K], in the order of the samples, on every
-        context-parallel rank.
+        """Returns `local_log_probs` for all response tokens [R], with all `ids` [R, K], in the order of the samples, on
+        every context-parallel rank.
 
-        Collective over context-parallel ranks. Differentiable as `whole` says.
+        Collective over context-parallel ranks. Differentiable; see `whole`.
         """
         local = None if ids is None else batch.local(ids)
         log_probs, *others = self.local_log_probs(batch, output, entropy, local)
@@ -119,8 +121,8 @@ class LmHead(ABC):
         timers: Timers,
         ids: Tensor | None = None,
     ) -> MicroBatchLoss:
-        """`objective` of the micro-batch, from its log-probs and those of `ids` [R, K]. The columns that the objective
-        reads must have the rows of `loss_rows`."""
+        """Returns `objective` of the micro-batch, from its log-probs and the log-probs of `ids` [R, K]. The columns
+        that the objective reads must have the rows of `loss_rows`."""
         with timers.measure("forward"):
             log_probs, values, of_ids = self.log_probs(batch, output, entropy, ids)
         with timers.measure("policy_loss"):
@@ -131,21 +133,22 @@ class LmHead(ABC):
 
     @property
     def loss_group(self) -> dist.ProcessGroup:
-        """The ranks whose losses add up to the step's loss. Every context-parallel rank computes the loss of all
-        tokens, so that only data-parallel ranks add up."""
+        """Returns the ranks whose losses add up to the step's loss. Every context-parallel rank computes the loss over
+        all tokens, so that only data-parallel ranks add up."""
         return self.ranks.dp_group
 
     def loss_rows(self, batch: MicroBatch, column: Tensor) -> Tensor:
-        """The rows of a column [R] that the loss of this rank reads: all of them."""
+        """Returns the rows of a column [R] that the loss of this rank reads: all rows."""
         return column
 
     def all_rows(self, batch: MicroBatch, log_probs: Tensor) -> Tensor:
-        """[R] on every context-parallel rank from the log-probs of a MicroBatchLoss. Collective over these ranks."""
+        """Returns [R] on every context-parallel rank from the log-probs of a MicroBatchLoss. Collective over these
+        ranks."""
         return log_probs
 
     def logits(self, batch: MicroBatch, output: Tensor) -> Tensor:
-        """Logits [r, V_local] fp32 of this rank's response positions, divided by the temperature, for a loss that reads
-        logits.
+        """Returns logits [r, V_local] fp32 of this rank's response positions, divided by the temperature, for a loss
+        that reads logits.
 
         Columns that pad the vocabulary hold -1e30 or less and so have probability 0. Differentiable.
         """
@@ -156,31 +159,33 @@ class LmHead(ABC):
         return native.mask_padding(logits, *vocab_range(self.model)) / self.temperature
 
     def top(self, batch: MicroBatch, output: Tensor, count: int) -> tuple[Tensor, Top]:
-        """Log-probs [r] of this context-parallel rank's response tokens, and the `count` largest log-probs of each.
-        Without gradient. This one reads logits."""
+        """Returns the log-probs [r] of this context-parallel rank's response tokens, and each token's `count` largest
+        log-probs. Without gradient. This implementation reads logits."""
         logits = self.logits(batch, output)
         place = vocab_range(self.model)
         return self.local_log_probs(batch, output, "none")[0], native.top_of(logits, *place, count)
 
     def _hidden(self, batch: MicroBatch, output: Tensor) -> Tensor:
-        """Hidden states that predict the response tokens: [r, H], model dtype, equal on all tensor-parallel ranks."""
+        """Returns the hidden states that predict the response tokens: [r, H], model dtype, equal on all tensor-parallel
+        ranks."""
         hidden = hidden_of(self.model, output)
         return take(hidden, Rows.of(batch.rows, len(hidden)))
 
     def _raw_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [r, V_local] of hidden states [r, H] in the model's dtype, with the columns that pad the vocabulary.
-        No prompt token and no padding token reaches the head."""
+        """Returns logits [r, V_local] of hidden states [r, H] in the model's dtype, with the columns that pad the
+        vocabulary. No prompt token and no padding token reaches the head."""
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
         return torch.nn.functional.linear(hidden, output_weight(self.model))
 
     def _of_ids(self, batch: MicroBatch, output: Tensor, ids: Tensor | None) -> Tensor | None:
-        """Log-probs [r, K] of `ids` for a head with logits, which are computed a second time for them."""
+        """Returns the log-probs [r, K] of `ids` for a head with logits, which are computed a second time for this
+        purpose."""
         if ids is None:
             return None
         return native.ids_log_probs(self.logits(batch, output), ids, *vocab_range(self.model))
 
     def vocabulary(self) -> Vocabulary:
-        """The part of the vocabulary that this rank has."""
+        """Returns the part of the vocabulary that this rank has."""
         vocab_start, vocab_size = vocab_range(self.model)
         group = self.ranks.tp_group if self.ranks.tp_size > 1 else None
         cap = logit_cap(self.model)
@@ -188,7 +193,7 @@ class LmHead(ABC):
 
 
 class LinearHead(LmHead):
-    """rl_kernel.linear_logp: no logits of all rows exist at any time."""
+    """Head that calls rl_kernel.linear_logp. The logits for all rows never exist at the same time."""
 
     kind = operators.LINEAR
 
@@ -223,9 +228,9 @@ class LinearHead(LmHead):
 
 
 class OnePassHead(LinearHead):
-    """rl_kernel.linear_token_loss: the objective runs inside the operator, block by block of tokens.
+    """Head that calls rl_kernel.linear_token_loss: the objective runs inside the operator, block by block of tokens.
 
-    The logits of a block become their gradient at once, and the head's weight gradient goes straight into Megatron's
+    The logits of a block become their gradient at once, and the head's weight gradient is added directly to Megatron's
     fp32 `main_grad`. Each context-parallel rank computes the loss of its own tokens.
     """
 
@@ -273,11 +278,12 @@ class OnePassHead(LinearHead):
 
     @property
     def loss_group(self) -> dist.ProcessGroup:
-        """Each context-parallel rank has the loss of its own tokens: they add up too."""
+        """Returns the ranks whose losses add up. They include context-parallel ranks, which have the loss of their own
+        tokens."""
         return self.ranks.dp_cp_group
 
     def loss_rows(self, batch: MicroBatch, column: Tensor) -> Tensor:
-        """The rows [r] of this context-parallel rank's tokens."""
+        """Returns the rows [r] of this context-parallel rank's tokens."""
         return batch.local(column)
 
     def all_rows(self, batch: MicroBatch, log_probs: Tensor) -> Tensor:
@@ -285,7 +291,7 @@ class OnePassHead(LinearHead):
 
 
 class LogitsHead(LmHead):
-    """rl_kernel.logp over the logits [r, V_local] of the response positions."""
+    """Head that calls rl_kernel.logp over the logits [r, V_local] of the response positions."""
 
     kind = operators.LOGITS
 
@@ -307,7 +313,7 @@ class LogitsHead(LmHead):
 
 
 class NativeHead(LmHead):
-    """Megatron's output layer and plain PyTorch (`slime.megatron_backend.step.native`), without rl_kernel."""
+    """Head with Megatron's output layer and plain PyTorch (`slime.megatron_backend.step.native`), without rl_kernel."""
 
     kind = operators.NATIVE
 
@@ -332,7 +338,8 @@ class NativeHead(LmHead):
 
 
 class ValueTokens(LmHead):
-    """Not log-probs but the values of a reward model's head: of the state before each response token."""
+    """Head that returns the values of a reward model instead of log-probs: the value of the state before each response
+    token."""
 
     kind = operators.VALUES
 
@@ -343,7 +350,8 @@ class ValueTokens(LmHead):
 
 
 def _values(out: Tensor | tuple[Tensor, ...], entropy: EntropyUse, of_ids: Tensor | None = None) -> Values:
-    """Of an operator that returns the entropy and the log-probs of ids only if they were asked for."""
+    """Splits the result of an operator that returns the entropy and the log-probs of ids only if they were
+    requested."""
     if isinstance(out, Tensor):
         return out, None, of_ids
     others = list(out[1:])
@@ -352,7 +360,8 @@ def _values(out: Tensor | tuple[Tensor, ...], entropy: EntropyUse, of_ids: Tenso
 
 
 def whole(per_token: Tensor, batch: MicroBatch, ranks: ParallelInfo) -> Tensor:
-    """[r, ...] of each context-parallel rank -> [R, ...] of the micro-batch on all of them. Collective over them.
+    """Maps [r, ...] per context-parallel rank to [R, ...] of the micro-batch on all ranks. Collective over these
+    ranks.
 
     Each rank must compute the same loss from the result: the backward gives every rank the gradient of its own rows.
     """
@@ -363,7 +372,8 @@ def whole(per_token: Tensor, batch: MicroBatch, ranks: ParallelInfo) -> Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """`zeros(R).index_copy(0, mine, x)`, summed over ranks. Each row comes from one rank: the sums are exact."""
+    """Autograd function `zeros(R).index_copy(0, mine, x)`, summed over ranks. Each row comes from one rank, so the sums
+    are exact."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mine: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:

@@ -20,9 +20,9 @@ from slime.megatron_backend.step.native import EntropyUse
 
 
 class ProviderHead(LmHead):
-    """Logits of the response positions as the native head has them, and beside them what they are made of.
+    """Head that passes the logits of the response positions, as in the native head, and their factors to the function.
 
-    A model with a soft cap gives no hidden states: its logits are not their product with the weight.
+    For a model with a soft cap, it passes no hidden states, because the logits are not their product with the weight.
     """
 
     kind = operators.PROVIDER
@@ -39,8 +39,8 @@ class ProviderHead(LmHead):
         )
 
     def request(self, batch: MicroBatch, output: Tensor, entropy: EntropyUse) -> SelectedLogprobRequest:
-        """What the provider gets for a micro-batch. Each context-parallel rank asks for its own rows, which may be
-        none."""
+        """Returns the provider's request for a micro-batch. Each context-parallel rank requests
+        its own rows, whose number may be 0."""
         ranks, place = self.ranks, self.vocabulary()
         hidden, weight = self._hidden(batch, output), output_weight(self.model)
         logits = self._logits_of(hidden)
@@ -78,7 +78,7 @@ def _native(
     chunk_size: int,
     log_prob_keep_mask: Tensor | None,
 ) -> Pair:
-    """The native head's arithmetic. The memory of `logits` is overwritten; nothing reads it afterwards."""
+    """The native head's arithmetic. It overwrites the memory of `logits`, which is not read afterwards."""
     use: EntropyUse = "loss" if with_entropy_grad else "metric" if with_entropy else "none"
     if log_prob_keep_mask is None:
         log_probs, values = native.log_probs_and_entropy(logits, target_ids, temperature=1, entropy=use)
