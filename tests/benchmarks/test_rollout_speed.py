@@ -1,4 +1,4 @@
-"""The rollout benchmark against an engine that answers at once; tests/e2e runs it against vLLM."""
+"""Tests the rollout benchmark against an engine that answers at once; tests/e2e runs it against vLLM."""
 
 from __future__ import annotations
 

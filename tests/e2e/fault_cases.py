@@ -1,4 +1,5 @@
-"""Faults that tests/e2e causes on CPUs and tests/gpu causes on GPUs, with the same runs and the same assertions.
+"""Provides faults that tests/e2e causes on CPUs and tests/gpu causes on GPUs, with the same runs and the same
+assertions.
 
 An engine takes up to a minute to start, so each run has several faults, one after another.
 """

@@ -1,4 +1,4 @@
-"""A run whose metrics a plug-in logs: examples/plugins/answer_metrics.py, and the hook of the training below."""
+"""Tests a run whose metrics a plug-in logs: examples/plugins/answer_metrics.py, and the hook of the training below."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Generate functions and a reward in the shapes of slime's examples. Each function fills a sample in one way of the
-examples."""
+"""Provides generate functions and a reward in the shapes of slime's examples. Each function fills a sample in one way
+of the examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model, data and hooks for whole runs of `vime train`, and functions that read a run's output.
+"""Provides model, data and hooks for whole runs of `vime train`, and functions that read a run's output.
 
 The runs use hooks of this module by dotted path (`train_fixtures.parity_reward`).
 """

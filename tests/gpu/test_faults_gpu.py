@@ -1,4 +1,4 @@
-"""The faults of tests/e2e/runs/test_faults.py in runs on GPUs: weights through CUDA IPC, engines that sleep,
+"""Tests the faults of tests/e2e/runs/test_faults.py in runs on GPUs: weights through CUDA IPC, engines that sleep,
 collectives of NCCL. A run needs about a minute to start, so each run has several faults.
 """
 

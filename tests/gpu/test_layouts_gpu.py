@@ -1,4 +1,4 @@
-"""Whole runs on two GPUs in five layouts at the same time: each process's GPUs, and the weights of the engines.
+"""Tests whole runs on two GPUs in five layouts at the same time: each process's GPUs, and the weights of the engines.
 
     tensor   trainer TP 2 with sequence parallelism, one engine TP 2 on the same two GPUs; weights by shared memory
     data     trainer DP 2, two engines of one GPU, each on a trainer's GPU; weights by shared memory

@@ -1,4 +1,4 @@
-"""The linear operators over two GPUs (NCCL), vocabulary-parallel, compared with one GPU that has the whole layer."""
+"""Compares the vocabulary-parallel linear operators over two GPUs (NCCL) with one GPU that has the whole layer."""
 
 import pytest
 import torch

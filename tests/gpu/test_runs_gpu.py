@@ -1,5 +1,5 @@
-"""Whole runs on one GPU, each with one feature: a draft that trains, updates with adapters only, and updates that are
-written directly into the live parameters."""
+"""Tests whole runs on one GPU, each with one feature: a draft that trains, updates with adapters only, and updates
+that are written directly into the live parameters."""
 
 from __future__ import annotations
 

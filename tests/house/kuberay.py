@@ -1,4 +1,4 @@
-"""The fields of KubeRay's RayJob and RayCluster (ray.io/v1) that docker/k8s/ uses, as JSON schemas.
+"""Provides the fields of KubeRay's RayJob and RayCluster (ray.io/v1) that docker/k8s/ uses, as JSON schemas.
 
 Kubernetes' own schemas do not have them. Each pod template is checked against Kubernetes' schema of a Pod.
 """

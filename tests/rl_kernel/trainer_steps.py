@@ -1,4 +1,4 @@
-"""The calls of a trainer or an engine to rl_kernel in each step, for any number of tokens.
+"""Provides the calls of a trainer or an engine to rl_kernel in each step, for any number of tokens.
 
 Each kernel of rl_kernel runs in one of the steps. The values have no meaning.
 """

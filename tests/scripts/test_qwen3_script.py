@@ -1,4 +1,4 @@
-"""scripts/run-qwen3-4b-grpo.sh without a GPU: `vime plan` accepts its flags, and it reports missing inputs at
+"""Tests scripts/run-qwen3-4b-grpo.sh without a GPU: `vime plan` accepts its flags, and it reports missing inputs at
 once."""
 
 from __future__ import annotations

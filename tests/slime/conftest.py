@@ -1,5 +1,5 @@
-"""Shared fixtures: `root` and `build` for the trainer, `single_rank` and `hf_dir` for models without a trainer,
-`checkpoint` for the rollout manager."""
+"""Provides shared fixtures: `root` and `build` for the trainer, `single_rank` and `hf_dir` for models without a
+trainer, `checkpoint` for the rollout manager."""
 
 from __future__ import annotations
 

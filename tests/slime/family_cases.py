@@ -1,4 +1,4 @@
-"""Table of the tiny models on which every family is tested, one line per model. All family tests read it."""
+"""Lists the tiny models on which every family is tested, one line per model. All family tests read this table."""
 
 from __future__ import annotations
 

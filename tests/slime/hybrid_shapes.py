@@ -1,4 +1,4 @@
-"""Numbers of parameters of the hybrid models in scripts/architectures.py."""
+"""Provides numbers of parameters of the hybrid models in scripts/architectures.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Shared parts of the data and rollout tests: a byte tokenizer, complete arguments, and an engine double for faults.
+"""Provides shared parts of the data and rollout tests: a byte tokenizer, complete arguments, and an engine double for
+faults.
 
 `EngineDouble` replaces the served model only where a test must cause a fault or an order of events (stragglers,
 timeouts, aborts, refused prompts). End-to-end tests cover the real engine.

@@ -1,4 +1,4 @@
-"""The flags and samples from which tests make a rollout's training data."""
+"""Provides the flags and samples from which tests make a rollout's training data."""
 
 from __future__ import annotations
 

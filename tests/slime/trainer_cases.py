@@ -1,4 +1,4 @@
-"""A tiny policy and reference, irregular rollouts, and the hooks of the trainer tests."""
+"""Provides a tiny policy and reference, irregular rollouts, and the hooks of the trainer tests."""
 
 from __future__ import annotations
 

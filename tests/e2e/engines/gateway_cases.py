@@ -1,5 +1,5 @@
 """Tests SGLang's routes on a real engine, directly and through the gateway: tokens, log-probs, streams, aborts,
-refusals.
+errors.
 
 test_backend_conformance.py runs these tests on its engine, which still serves after them.
 """

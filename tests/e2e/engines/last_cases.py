@@ -1,4 +1,4 @@
-"""The last tests on a shared engine: they put it to sleep and kill it."""
+"""Has the last tests on a shared engine, which put it to sleep and kill it."""
 
 from __future__ import annotations
 

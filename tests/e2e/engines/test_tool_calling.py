@@ -1,4 +1,4 @@
-"""A whole run of `vime train` with a generate function that posts to the run's router, as slime's plug-ins do.
+"""Tests a whole run of `vime train` with a generate function that posts to the run's router, as slime's plug-ins do.
 gateway_cases.py has a short test of the function with only an engine."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Whole runs of examples/openai-agent and examples/calculator-tool on the tiny model, with OpenAI's client and a
-tool. The rewards rise by the margins of their READMEs."""
+"""Tests whole runs of examples/openai-agent and examples/calculator-tool on the tiny model, with OpenAI's client and
+a tool. The rewards rise by the margins of their READMEs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs of the algorithm examples after the tiny layout: each reward rises by the margin of its README."""
+"""Tests whole runs of the algorithm examples after the tiny layout: each reward rises by the margin of its README."""
 
 from __future__ import annotations
 

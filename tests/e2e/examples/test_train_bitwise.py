@@ -1,4 +1,4 @@
-"""Whole runs with --rlk-bitwise: every token's log-prob has the same bits in trainer and engine."""
+"""Tests whole runs with --rlk-bitwise: every token's log-prob has the same bits in trainer and engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs on preference pairs with the tiny model: a policy and a reward model learn the preferences."""
+"""Tests whole runs on preference pairs with the tiny model: a policy and a reward model learn the preferences."""
 
 from __future__ import annotations
 

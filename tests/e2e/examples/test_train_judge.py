@@ -1,4 +1,5 @@
-"""Whole runs of examples/judge-reward on the tiny model: the margin of its README, and a run whose judge is killed.
+"""Tests whole runs of examples/judge-reward on the tiny model: the margin of its README, and a run whose judge is
+killed.
 
 The judge is the tiny model after supervised training, so the policy learns to write sums.
 """

@@ -1,4 +1,4 @@
-"""Whole runs with adapters: engine and trainer compute the same log-probs."""
+"""Tests whole runs with adapters: engine and trainer compute the same log-probs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A whole run of on-policy distillation on the tiny model: the KL from the example's student to its teacher falls."""
+"""Tests a whole run of on-policy distillation on the tiny model: the KL from the example's student to its teacher
+falls."""
 
 from __future__ import annotations
 

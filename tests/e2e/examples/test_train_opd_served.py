@@ -1,4 +1,4 @@
-"""On-policy distillation from teachers in engines of the run: the example's run, and a run with faults.
+"""Tests on-policy distillation from teachers in engines of the run: the example's run, and a run with faults.
 
 The student's KL falls. A killed teacher engine comes back, and the run continues. By transformers, the samples'
 teacher log-probs are the teacher's own distribution at the samples' temperature.

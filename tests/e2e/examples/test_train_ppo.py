@@ -1,4 +1,4 @@
-"""Whole runs of PPO with a critic on the tiny model: the example learns, and a resumed run continues with equal
+"""Tests whole runs of PPO with a critic on the tiny model: the example learns, and a resumed run continues with equal
 metrics."""
 
 from __future__ import annotations

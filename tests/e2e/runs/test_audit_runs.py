@@ -1,4 +1,5 @@
-"""Audit of real runs: strict mode passes over two rollouts of a real engine, and `vime audit` splits the difference."""
+"""Tests the audit of real runs: strict mode passes over two rollouts of a real engine, and `vime audit` splits the
+difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs of `vime train` on a tiny model: every topology, the files of a run, resuming, exporting, plotting.
+"""Tests whole runs of `vime train` on a tiny model: every topology, a run's files, resuming, exporting, plotting.
 
 A run costs 30-40 s before its first step, so each run here proves several things, and later tests read earlier runs.
 """

@@ -1,4 +1,4 @@
-"""Whole runs of `vime train` whose engine drafts with MiMo's layer of multi-token prediction."""
+"""Tests whole runs of `vime train` whose engine drafts with MiMo's layer of multi-token prediction."""
 
 from __future__ import annotations
 

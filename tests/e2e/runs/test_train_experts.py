@@ -1,4 +1,5 @@
-"""A whole run of `vime train` with experts: trainer and engine have one model, which is saved, resumed and exported."""
+"""Tests a whole run of `vime train` with experts: trainer and engine have one model, which is saved, resumed and
+exported."""
 
 from __future__ import annotations
 

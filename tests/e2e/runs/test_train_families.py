@@ -1,4 +1,4 @@
-"""Two GRPO steps of a tiny model per family through `vime train`: trainer and engine have one model."""
+"""Tests two GRPO steps of a tiny model per family through `vime train`: trainer and engine have one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole runs of `vime train` whose engine keeps its weights in blocks of fp8, and an audit that measures the error."""
+"""Tests whole runs of `vime train` whose engine keeps its weights in blocks of fp8, and an audit that measures the
+error."""
 
 from __future__ import annotations
 

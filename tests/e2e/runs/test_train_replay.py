@@ -1,5 +1,5 @@
-"""Whole runs with experts and --use-rollout-routing-replay. Log-probs are equal if engine and trainer agree, and
-closer otherwise."""
+"""Tests whole runs with experts and --use-rollout-routing-replay. Log-probs are equal if engine and trainer agree,
+and closer otherwise."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whole runs with losses over the most likely ids: the engine's ids (score centering) and a teacher's ids (forward
-KL)."""
+"""Tests whole runs with losses over the most likely ids: the engine's ids (score centering) and a teacher's ids
+(forward KL)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A whole run from a converted checkpoint, with the flags of slime's scripts: --ref-load X_torch_dist, --load RUN."""
+"""Tests a whole run from a converted checkpoint, with the flags of slime's scripts: --ref-load X_torch_dist, --load
+RUN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our operators behind upstream vime's interface; the test has its own records with the same fields."""
+"""Tests our operators behind upstream vime's interface; the test has its own records with the same fields."""
 
 from __future__ import annotations
 

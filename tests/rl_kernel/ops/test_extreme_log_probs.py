@@ -1,4 +1,4 @@
-"""Values and gradients of operators at extreme log-probs, in tokens that count and in masked tokens."""
+"""Tests values and gradients of operators at extreme log-probs, in tokens that count and in masked tokens."""
 
 from __future__ import annotations
 

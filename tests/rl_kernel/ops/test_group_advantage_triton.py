@@ -1,4 +1,4 @@
-"""`group_advantage` in Triton (in the interpreter where there is no GPU) against the formula and the reference."""
+"""Compares `group_advantage` in Triton (in the interpreter without a GPU) with the formula and the reference."""
 
 import math
 

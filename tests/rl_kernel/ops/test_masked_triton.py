@@ -1,4 +1,4 @@
-"""Masked reductions in Triton (in the interpreter where there is no GPU) against float64 and the reference."""
+"""Compares masked reductions in Triton (in the interpreter without a GPU) with float64 and the reference."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`swiglu` in Triton (in the interpreter where there is no GPU) against the float64 formula and the reference."""
+"""Compares `swiglu` in Triton (in the interpreter without a GPU) with the float64 formula and the reference."""
 
 import math
 

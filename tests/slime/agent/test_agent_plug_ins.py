@@ -1,4 +1,4 @@
-"""The names that slime's plug-ins import below slime.agent, used as the plug-ins use them."""
+"""Tests the names that slime's plug-ins import below slime.agent, used as the plug-ins use them."""
 
 from __future__ import annotations
 

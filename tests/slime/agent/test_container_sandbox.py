@@ -1,4 +1,5 @@
-"""The command lines for a container's engine, with a stand-in that runs `exec` on this host. No real engine runs."""
+"""Tests the command lines for a container's engine, with a stand-in that runs `exec` on this host. No real engine
+runs."""
 
 from __future__ import annotations
 

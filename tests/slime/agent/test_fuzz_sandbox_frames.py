@@ -1,4 +1,4 @@
-"""Generated frames between the run's process and a sandbox's owner: each gets an answer or ends the sandbox."""
+"""Tests generated frames between the run's process and a sandbox's owner: each gets an answer or ends the sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The view of the host inside a local sandbox, hosts without namespaces, and the processes that end together."""
+"""Tests the view of the host inside a local sandbox, hosts without namespaces, and the processes that end together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of the sessions that plug-ins of slime open by a name."""
+"""Tests keys of the sessions that plug-ins of slime open by a name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages, returns and importance weights, compared with numbers by hand."""
+"""Compares advantages, returns and importance weights with numbers by hand."""
 
 import math
 

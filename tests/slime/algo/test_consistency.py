@@ -1,4 +1,4 @@
-"""Figures of the train-rollout comparison with hand-computed numbers, and percentiles over values on several
+"""Compares figures of the train-rollout comparison with hand-computed numbers, and tests percentiles over several
 workers."""
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_divergences_by_hand():
 
 
 def test_the_gradient_of_the_forward_kl_is_the_difference_of_probabilities():
-    """The gradient is in the logits of the known ids; the other ids share the rest, in the policy's proportions."""
+    """The gradient is in the logits of the given ids; the other ids share the rest, in the policy's proportions."""
     logits = torch.tensor([[0.3, -0.2, 0.9, 0.1]], requires_grad=True)
     log_p = torch.log_softmax(logits, 1)
     teacher = torch.tensor([[0.5, 0.3]])

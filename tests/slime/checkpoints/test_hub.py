@@ -1,4 +1,4 @@
-"""Models by their name on the Hugging Face hub: the local copy, the download, and the error without them."""
+"""Tests models by their name on the Hugging Face hub: the local copy, the download, and the error without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration fields that placement reads. The placement tests change them."""
+"""Provides the configuration fields that placement reads. The placement tests change them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The watch of a run's memory on real processes: their sizes by role and phase, and the end of the run on a full
-host."""
+"""Tests the watch of a run's memory on real processes: their sizes by role and phase, and the end of the run on a
+full host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Generated texts for files that users write: YAML, prompt files and config.json give a result or a ValueError."""
+"""Tests generated texts for files that users write: YAML, prompt files and config.json give a result or a
+ValueError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions of the user in one process share one flat `args`, and the configuration has what they change there."""
+"""User functions in a process share one flat `args`, and the configuration sees their changes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_configuration_has_a_changed_flag() -> None:
     assert found == config.with_values(entropy_coef=0.25, apply_chat_template_kwargs={"x": 1})
     assert found.critic.lambd == 0.75 and config.algorithm.entropy_coef == 0
     assert config.data.apply_chat_template_kwargs == {}
-    hooks.args.kl_coef = 0.0  # by a function that kept `args`
+    hooks.args.kl_coef = 0.0  # a function that kept `args` does this
     assert hooks.config.algorithm.kl_coef == 0 and hooks.config is hooks.config
 
 
@@ -64,7 +64,7 @@ def test_a_function_may_change_which_function_is_called() -> None:
 
 
 def test_code_that_was_written_for_args_learns_the_section() -> None:
-    """For example the function of an estimator in a fork, which reads `args.eps_clip`."""
+    """The error is for code such as an estimator in a fork, which reads `args.eps_clip`."""
     config: Any = config_of()
     with pytest.raises(
         AttributeError, match="through its section, got eps_clip of a Config; read algorithm.eps_clip"

@@ -1,4 +1,4 @@
-"""Secrets that a run masks in the files that it writes."""
+"""Tests that a run masks secrets in the files that it writes."""
 
 import json
 import time

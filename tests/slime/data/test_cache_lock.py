@@ -1,4 +1,4 @@
-"""The cache of prompts on a file system without flock, which a test cannot make. No wait is silent or endless."""
+"""Tests the cache of prompts on a file system without flock, which a test cannot make. No wait is silent or endless."""
 
 from __future__ import annotations
 

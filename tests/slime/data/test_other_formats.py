@@ -1,4 +1,4 @@
-"""A prompt file that is almost right: another separator, another suffix, or a similar name of a column."""
+"""Tests a prompt file that is almost right: another separator, another suffix, or a similar name of a column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The micro-batch schedule compared with hand-made plans, and the packed rows compared with their samples."""
+"""Compares the micro-batch schedule with hand-made plans, and the packed rows with their samples."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Expert ids from the engine's answers to a packed row: joined, checked against the model, cut, saved."""
+"""Tests expert ids from the engine's answers to a packed row: joined, checked against the model, cut, saved."""
 
 from __future__ import annotations
 

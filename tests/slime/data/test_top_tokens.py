@@ -1,4 +1,4 @@
-"""The sampler's most likely ids, from an engine's answers over several turns to the micro-batches of a rank."""
+"""Tests the sampler's most likely ids, from an engine's answers over several turns to the micro-batches of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Qwen3-4B and the configuration of its run, for the tests of memory."""
+"""Provides a Qwen3-4B and the configuration of its run, for the tests of memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A launcher's choices that make a run fit the existing cards and the host, and the errors for a run that does not
-fit."""
+"""Tests a launcher's choices that make a run fit the existing cards and the host, and the errors for a run that does
+not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes that a rank reads at the start, and its host memory, by hand."""
+"""Compares the bytes that a rank reads at the start, and its host memory, with numbers by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the state that leave the device on GPUs of several sizes, and the lines that report it."""
+"""Tests the parts of the state that leave the device on GPUs of several sizes, and the lines that report it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a trainer rank by hand, and compared with measured runs."""
+"""Compares the estimate of a trainer rank's memory with numbers by hand and with measured runs."""
 
 from __future__ import annotations
 

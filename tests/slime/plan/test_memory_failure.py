@@ -1,4 +1,4 @@
-"""The error of a run that ended without memory, and the findings of `vime doctor` for it."""
+"""Tests the error of a run that ran out of memory, and the findings of `vime doctor` for it."""
 
 from __future__ import annotations
 

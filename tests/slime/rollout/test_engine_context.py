@@ -1,4 +1,4 @@
-"""The room that the engine's context leaves for a response. The engine is a double."""
+"""Tests the room that the engine's context leaves for a response. The engine is a double."""
 
 from __future__ import annotations
 

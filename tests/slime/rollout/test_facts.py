@@ -1,4 +1,5 @@
-"""The facts that a rollout records for a comparison, their transport, and the manager's errors for a bad rollout."""
+"""Tests the facts that a rollout records for a comparison, their transport, and the manager's errors for a bad
+rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a rollout that show whether it can teach anything."""
+"""Tests the figures of a rollout that show whether it can teach anything."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Samples of a batch that fill no optimizer step, from plug-ins and saved files; samples that the run keeps; and
-samples that the border check rejects."""
+"""Tests samples of a batch that fill no optimizer step, from plug-ins and saved files; samples that the run keeps;
+and samples that the border check rejects."""
 
 from __future__ import annotations
 

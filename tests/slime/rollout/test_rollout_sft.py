@@ -1,4 +1,4 @@
-"""Loss masks of conversations, checked token by token, and the SFT rollout that uses them."""
+"""Tests loss masks of conversations, checked token by token, and the SFT rollout that uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A served teacher, with a local HTTP server that uses SGLang's and vLLM's protocol."""
+"""Tests a served teacher, with a local HTTP server that uses SGLang's and vLLM's protocol."""
 
 from __future__ import annotations
 

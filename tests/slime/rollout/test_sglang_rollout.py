@@ -1,4 +1,4 @@
-"""The names that plug-ins import from slime.rollout.sglang_rollout and upstream vime's vllm_rollout."""
+"""Tests the names that plug-ins import from slime.rollout.sglang_rollout and upstream vime's vllm_rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--use-score-centering in the configuration: its requirements, the flags it reads, and the engines' requests."""
+"""Tests --use-score-centering in the configuration: its requirements, the flags it reads, and the engines' requests."""
 
 from __future__ import annotations
 

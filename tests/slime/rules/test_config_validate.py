@@ -1,4 +1,4 @@
-"""Derived values, and every rule with the numbers that its error shows."""
+"""Tests derived values, and every rule with the numbers that its error shows."""
 
 from pathlib import Path
 

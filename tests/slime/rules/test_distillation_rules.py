@@ -1,4 +1,4 @@
-"""The teachers that a run can have: flags that fit together, and the policy's own vocabulary."""
+"""Tests the teachers that a run can have: flags that fit together, and the policy's own vocabulary."""
 
 from __future__ import annotations
 

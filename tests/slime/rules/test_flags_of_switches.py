@@ -1,5 +1,5 @@
-"""Flags that have an effect only with another flag. If the other flag is missing, they give a note, or an error for
-adapters."""
+"""Tests flags that have an effect only with another flag. If the other flag is missing, they give a note, or an error
+for adapters."""
 
 from __future__ import annotations
 

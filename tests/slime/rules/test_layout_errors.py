@@ -1,4 +1,5 @@
-"""Layouts that do not divide a family's parts: heads, latent heads, windows, experts. Each error shows the division."""
+"""Tests layouts that do not divide a family's parts: heads, latent heads, windows, experts. Each error shows the
+division."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags that cannot be combined with adapters: each error has the rule, the value and the remedy."""
+"""Tests flags that cannot be combined with adapters: each error has the rule, the value and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags that --update-weight-mode delta allows, and the older names of its flags."""
+"""Tests flags that --update-weight-mode delta allows, and the older names of its flags."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The chat formats of five families: a template in the project's own words, and the same format a second time in
-Python.
+"""Provides the chat formats of five families: a template in the project's own words, and the same format a second
+time in Python.
 
 The facts are those of the templates that the models are published with: Qwen3 (Qwen/Qwen3-8B), GLM-4.5
 (zai-org/GLM-4.5), Llama 3.1 (meta-llama/Llama-3.1-8B-Instruct), SmolLM2 (HuggingFaceTB/SmolLM2-135M-Instruct) and

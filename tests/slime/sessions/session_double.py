@@ -1,4 +1,4 @@
-"""An engine with scripted answers, a parser of Qwen's tool calls, and a session in its own event loop."""
+"""Provides an engine with scripted answers, a parser of Qwen's tool calls, and a session in its own event loop."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The hooks of examples/calculator-tool and examples/multi-agent, with an engine that has scripted answers. Their
-whole runs are in tests/e2e/examples."""
+"""Tests the hooks of examples/calculator-tool and examples/multi-agent, with an engine that has scripted answers.
+Their whole runs are in tests/e2e/examples."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The warnings of a run about session requests whose text the chat template spoils, and the part of the text that it
-keeps."""
+"""Tests the warnings of a run about session requests whose text the chat template spoils, and the part of the text
+that it keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that only a model can write: calls that no parser reads, and arguments that no dialect can carry
+"""Tests answers that only a model can write: calls that no parser reads, and arguments that no dialect can carry
 unchanged."""
 
 from __future__ import annotations

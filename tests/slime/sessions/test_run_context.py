@@ -1,4 +1,4 @@
-"""The record that replaces `args` inside this project: what it reads, and what it costs."""
+"""Tests the record that replaces `args` inside this project: the fields that it reads, and its cost."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_an_evaluation_does_not_change_the_args_of_training() -> None:
 
 
 def test_the_border_costs_little() -> None:
-    """Before, one read of all sections cost 607 us. The bar is 50 us per sample on a quiet machine, and a sample of the
-    default rollout crosses the border at most once."""
+    """Earlier, reading all sections once cost 607 us. The bar is 50 us per sample on a quiet machine, and a sample of
+    the default rollout crosses the border at most once."""
     args = whole_args()
     context_of(args)
     best = float("inf")

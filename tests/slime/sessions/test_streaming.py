@@ -1,4 +1,5 @@
-"""Answers that a client receives while they are written: the same texts, tokens and samples as without a stream."""
+"""Tests answers that a client receives while they are written: the same texts, tokens and samples as without a
+stream."""
 
 from __future__ import annotations
 

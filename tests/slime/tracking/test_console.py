@@ -1,4 +1,4 @@
-"""The console output of a run: columns by loss and by width, the time left, samples, and the last lines."""
+"""Tests the console output of a run: columns by loss and by width, the time left, samples, and the last lines."""
 
 from __future__ import annotations
 

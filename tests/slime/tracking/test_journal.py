@@ -1,4 +1,5 @@
-"""The journal of a run: several processes write it, die or run out of room, and readers follow it during the run."""
+"""Tests the journal of a run: several processes write it, die or run out of room, and readers follow it during the
+run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples of a rollout that a run keeps for users: whole groups, the one with the largest spread of rewards
+"""Tests the samples of a rollout that a run keeps for users: whole groups, the one with the largest spread of rewards
 first."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ledger of a run from its events, including a run that was killed and resumed."""
+"""Tests the ledger of a run from its events, including a run that was killed and resumed."""
 
 from __future__ import annotations
 

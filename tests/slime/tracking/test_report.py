@@ -1,4 +1,4 @@
-"""The reports of the loop: the numbers that trackers get under each step, and the line on the screen."""
+"""Tests the reports of the loop: the numbers that trackers get under each step, and the line on the screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer steps of a run that resumes with another number of optimizer steps per rollout."""
+"""Tests optimizer steps of a run that resumes with another number of optimizer steps per rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary of a run, its end in the journal, and its samples."""
+"""Tests the summary of a run, its end in the journal, and its samples."""
 
 from __future__ import annotations
 

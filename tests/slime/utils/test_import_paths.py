@@ -1,4 +1,4 @@
-"""The import paths and parameter names that existing slime plug-ins use."""
+"""Tests the import paths and parameter names that existing slime plug-ins use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for `vime train` that trains nothing, with real flags and a real run's records.
+"""Simulates `vime train` without training, with real flags and a real run's records.
 
     python bench_run_double.py FLAGS
 

@@ -1,4 +1,5 @@
-"""`vime bench report` on records with known results: its text, its pictures, and the sections that it separates."""
+"""Tests `vime bench report` on records with known results: its text, its pictures, and the sections that it
+separates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The records of benchmarks/results: each renders, is listed, has its command, and agrees with docs/measured.md."""
+"""Tests the records of benchmarks/results: each renders, is listed, has its command, and agrees with
+docs/measured.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vime config`, `vime flags WORD`, `vime train --help` and shell completion, as a user types them."""
+"""Tests `vime config`, `vime flags WORD`, `vime train --help` and shell completion, as a user types them."""
 
 import re
 import shutil

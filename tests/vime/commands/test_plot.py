@@ -1,4 +1,4 @@
-"""`vime plot` on synthetic runs: its inputs, its figures, and the pictures that it writes and leaves out."""
+"""Tests `vime plot` on synthetic runs: its inputs, its figures, and the pictures that it writes and leaves out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vime doctor` on the machine of the tests: exit status, lines, JSON; a check that breaks hides no other."""
+"""Tests `vime doctor` on the machine of the tests: exit status, lines, JSON; a check that breaks hides no other."""
 
 from __future__ import annotations
 

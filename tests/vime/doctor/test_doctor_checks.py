@@ -1,4 +1,4 @@
-"""The checks of `vime doctor` on other kinds of machines: files below a directory, the text of nvidia-smi."""
+"""Tests the checks of `vime doctor` on other kinds of machines: files below a directory, the text of nvidia-smi."""
 
 from __future__ import annotations
 

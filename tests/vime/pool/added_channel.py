@@ -1,4 +1,4 @@
-"""A weight channel that a test adds: one class, and its entry in the registry."""
+"""Provides a weight channel that a test adds: one class, and its entry in the registry."""
 
 from __future__ import annotations
 

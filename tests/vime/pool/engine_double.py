@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's server that fails on request: `python engine_double.py PORT LOG [MODULE]`. tests/e2e has real
+"""Simulates vLLM's server and fails on request: `python engine_double.py PORT LOG [MODULE]`. tests/e2e has real
 servers.
 
 It runs behind the real RunKeyMiddleware in uvicorn. It appends every request to LOG as one line "METHOD path body".

@@ -1,4 +1,4 @@
-"""A server of another user: `python stranger.py UID PORT LOG [RELAYED_PORT]`.
+"""Runs a server of another user: `python stranger.py UID PORT LOG [RELAYED_PORT]`.
 
 It takes the port as an attacker on a shared host would, with SO_REUSEADDR, and writes all received bytes to LOG. It
 answers every request with 200, or with the answer of the server at RELAYED_PORT to the same bytes.
@@ -26,7 +26,7 @@ BODY = b'{"workers": [], "urls":[]}'
 
 @dataclass
 class Stranger:
-    """A running server of a stranger."""
+    """A running server of another user."""
 
     port: int
     log: Path

@@ -1,4 +1,4 @@
-"""Blocking requests to a server that is frozen, or that never answers because it is shutting down."""
+"""Tests blocking requests to a server that is frozen, or that never answers because it is shutting down."""
 
 from __future__ import annotations
 

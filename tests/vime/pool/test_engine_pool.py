@@ -1,4 +1,4 @@
-"""The pool's reactions when engines die or return errors, with engines that fail on request and the real router."""
+"""Tests the pool when engines die or return errors, with engines that fail on request and the real router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Signals in the first seconds of a command, a reader of its output that ends, and the files after a failed start."""
+"""Tests signals in the first seconds of a command, a reader of its output that ends, and the files after a failed
+start."""
 
 from __future__ import annotations
 

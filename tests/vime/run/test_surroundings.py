@@ -1,4 +1,4 @@
-"""The environment of a run's processes: a user name, direct connections, imports without the current folder."""
+"""Tests the environment of a run's processes: a user name, direct connections, imports without the current folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of a run at names that another user of the host can guess."""
+"""Tests folders of a run at names that another user of the host can guess."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real sglang-router in front of servers that report their requests. With an engine:
+"""Tests the real sglang-router in front of servers that report their requests. With an engine:
 e2e/test_backend_conformance.py."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gateway and the real vllm-router in front of servers that report their requests. Engines: gateway_cases
+"""Tests the gateway and the real vllm-router in front of servers that report their requests. Engines: gateway_cases
 of e2e."""
 
 from __future__ import annotations

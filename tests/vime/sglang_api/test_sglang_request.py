@@ -1,4 +1,4 @@
-"""The fields of SGLang's POST /generate that an engine reads. With an engine: e2e/engines/gateway_cases.py."""
+"""Tests the fields of SGLang's POST /generate that an engine reads. With an engine: e2e/engines/gateway_cases.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All readers of a run directory, for tests of damaged or hostile directories."""
+"""Provides all readers of a run directory, for tests of damaged or hostile directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Run directories that other users have changed: links, pipes, huge files, and valid JSON lines with wrong content."""
+"""Tests run directories that other users have changed: links, pipes, huge files, and valid JSON lines with wrong
+content."""
 
 from __future__ import annotations
 

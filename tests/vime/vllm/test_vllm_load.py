@@ -1,4 +1,4 @@
-"""The load of an engine, read from its page of metrics."""
+"""Tests the load of an engine, read from its page of metrics."""
 
 from __future__ import annotations
 

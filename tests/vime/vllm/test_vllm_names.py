@@ -1,4 +1,4 @@
-"""Names of vLLM that no type checker sees: routes, flags, variables, and attributes that it adds to a model's
+"""Tests names of vLLM that no type checker sees: routes, flags, variables, and attributes that it adds to a model's
 modules.
 
 The tests check them in the vLLM that is first on the path: the installed vLLM, and the oldest in test_vllm_oldest.

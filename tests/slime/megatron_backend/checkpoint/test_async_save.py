@@ -1,4 +1,5 @@
-"""--async-save: the files on disk at each time, and those after a kill or an error. A gate holds the thread back."""
+"""Tests --async-save: the files on disk at each time, and those after a kill or an error. A gate holds the thread
+back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate of a resumed run whose optimizer steps have another number of samples."""
+"""Tests the learning rate of a resumed run whose optimizer steps have another number of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom rewards by dotted path, the values they may return, and load_function itself."""
+"""Tests custom rewards by dotted path, the values they may return, and load_function itself."""
 
 from __future__ import annotations
 

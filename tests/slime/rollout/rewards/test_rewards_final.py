@@ -1,4 +1,4 @@
-"""The final number of a response (gsm8k), its letter (gpqa), and labels that are one number."""
+"""Tests the final number of a response (gsm8k), its letter (gpqa), and labels that are one number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Right answers in their many notations, answers of dapo, and the ends of responses."""
+"""Tests right answers in their many notations, answers of dapo, and the ends of responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mathematical equality through math-verify, in processes that no answer can block."""
+"""Tests mathematical equality through math-verify, in processes that no answer can block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Wrong answers that look like the label: each pair differs in one letter, sign, unit, base, digit or position."""
+"""Tests wrong answers that look like the label: each pair differs in one letter, sign, unit, base, digit or
+position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The data that `vime ui` reads from run directories: state, curves, timeline, samples, settings; and its errors."""
+"""Tests the data that `vime ui` reads from run directories: state, curves, timeline, samples, settings; and its
+errors."""
 
 from __future__ import annotations
 

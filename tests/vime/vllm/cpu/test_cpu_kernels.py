@@ -1,4 +1,4 @@
-"""The memory that oneDNN takes in an engine on CPUs for the kernels of its matrix products."""
+"""Tests the memory that oneDNN takes in an engine on CPUs for the kernels of its matrix products."""
 
 from __future__ import annotations
 

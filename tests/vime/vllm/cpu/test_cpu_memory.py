@@ -1,4 +1,5 @@
-"""Memory that an engine on CPUs frees or never takes. tests/e2e/engines/test_engine.py tests a real engine's cache."""
+"""Tests memory that an engine on CPUs frees or never takes. tests/e2e/engines/test_engine.py tests a real engine's
+cache."""
 
 from __future__ import annotations
 

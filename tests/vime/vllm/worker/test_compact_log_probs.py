@@ -1,4 +1,5 @@
-"""Requests that get their log-probs as numbers only, and others that get vLLM's own. By HTTP: e2e/test_engine.py."""
+"""Tests requests that get their log-probs as numbers only, and others that get vLLM's own. By HTTP:
+e2e/test_engine.py."""
 
 from __future__ import annotations
 

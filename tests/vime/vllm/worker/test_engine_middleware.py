@@ -1,4 +1,4 @@
-"""The key in front of every route, and the weight versions in an answer."""
+"""Tests the key in front of every route, and the weight versions in an answer."""
 
 from __future__ import annotations
 

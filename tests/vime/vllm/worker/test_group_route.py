@@ -1,4 +1,4 @@
-"""The fields that a server reads from a request for a group of samples, and its answers. With an engine:
+"""Tests the fields that a server reads from a request for a group of samples, and its answers. With an engine:
 e2e/test_engine.py."""
 
 from __future__ import annotations

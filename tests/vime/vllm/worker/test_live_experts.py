@@ -1,4 +1,4 @@
-"""The experts and rows that a rank of an engine compares. Real engines: tests/e2e, tests/gpu."""
+"""Tests the experts and rows that a rank of an engine compares. Real engines: tests/e2e, tests/gpu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows of experts in an answer: read, cut if the server has no start, and an error if they do not match the tokens."""
+"""Tests rows of experts in an answer: read, cut if the server has no start, and an error if they do not match the
+tokens."""
 
 from __future__ import annotations
 
