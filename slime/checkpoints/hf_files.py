@@ -1,4 +1,4 @@
-"""The tensors of a directory of safetensors files: reading them one by one, and writing them."""
+"""Reads and writes the tensors of a directory of safetensors files, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from slime.records.errors import FlagError
 
 
 class Files:
-    """The tensors of a safetensors checkpoint. A file is opened at the first tensor that is read from it.
+    """The tensors of a safetensors checkpoint. The first read of a tensor opens its file.
 
-    `read_bytes` is the number of bytes that were read. Tensors share memory with the files, which are mapped: their
-    pages count as memory of the process. So files are closed when `MAPPED_BYTES` were read.
+    `read_bytes` is the number of bytes that were read. Tensors share memory with the mapped files, whose pages count as
+    memory of the process. So the files are closed after `MAPPED_BYTES` were read.
     """
 
     def __init__(self, checkpoint_dir: Path) -> None:
@@ -43,7 +43,7 @@ class Files:
         return _InFile(self, tensor_of(self._handles[file], name, file))
 
     def open(self, names: Iterable[str]) -> None:
-        """Open the files of `names` now, and leave files open."""
+        """Opens the files of `names` now, and keeps all files open from then on."""
         self._keep = True
         for file in {self._files[name] for name in names}:
             self._handles[file] = open_weights(file, "pt")
@@ -58,7 +58,7 @@ class Files:
 
 
 class _InFile:
-    """One tensor of a file (slime.models.slices.Stored)."""
+    """A tensor of a file (slime.models.slices.Stored)."""
 
     def __init__(self, files: Files, stored: Slices) -> None:
         self._files, self._stored = files, stored
@@ -72,7 +72,7 @@ class _InFile:
 
 
 def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
-    """HF tensor name -> the safetensors file that holds it."""
+    """Returns HF tensor name -> the safetensors file that holds the tensor."""
     if (index := read_index(checkpoint_dir)) is not None:
         return {name: checkpoint_dir / file for name, file in index.items()}
     single = checkpoint_dir / HF_SINGLE
@@ -83,7 +83,8 @@ def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write one safetensors file, with the mode that the umask gives: safetensors makes files for their owner alone."""
+    """Writes one safetensors file, with the mode that the umask allows. safetensors itself makes files that only their
+    owner can read."""
     save_file(dict(tensors), path, metadata={"format": "pt"})
     with open(path.with_name(path.name + ".mode"), "xb") as like:
         mode = os.fstat(like.fileno()).st_mode
@@ -92,7 +93,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard_bytes: int) -> None:
-    """Write tensors to safetensors files of at most `max_shard_bytes` each, with an index if there are several."""
+    """Writes tensors to safetensors files of at most `max_shard_bytes`, with an index if there are several files."""
     for old in [*out_dir.glob("*.safetensors"), out_dir / HF_INDEX]:
         old.unlink(missing_ok=True)
     shards: list[list[str]] = []

@@ -14,7 +14,7 @@ from slime.plan.units import GIB
 
 @dataclass(frozen=True)
 class Sample:
-    """The memory at one time."""
+    """A sample of the memory at one time."""
 
     cards: list[CardMemory]
     host: HostMemory | None

@@ -1,4 +1,5 @@
-"""Rows that the weight tables of several families share. Names of Megatron on the left, of HF files on the right."""
+"""Rows that the weight tables of several families share. Megatron's names are on the left, the names in HF files on the
+right."""
 
 from __future__ import annotations
 
@@ -51,17 +52,17 @@ def mlp_rows(
 
 MLP = mlp_rows(MG + "mlp.", HF + "mlp.")
 DENSE = ENDS + NORMS + ATTENTION + MLP
-"""The rows of a dense decoder without norms of queries and keys."""
+"""Rows of a dense decoder without norms of queries and keys."""
 
 EXPERTS = (
     Row(MG + "mlp.router.weight", (HF + "mlp.gate.weight",)),
     *mlp_rows(MG + "mlp.experts.local_experts.{e}.", HF + "mlp.experts.{e}."),
 )
-"""A layer has the rows of an MLP or of experts. Expert E is `experts.E` in a file and `local_experts.E` in Megatron.
-The numbers are equal if one expert-parallel rank has all experts."""
+"""Rows of the experts. A layer has the rows of an MLP or of experts. Expert E is `experts.E` in a file and
+`local_experts.E` in Megatron. The numbers are equal if one expert-parallel rank has all experts."""
 
 ROUTER_BIAS = Row(MG + "mlp.router.expert_bias", (HF + "mlp.gate.e_score_correction_bias",))
-"""In Megatron, the bias is a buffer in fp32 for every dtype of the model. In files and engines, it is an ordinary
+"""In Megatron, the bias is a buffer in fp32 for every dtype of the model. In files and engines, the bias is an ordinary
 tensor."""
 
 SHARED_EXPERT = mlp_rows(MG + "mlp.shared_experts.", HF + "mlp.shared_experts.")
@@ -72,9 +73,9 @@ MTP = "mtp.layers.{i}."
 def prediction_rows(
     layer: Iterable[Row], hf: str, embedding: str, state: str, product: str, last: str, layout: Layout
 ) -> tuple[Row, ...]:
-    """A layer of multi-token prediction. `layer` are the rows of a decoder layer like its own, and `hf` is the
-    beginning of its names in files. The other arguments name the norms of embedding and state, their
-    product with its layout, and the last norm."""
+    """Returns the rows of a layer of multi-token prediction. `layer` are the rows of the same kind of decoder layer,
+    and `hf` is the prefix of the layer's names in files. The other arguments name the norms of embedding and state,
+    their product with its layout, and the last norm."""
     names = {"enorm": embedding, "hnorm": state, "final_layernorm": last}
     return (
         *(Row(f"{MTP}{megatron}.weight", (f"{hf}{name}.weight",)) for megatron, name in names.items()),
@@ -91,8 +92,8 @@ def prediction_rows(
 
 
 def later_predictions(layer: Iterable[Row]) -> Prediction:
-    """Layers of multi-token prediction behind the last decoder layer, with the names of DeepSeek-V3. `layer`: the rows
-    of a decoder layer like their own. Files may have embedding and head once more in each."""
+    """Returns the layers of multi-token prediction that follow the last decoder layer, with the names of DeepSeek-V3.
+    `layer` are the rows of the same kind of decoder layer. Files may repeat embedding and head in every such layer."""
     rows = prediction_rows(
         layer,
         HF,

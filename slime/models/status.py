@@ -28,7 +28,7 @@ class Status:
     larger: str = ""
     """Models beyond tiny models that ran on a CPU."""
     gpu: str = PLANNED
-    """The model that ran on a GPU, and how."""
+    """Name of the model that ran on a GPU, with the kind of run."""
 
     @property
     def cpu(self) -> str:

@@ -78,7 +78,7 @@ class TrainerPlace:
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker of an engine."""
+    """A worker of an engine, with its settings for weight updates."""
 
     device: torch.device
     rank: int

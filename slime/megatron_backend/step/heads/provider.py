@@ -78,7 +78,8 @@ def _native(
     chunk_size: int,
     log_prob_keep_mask: Tensor | None,
 ) -> Pair:
-    """The native head's arithmetic. It overwrites the memory of `logits`, which is not read afterwards."""
+    """Computes log-probs and entropy as the native head does. It overwrites the memory of `logits`, which is not read
+    afterwards."""
     use: EntropyUse = "loss" if with_entropy_grad else "metric" if with_entropy else "none"
     if log_prob_keep_mask is None:
         log_probs, values = native.log_probs_and_entropy(logits, target_ids, temperature=1, entropy=use)
