@@ -36,12 +36,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from operator_bench.machine import describe
 from process_tree import adopt_orphans, visible_gpu
 from side_process import Ended, execute
 from trl_cases import CASES, OURS, QWEN3, SIDES, SMOLLM2, TRL, TRL_SLEEP, Place, TrlCase, our_command, trl_job
 from trl_table import Run, read_sessions, text, write_sessions
 
-from rl_kernel.benchmarks.machine import describe
 from rl_kernel.host import gpu_rows
 from vime.pool.process import sigterm_interrupts
 

@@ -1,6 +1,6 @@
 """Compares the figures of GPU runs with their targets in one table: `python benchmarks/gpu_numbers.py PATH...`
 
-A PATH is a run directory, or a JSON file of `rl_kernel.bench --out`, of `rollout_speed.py --out`, or of any program
+A PATH is a run directory, or a JSON file of `operator_bench --out`, of `rollout_speed.py --out`, or of any program
 that writes {"figures": {"NAME": number}} with a NAME of FIGURES below. A target without a figure is shown as "not
 measured". A run counts only for targets that fit its flags and its model's size. For the share of the host link, such
 a file may have the speeds of the link instead, under the names of LINK.
@@ -95,7 +95,7 @@ def _mfu(sources: Sources) -> Found:
 
 
 def _loss_part(sources: Sources) -> Found:
-    """Yields the time of the loss part divided by the time of rl_kernel.bench for the same number of tokens, width and
+    """Yields the time of the loss part divided by the time of operator_bench for the same number of tokens, width and
     vocabulary. It uses the largest case of each on the same GPU, for one trainer and the one-pass head."""
     bench: dict[tuple[Any, ...], tuple[int, float]] = {}
     for _, content in sources.files:
@@ -243,7 +243,7 @@ FIGURES = (
         above=True,
     ),
     Target("mfu", "training, model FLOPs / 989 TFLOP/s", 0.4, "x", _mfu, above=True),
-    Target("loss_part", "log-probs and loss / rl_kernel.bench", 1.15, "x", _loss_part),
+    Target("loss_part", "log-probs and loss / operator_bench", 1.15, "x", _loss_part),
     # The parameters are offloaded while weights are published. The seconds of the hand-over include this time, too.
     Target(
         "offload_s",

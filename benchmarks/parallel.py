@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from operator_bench.machine import describe
+from operator_bench.problem import select_cases
+from operator_bench.timing import FILL_MS, CudaClock, HostClock, heat
 from torch import Tensor
 
 from rl_kernel import linear_logp, linear_token_loss
-from rl_kernel.benchmarks.machine import describe
-from rl_kernel.benchmarks.problem import select_cases
-from rl_kernel.benchmarks.timing import FILL_MS, CudaClock, HostClock, heat
 from rl_kernel.ops.linear_logp.cases import LinearCase
 
 PROCESSES = 2

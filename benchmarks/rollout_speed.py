@@ -39,8 +39,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 import torch
+from operator_bench.machine import describe
 
-from rl_kernel.benchmarks.machine import describe
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.data.tokenizer import load_tokenizer

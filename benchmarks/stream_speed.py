@@ -33,9 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from operator_bench.machine import describe
 from stream_picture import PARTS, idle_shares
-
-from rl_kernel.benchmarks.machine import describe
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "examples" / "bench"))

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from gpu_numbers import PEAK_TFLOPS
+from operator_bench.machine import describe
 
-from rl_kernel.benchmarks.machine import describe
 from slime.checkpoints.hf_config import read_hf_config
 from slime.data.train_data import make_rank_data
 from slime.plan.flops import ForwardFlops

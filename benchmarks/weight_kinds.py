@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from operator_bench.machine import describe
 from safetensors.torch import load_file
 
-from rl_kernel.benchmarks.machine import describe
 from slime.protocols import WeightUpdate
 from slime.weight_sync.channel import Export, TrainerPlace
 from slime.weight_sync.delta import sparse

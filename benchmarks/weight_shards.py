@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from operator_bench.machine import describe
 
-from rl_kernel.benchmarks.machine import describe
 from slime.config import Config
 from slime.megatron_backend.checkpoint.own_slices import OwnSlices
 from slime.megatron_backend.checkpoint.weights import export_hf

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import sys
 
-from vime.explain.sources import NOTES, collected, fits, notes, remedy_of
+from vime.explain.sources import NOTES, PACKAGES, ROOT, collected, fits, notes, remedy_of
+
+CHECKED = (*PACKAGES, "benchmarks/switch_bench", "benchmarks/operator_bench")
+"""The wheel has no benchmarks. `vime bench` of a checkout raises their errors."""
 
 
 def without_remedy() -> list[str]:
     """Returns the messages without a remedy and without a note."""
     written = notes()
-    return [f"{m.path}: {m.text}" for m in collected() if not remedy_of(m, written)]
+    return [f"{m.path}: {m.text}" for m in collected(ROOT, CHECKED) if not remedy_of(m, written)]
 
 
 def unused_notes() -> list[str]:
     """Returns the notes without a message."""
-    messages = collected()
+    messages = collected(ROOT, CHECKED)
     return [key for key in notes() if not any(fits(key, message) for message in messages)]
 
 

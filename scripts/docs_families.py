@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from rl_kernel.benchmarks.machine import describe
 from slime.models import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +66,9 @@ def measured(lines: list[str]) -> dict[str, dict[str, float]]:
 
 def run() -> None:
     """Runs the tests, and writes the record if all tests pass."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from operator_bench.machine import describe
+
     machine, seconds = describe(torch.device("cpu"), ["scripts/docs_families.py", "--run"]), {}
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder, "notes.jsonl")

@@ -37,7 +37,7 @@ from slime.tracking.journal import read_events
 from slime.tracking.kinds import EVENTS_FILE
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "scripts/lib"))
+sys.path[:0] = [str(REPOSITORY / "scripts/lib"), str(REPOSITORY / "benchmarks")]
 sys.path.insert(0, str(REPOSITORY / "examples/bench"))
 from soak_faults import FAULTS, Place, mount_small_disk, unmount  # noqa: E402
 from soak_parts import Reading, readings  # noqa: E402

@@ -26,7 +26,6 @@ WORK = {"train", "engines", "serve", "export", "audit", "trace", "plot", "ui", "
 """Subcommands that do more than print."""
 
 MODULES = {
-    "bench": "vime.bench.command",
     "compare": "vime.view.compare",
     "config": "vime.show_config",
     "doctor": "vime.doctor.command",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from operator_bench.machine import describe
 from soak_faults import FAULTS
 from soak_parts import (
     ALLOWED_COUNT,
@@ -24,7 +25,6 @@ from soak_parts import (
     growth,
 )
 
-from rl_kernel.benchmarks.machine import describe
 from slime.tracking.journal import read_events
 from slime.tracking.ledger import read_ledger
 from slime.tracking.trackers import METRICS_FILE, MetricLines

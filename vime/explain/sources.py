@@ -160,15 +160,15 @@ def raises_to_the_user(call: ast.Call) -> bool:
     return name in _WITH_FIELDS or (name.endswith("Error") and name not in _BUGS)
 
 
-def files(root: Path = ROOT) -> list[Path]:
+def files(root: Path = ROOT, folders: tuple[str, ...] = PACKAGES) -> list[Path]:
     """Returns the Python files of the packages, in a fixed order."""
-    return [file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]
+    return [file for folder in folders for file in sorted((root / folder).rglob("*.py"))]
 
 
-def collected(root: Path = ROOT) -> tuple[Message, ...]:
+def collected(root: Path = ROOT, folders: tuple[str, ...] = PACKAGES) -> tuple[Message, ...]:
     """Returns all messages, each text once."""
     found: dict[str, Message] = {}
-    for file in files(root):
+    for file in files(root, folders):
         for message in messages_of(file, root):
             found.setdefault(message.text, message)
     return tuple(found.values())

@@ -1,7 +1,7 @@
 """`vime compare RUN RUN`: compares two runs, or the seeds of two configurations. Prints Markdown.
 
 The text lists the flags, versions and machines that differ, and compares the curves. With three pairs of seeds or more,
-each difference has an interval (`vime.bench.statistics`). `vime bench` compares one switch on one machine, and refuses
+each difference has an interval (`vime.view.statistics`). `vime bench` compares one switch on one machine, and refuses
 runs that differ in more.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
-from vime.bench.compare import EXCEPTED, OF_A_RUN
-from vime.bench.statistics import LEVEL, MIN_PAIRS
 from vime.doctor.finding import one_line
 from vime.view.compare_curves import curve_lines, score_lines
 from vime.view.compare_runs import SEEDS, ComparedRun, differing, pair_up, runs_of
+from vime.view.measures import EXCEPTED, OF_A_RUN
+from vime.view.statistics import LEVEL, MIN_PAIRS
 
 _LONGEST = 80
 _NOT_COMPARED = ("command", "directory", "time", "host.name")

@@ -12,11 +12,10 @@ from itertools import pairwise
 import numpy as np
 
 from slime.tracking.metrics import is_score
-from vime.bench.record import METRICS
-from vime.bench.statistics import Array, Difference, Sides, Summary, paired_difference, summarise
-from vime.bench.verdicts import SPEED_OVER, WORDS, number
 from vime.run_metrics import UNITS
 from vime.view.compare_runs import ComparedRun
+from vime.view.measures import METRICS, SPEED_OVER, WORDS, number
+from vime.view.statistics import Array, Difference, Sides, Summary, paired_difference, summarise
 
 Pairs = Sequence[tuple[ComparedRun, ComparedRun]]
 WINDOWS = 4

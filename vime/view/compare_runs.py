@@ -15,9 +15,8 @@ from slime.tracking.kinds import EVENTS_FILE
 from slime.tracking.run_files import Line, is_there, is_whole_number, read_object
 from slime.tracking.run_summary import RunSummary, run_summary
 from slime.tracking.trackers import METRICS_FILE
-from vime.bench.compare import flatten
-from vime.bench.record import flags_of
 from vime.run_metrics import RunMetrics, Series, load_run
+from vime.view.measures import flags_of, flatten
 
 SEEDS = ("seed", "rollout_seed")
 RUN_FILES = ("config.json", METRICS_FILE, EVENTS_FILE)

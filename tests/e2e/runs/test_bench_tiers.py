@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from switch_bench.record import BASELINE, RL_KERNEL, Record, Repeat, Switch, all_repeats, read
 from train_fixtures import ROOT, launched, run, vime
 
-from vime.bench.record import BASELINE, METRICS, RL_KERNEL, Record, Repeat, Switch, all_repeats, read
 from vime.run_metrics import load_run, step_times
+from vime.view.measures import METRICS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

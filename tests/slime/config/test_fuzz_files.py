@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 from make_model import build_config
+from switch_bench.settings import _load
 
 from slime.config.config_file import FlagGroup, read_config_file
 from slime.config.custom_config import custom_entries
@@ -18,7 +19,6 @@ from slime.data.files import _check_fields, _csv_columns
 from slime.data.tokenizer import load_tokenizer
 from slime.models import decoder_of
 from slime.plan.model_shape import Shape
-from vime.bench.settings import _load
 
 TAGS = (
     "!!bool x|!!timestamp x|!!int x|!!float x|2026-99-99|!!python/object:os.system ls|!x y|&a [*a]|!!set x|{[1]: 2}"

@@ -8,9 +8,10 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from switch_bench.run_dirs import read_evaluations, read_steps
+
 from slime.tracking.ledger import read_ledger
 from slime.tracking.run_summary import run_summary
-from vime.bench.run_dirs import read_evaluations, read_steps
 from vime.doctor.command import main as doctor
 from vime.members.table import read_fleet, table
 from vime.plot import main as plot

@@ -1,0 +1,167 @@
+"""Starts the runs of a plan one after the other, and goes on where an earlier call stopped.
+
+A run that is whole is kept if its flags still mean the same, and never run again; one that is not is moved to
+runs/unfinished and starts anew. Whatever happens, bench.json says what is there after each run. What was started ends
+with this process: in order on Ctrl-C and SIGTERM, and by its supervisor when this process is killed outright.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from slime.rules.flags import FALLBACKS
+from slime.tracking.environment import ENVIRONMENT_FILE, collect_environment
+from switch_bench.planning import MAKE_MODEL, UNFINISHED, BenchPlan, Planned, refuse_unlike_runs, resolved
+from switch_bench.run_dirs import collect, ended_well, how_it_ended, is_whole, read_saved, read_steps
+from vime.pool.process import SupervisedProcess, sigterm_interrupts, tail
+from vime.run.interrupts import exit_code
+from vime.run.lock import lock
+from vime.view.measures import flags_of
+
+GRACE_S = 120.0
+"""How long a run may take to end by itself: a trainer in the middle of a step, engines, Ray."""
+LOG_LINES = 5
+
+
+def execute(plan: BenchPlan, command: str) -> int:
+    """Run what is missing. 0 when every run is whole and ended well, 1 when one did not, 128 + the number of
+    the signal when interrupted.
+
+    ValueError, before anything but the folder and the model is made, for flags that are wrong and for runs that are
+    there and were made with others.
+    """
+    with sigterm_interrupts(), ExitStack() as held:
+        # A second benchmark would take this one's runs for unfinished ones, and move them away while they write.
+        lock("--out", plan.out, held)
+        try:
+            _make_model(plan)
+            good = _run_all(plan, whats_missing(plan), command)
+        except KeyboardInterrupt as interrupt:
+            print("interrupted: what was started has been stopped; the same command goes on here", flush=True)
+            if any(run.run_dir.is_dir() for run in plan.runs):
+                collect(plan, command).write(plan.out)
+            return exit_code(interrupt)
+    return 0 if good else 1
+
+
+def whats_missing(plan: BenchPlan) -> list[Planned]:
+    """The runs that are not whole, in order. ValueError for whole ones that were made with other flags, and for runs
+    that could not be compared."""
+    missing = []
+    for run in plan.all_runs():
+        expected = flags_of(resolved(run))  # of all: wrong flags show before the first run starts
+        found = flags_of(read_saved(run.run_dir / "config.json"))
+        steps = len(read_steps(run.run_dir, trained=run.side is not None).values)
+        if steps >= found.get("num_rollout", run.steps):  # all that was asked for then, less than now perhaps
+            _check_same(run, found, expected)
+        if not is_whole(run, plan):
+            missing.append(run)
+    finished = [run for run in plan.runs if run not in missing]
+    if missing:
+        _refuse_unnamed_gpus(flags_of(resolved(missing[0])))
+        refuse_unlike_runs(plan, {run.name: read_saved(run.run_dir / ENVIRONMENT_FILE) for run in finished})
+    if plan.rollouts in missing and finished:
+        raise ValueError(
+            f"the saved rollouts in {plan.out / 'rollouts'} must be those that {finished[0].run_dir} was trained on, "
+            "got not all of them; remove the runs, or take another --out"
+        )
+    return missing
+
+
+def _refuse_unnamed_gpus(flags: Mapping[str, object]) -> None:
+    """ValueError for runs on GPUs that nothing names, which no report compares."""
+    if flags["device"] == "cuda" and not collect_environment([], {})["gpus"]:
+        raise ValueError(
+            "nvidia-smi must say which GPUs are here, got no answer: runs on unknown ones are not compared"
+        )
+
+
+def _check_same(run: Planned, found: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    # A run finds weight_dir once it has begun. A flag that takes the value of another comes after it.
+    for name in sorted((expected.keys() | found.keys()) - {"weight_dir"}, key=lambda n: (n in FALLBACKS, n)):
+        before, now = found.get(name), expected.get(name)
+        if before != now:
+            raise ValueError(
+                f"{run.run_dir} must have been made with the flags of now, got {name} {before!r} then and {now!r} now; "
+                "take another --out, or remove that directory"
+            )
+
+
+def _make_model(plan: BenchPlan) -> None:
+    """Write the random model, unless an earlier call has."""
+    command = plan.model_command
+    if command is None or (plan.model / "config.json").is_file():
+        return
+    log = plan.out / "model.log"
+    print(f"model: {plan.benchmark.model.arch}, random weights, to {plan.model}", flush=True)
+    # With a safe path, as all commands here have it, Python does not find what lies beside a script.
+    beside = os.pathsep.join([str(MAKE_MODEL.parent), plan.python_path])
+    if status := _run(command, log, beside):
+        raise ValueError(
+            f"{plan.model} must be made by make_model.py, got exit status {status}:\n{_last(log)}"
+        )
+
+
+def _run_all(plan: BenchPlan, missing: Sequence[Planned], command: str) -> bool:
+    """Run `missing`, writing bench.json after each run; whether all went well."""
+    runs, good = plan.all_runs(), True
+    for number, run in enumerate(runs, start=1):
+        title = f"[{number}/{len(runs)}] {run.name}"
+        if run not in missing:
+            print(f"{title}: kept, {run.steps} steps", flush=True)
+            good = good and ended_well(run)
+            continue
+        _set_aside(run)
+        print(f"{title}: {run.steps} steps, log {run.log}", flush=True)
+        began = time.monotonic()
+        status = _run(run.command, run.log, plan.python_path)
+        run.status.write_text(f"{status}\n", encoding="utf-8")
+        if status == 0 and is_whole(run, plan):
+            print(f"{title}: done in {time.monotonic() - began:.1f} s", flush=True)
+        else:
+            good = False
+            print(f"{title}: {how_it_ended(run)}\nthe end of {run.log}:\n{_last(run.log)}", flush=True)
+            if run.side is None:
+                return False  # there is nothing to train on
+        if run.side is not None:
+            collect(plan, command).write(plan.out)
+    print(
+        f"record: {collect(plan, command).write(plan.out)}, read by `vime bench report {plan.out}`",
+        flush=True,
+    )
+    return good
+
+
+def _set_aside(run: Planned) -> None:
+    """Move what an unfinished run left to runs/unfinished, with its log and status."""
+    if not run.run_dir.exists():
+        return
+    folder = run.run_dir.parent / UNFINISHED
+    folder.mkdir(exist_ok=True)
+    number = 1 + len(list(folder.glob(f"{run.name}.*/")))
+    for path in (run.run_dir, run.log, run.status):
+        if path.exists():
+            path.rename(folder / f"{run.name}.{number}{path.suffix}")
+
+
+def _run(command: Sequence[str], log: Path, python_path: str) -> int:
+    """Exit status of a command. It has ended, and all that it started, when this returns or raises."""
+    log.unlink(missing_ok=True)
+    process = SupervisedProcess(command, {**os.environ, "PYTHONPATH": python_path}, str(log), grace_s=GRACE_S)
+    try:
+        while (status := process.poll()) is None:
+            time.sleep(0.1)
+        return status
+    except KeyboardInterrupt:
+        print(f"interrupted: the run has {GRACE_S:.0f} s to end in order", flush=True)
+        raise
+    finally:
+        process.stop()
+
+
+def _last(log: Path) -> str:
+    return tail(str(log), LOG_LINES) or "no output"

@@ -1,4 +1,0 @@
-"""What `python -m rl_kernel.bench` runs: problems, contenders, timing in one hot state, targets, tables.
-
-Nothing here is loaded by `import rl_kernel`.
-"""
