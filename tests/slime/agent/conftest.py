@@ -13,7 +13,7 @@ from slime.agent.sandbox import LocalSandbox, SandboxError
 @pytest.fixture(params=["namespaces", "processes"])
 def isolation(request, namespaces_work):
     if request.param == "namespaces" and not namespaces_work:
-        # The sandbox is an error if it cannot give the isolation that the caller asked for.
+        # The sandbox raises an error if it cannot give the isolation that the caller asked for.
         with pytest.raises(SandboxError, match="refuses") as refusal:
             asyncio.run(LocalSandbox(isolation="namespaces").start())
         pytest.skip(str(refusal.value))

@@ -107,6 +107,6 @@ def test_a_folder_around_a_hidden_place_is_its_other_entries(
 
 
 def test_a_kernel_without_landlock_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The version is 0; a test cannot remove Landlock from the kernel."""
+    """Landlock's version is 0 there; a test cannot remove Landlock from the kernel."""
     monkeypatch.setattr(landlock, "version", lambda: 0)
     assert landlock.ruleset(["/usr"], scoped=True) is None

@@ -116,7 +116,7 @@ def test_without_root_the_owner_is_out_of_reach_too(namespaces_work):
 
 
 def test_a_command_has_no_capabilities(namespaces_work):
-    """Process 1 has some, because it watches processes that hide their descriptors."""
+    """Process 1 has some capabilities, because it watches processes that hide their descriptors."""
     script = (
         "async def main():\n"
         "    async with LocalSandbox() as sandbox:\n"

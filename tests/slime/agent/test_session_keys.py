@@ -54,7 +54,7 @@ class Recorder:
 
 @pytest.fixture
 def far():
-    """Returns an address of this host that is not loopback, or else replaces loopback."""
+    """Returns an address of this host other than loopback, or loopback if there is no other."""
     address = get_host_info()[1]
     if ip_address(address).is_loopback:
         pytest.skip("this host has no other address than loopback")

@@ -1,4 +1,4 @@
-"""Each role's ranks, and the values that the ranks send to each other."""
+"""Tests each role's ranks, and the values that the ranks send to each other."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def fifteen_samples(args, rollout_id, data_source, evaluation=False):
 
 @pytest.mark.parametrize("source", ["plug-in", "saved", "subsampled"])
 def test_samples_that_fill_no_step_are_counted(build, tmp_path, caplog, source):
-    """The log has a line for them."""
+    """The log and the journal report the samples that are left out."""
     template = str(tmp_path / "{rollout_id}.pt")
     manager = build(rollout_function_path="test_left_out.fifteen_samples", save_debug_rollout_data=template)
     left, groups = 7, [2, 3]

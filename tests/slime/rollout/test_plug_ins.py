@@ -76,7 +76,7 @@ def test_a_retried_sample_is_reset_and_rebuilt():
     assert len({seed for _, _, seed in calls}) == 3
     assert sample.response == "abcd" and sample.response_length == 4 and sample.loss_mask == [1] * 4
     assert sample.rollout_log_probs == pytest.approx([-0.1, -0.2, -0.1, -0.2])
-    # From the last attempt only.
+    # The count is from the last attempt only.
     assert sample.prefix_cache_info.total_prompt_tokens == len(sample.tokens) - 2
     assert Sample.from_dict(sample.to_dict()).attempts == 3
     sample.check()

@@ -138,7 +138,7 @@ def test_a_filter_that_drops_everything_is_an_error(monkeypatch):
 
 @pytest.mark.parametrize(("dropped", "states"), [(5, []), (6, ["begin", "end"]), (9, ["begin", "end"])])
 def test_three_batches_of_dropped_groups_are_recorded(tmp_path, monkeypatch, dropped, states):
-    """The record comes before they end the run, because 32 batches may take hours."""
+    """The record comes before the dropped groups end the run, because 32 batches may take hours."""
     left = iter([False] * dropped)
     monkeypatch.setattr(sys.modules[__name__], "refuse_all", lambda args, samples, **kwargs: next(left, True))
     flags = {"dynamic_sampling_filter_path": "test_rollout.refuse_all", "run_dir": str(tmp_path)}

@@ -70,8 +70,7 @@ def test_two_turns_token_by_token():
     tokenizer = make_tokenizer()
     assert ids == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     assert pieces == ["yo<|im_end|>", "6<|im_end|>"]
-    # The user turn has start u s e r \n h i end \n = 10; the opening start assistant \n = 11; "yo" end = 3; \n = 1;
-    # ...
+    # The user turn has start u s e r \n h i end \n = 10; the opening start assistant \n = 11; "yo" end = 3; \n = 1.
     assert mask == [0] * 21 + [1] * 3 + [0] * (1 + 9 + 11) + [1] * 2 + [0]
     generator = MultiTurnLossMaskGenerator(tokenizer)
     assert generator.get_response_lengths([mask, [0, 0], [1]]) == [len(mask) - 21, 0, 1]

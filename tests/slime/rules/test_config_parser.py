@@ -257,7 +257,7 @@ def test_namespace_is_a_flat_mutable_copy(argv):
 
 
 def test_saved_file_holds_no_secret(argv, tmp_path):
-    """The file holds no key, no key in an address, and no key for the environment of the ranks."""
+    """The saved file holds no key, no key in an address, and no key for the environment of the ranks."""
     secrets = ["--wandb-key", "s3cret", "--rm-url", "http://:s3cret@judge:80", "--train-env-vars"]
     c = parse_args([*argv, *secrets, '{"HF_TOKEN": "s3cret", "N": "1"}'])
     c.save_json(tmp_path / "config.json")

@@ -290,7 +290,7 @@ def test_lists_of_parameters(argv):
 
 
 def test_schedules(argv):
-    """Flags of a schedule come together."""
+    """The flags of a schedule must be given together."""
     for flags, message in {
         "--lr-decay-style WSD": "--lr-wsd-decay-iters must be given with --lr-decay-style WSD .* got None with WSD",
         "--lr-wsd-decay-iters 5": "and only there, got 5 with constant",

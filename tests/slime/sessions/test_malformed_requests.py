@@ -1,5 +1,5 @@
-"""Requests of strangers have any field of any type in each dialect, and any JSON. They end at most their own session,
-with 400."""
+"""Tests requests of strangers, which have any field of any type in each dialect, and any JSON. A request ends at most
+its own session, with 400."""
 
 from __future__ import annotations
 

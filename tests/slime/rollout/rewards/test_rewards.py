@@ -1,4 +1,4 @@
-"""Rule-based rewards, their choice by --rm-type, and the errors that name a sample."""
+"""Tests rule-based rewards, their choice by --rm-type, and the errors that name a sample."""
 
 from __future__ import annotations
 
