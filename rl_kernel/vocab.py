@@ -109,9 +109,9 @@ def vocabulary_columns(
     """Returns (columns of all shards together, whether every shard stores the same number).
 
     Raises ValueError on every rank unless the shards partition the vocabulary. One all-gather on the device of `like`
-    compares the shards, and the host reads its result. If values must not be read (auto mode, on a device) this
-    happens once per group and layout: all ranks must change their layout in the same call, or some ranks would wait for
-    the others.
+    compares the shards, and the host reads its result. If values must not be read (auto mode, on a device) this happens
+    once per group and layout. All ranks must change their layout in the same call, or some ranks would wait for the
+    others.
     """
     if group is None:
         return stored, True

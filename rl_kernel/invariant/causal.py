@@ -27,8 +27,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: fl
     number.
 
     A query's result depends only on the query and on the keys and values that it sees. Scores and outputs are exact
-    sums of products of slices (`exact.product`), the denominator is an exact sum of fractions, and the slices of a
-    value row are scaled by the largest element of that row. Differentiable in query, key and value.
+    sums of products of slices (`exact.product`). The denominator is an exact sum of fractions. The largest element of a
+    value row scales the slices of the row. Differentiable in query, key and value.
     """
 
     def by_pieces(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

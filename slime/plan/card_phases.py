@@ -39,8 +39,8 @@ With a communicator for each of Megatron's groups, used or not, they took 8.3 Gi
 
 FRAGMENTATION = 0.09
 """Gaps in the blocks of PyTorch's allocator, as a fraction of the memory that a step adds. A Qwen3-4B on one H200 had
-128.1 GiB in use in a step with 120.0 GiB of tensors. The step had added 51.2 GiB to these. The gaps were 4.6 GiB,
-without the context and the sleeping engine."""
+128.1 GiB in use in a step with 120.0 GiB of tensors. The step itself had added 51.2 GiB of the 120.0 GiB. The gaps were
+4.6 GiB, without the context and the sleeping engine."""
 
 
 @dataclass(frozen=True)

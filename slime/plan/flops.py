@@ -30,12 +30,12 @@ class PredictionFlops:
 class ForwardFlops:
     """Least FLOPs of a forward pass over a sample, for a model with gated MLPs.
 
-    The layers need two FLOPs per weight and token. Attention needs FLOPs for each (query, key) pair of a causal
-    mask: L (L + 1) / 2 pairs, or fewer with a sliding window. In a layer with experts, only a token's experts, the
-    shared experts and the router count. The head counts for the response tokens only: the loss and the log-probs need
-    no other logits, and the trainer computes no others (--rlk-fast off does, and discards them). slime's count includes
-    the head over all tokens, which gives more where prompts are long. The count omits norms, rotations, biases, the
-    embedding's look-up and the recomputation of a checkpointed backward.
+    The layers need two FLOPs per weight and token. Attention needs FLOPs for each (query, key) pair of a causal mask: L
+    (L + 1) / 2 pairs, or fewer with a sliding window. In a layer with experts, only a token's experts, the shared
+    experts and the router count. The head counts for the response tokens only, because the loss and the log-probs need
+    no other logits. The trainer computes no other logits (--rlk-fast off does, and discards them). slime's count
+    includes the head over all tokens, which gives more where prompts are long. The count omits norms, rotations,
+    biases, the embedding's look-up and the recomputation of a checkpointed backward.
     """
 
     def __init__(self, hf: Hf) -> None:

@@ -1,5 +1,5 @@
-"""Decisions from the memory of a trainer rank: the parts of its state that leave the device between training steps (if
---offload-train is not given), whether a GPU of a given size is large enough, and the flags that lower a peak.
+"""Decides, from the memory of a trainer rank, which parts of its state leave the device between training steps (if
+--offload-train is not given). It also decides whether a GPU of a given size is large enough.
 
 The rollout backend decides the memory of engines (`EngineFacts`). This file has only the numbers that the trainer's
 decision needs. It imports neither torch nor Megatron.

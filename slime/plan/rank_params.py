@@ -18,11 +18,11 @@ from slime.plan.units import count
 def rank_params(
     c: Config, shape: Shape, *, predicts: bool | None = None, head: bool = True, trained: bool = False
 ) -> Iterator[tuple[str, float, str, str, int]]:
-    """Yields tuples for the stage with the most parameters on a rank, first for all parameters except experts, then for
-    experts: (prefix of the items' names, parameters on a rank, all parameters, how they are split, ranks that share
-    their optimizer state). `predicts`: include the layers of multi-token prediction (default: if the run trains them).
-    `head`: include the matrix of a vocabulary; a value head is too small to count. `trained`: exclude parameters that
-    are frozen by name."""
+    """Yields a tuple for all parameters except experts, then one for experts, of the stage with the most parameters on
+    a rank. The tuple is (prefix of the items' names, parameters on a rank, all parameters, how they are split, ranks
+    that share their optimizer state). `predicts`: include the layers of multi-token prediction (default: if the run
+    trains them). `head`: include the matrix of a vocabulary; a value head is too small to count. `trained`: exclude
+    parameters that are frozen by name."""
     predicts = c.algorithm.enable_mtp_training if predicts is None else predicts
     params, stage = stage_params(c, shape, predicts, head=head, trained=trained)
     tp, ep, etp = (

@@ -2,8 +2,8 @@
 
     gradients -> host (pinned) -> torch's fused AdamW on the CPU -> weights of the model's dtype -> GPU
 
-megatron-core's HybridDeviceOptimizer is not used: without Transformer Engine it fails when it is built, its memory for
-bf16 weights is not pinned, and a resumed run moves the states of its GPU part to the host.
+megatron-core's HybridDeviceOptimizer is not used for three reasons. Without Transformer Engine it fails when it is
+built. Its memory for bf16 weights is not pinned. A resumed run moves the states of its GPU part to the host.
 
 megatron-core's distributed optimizer treats this class as Transformer Engine's FusedAdam with decoupled gradients: the
 groups hold the rank's part of the model's own weights, and main weights are a state ("master_param").
