@@ -17,6 +17,10 @@ _OBJECTS = (
     "rollout data travels through Ray's object store. straw also keeps rollouts in files, from which slime trains "
     "again after a failure; here a run resumes from its checkpoint and generates those rollouts again"
 )
+_BUFFER = (
+    "no trajectory buffer is here; a --rollout-function-path or --custom-generate-function-path makes samples, and "
+    "--custom-config-path takes the settings of a plug-in"
+)
 _CI = "these checks are tests of this project, not flags"
 
 
@@ -46,10 +50,17 @@ UNSUPPORTED: dict[str, Unsupported] = {
         False, "an engine in fp8 chooses its scales itself (VLLM_USE_DEEP_GEMM_E8M0 of vLLM)"
     ),
     # rollout and data
+    "rollout_buffer_url": Unsupported(None, _BUFFER),
+    "rollout_task_type": Unsupported("math", _BUFFER),
+    "fetch_trajectory_retry_times": Unsupported(-1, _BUFFER),
+    "min_batch_collection_ratio": Unsupported(1.0, _BUFFER),
     "multimodal_keys": Unsupported(None, "images and audio are not supported yet"),
     # algorithm
     "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),
     # debug
+    "load_forge_rollout_data": Unsupported(
+        None, "--load-debug-rollout-data trains on saved rollouts, without engines"
+    ),
     "memory_recorder": Unsupported("torch", "snapshots are PyTorch's (--record-memory-history)"),
     "http_proxy": Unsupported(None, "requests to the engines never pass a proxy"),
     # Megatron

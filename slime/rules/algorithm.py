@@ -155,26 +155,6 @@ def check_group_size(c: Config) -> None:
         )
 
 
-def check_trajectory_buffer(c: Config) -> None:
-    """Checks the flags of slime's trajectory buffer, which need a plug-in that reads them from its `args`."""
-    r, default = c.rollout, type(c.rollout)()
-    given = {
-        "rollout_buffer_url": r.rollout_buffer_url != default.rollout_buffer_url,
-        "rollout_task_type": r.rollout_task_type != default.rollout_task_type,
-        "fetch_trajectory_retry_times": r.fetch_trajectory_retry_times
-        != default.fetch_trajectory_retry_times,
-        "min_batch_collection_ratio": r.min_batch_collection_ratio != default.min_batch_collection_ratio,
-    }
-    if any(given.values()) and r.rollout_function_path == default.rollout_function_path:
-        name = next(name for name, differs in given.items() if differs)
-        raise FlagError(
-            "--rollout-function-path",
-            f"be given with {spelled(name)}",
-            "none",
-            "name the plug-in that reads the trajectory buffer",
-        )
-
-
 def check_kl(c: Config) -> None:
     """Checks the KL: it is in the reward or in the loss, and only if the loss has one."""
     a = c.algorithm
@@ -283,7 +263,6 @@ RULES = (
     check_algorithm,
     check_critic,
     check_group_size,
-    check_trajectory_buffer,
     check_kl,
     check_unread,
     check_loss_length,

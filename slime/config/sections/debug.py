@@ -28,9 +28,6 @@ class DebugConfig:
     load_debug_rollout_data_subsample: float | None = flag(
         None, "use only this fraction of the loaded samples", range=FRACTION
     )
-    load_forge_rollout_data: str | None = flag(
-        None, "saved samples for --rollout-function-path slime.rollout.forge_load.generate_rollout"
-    )
     dump_details: str | None = flag(
         None, "directory for the samples of each rollout, and for each rank's train data"
     )

@@ -84,14 +84,4 @@ class RolloutConfig:
     rollout_external_engine_addrs: list[str] | None = flag(  # noqa: RUF009
         None, "HOST:PORT of rollout engines that `vime serve engine` started; the run starts none of its own"
     )
-    rollout_buffer_url: str | None = flag(
-        None, "URL of a trajectory buffer; for a --rollout-function-path that reads it from args"
-    )
-    rollout_task_type: str = flag("math", "task of the trajectory buffer; for such a function")
-    fetch_trajectory_retry_times: int = flag(
-        -1, "number of retries when the trajectory buffer has too few; for such a function", range=TOP_K
-    )
-    min_batch_collection_ratio: float = flag(
-        1.0, "part of a batch that the trajectory buffer must have; for such a function", range=FRACTION
-    )
     rollout_deadline_s: float = flag(600.0, "maximum seconds per request, retries included", range=SECONDS)

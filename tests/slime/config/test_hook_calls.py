@@ -132,7 +132,6 @@ def test_shipped_functions_fit_their_flags() -> None:
             "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
             "slime.rollout.sft_rollout.generate_rollout",
             "slime.rollout.sft_rollout.generate_pairs",
-            "slime.rollout.forge_load.generate_rollout",
         ],
         "custom_generate_function_path": ["slime.rollout.sglang_rollout.generate"],
         "custom_rm_path": ["slime.rollout.on_policy_distillation.reward_func"],

@@ -18,8 +18,7 @@ from train_data_cases import border
 
 from slime.data.train_data import convert_samples_to_train_data
 from slime.hooks import load_function
-from slime.rollout import forge_load, sglang_rollout
-from slime.rollout.debug_data import save_debug_rollout_data
+from slime.rollout import sglang_rollout
 from slime.rollout.rewards import async_rm
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, set_current_rollout_id
 from slime.rollout.vllm_rollout import generate_rollout
@@ -181,19 +180,6 @@ def test_hooks_without_a_rollout_id_get_the_one_that_is_set():
 
 def note_rollout(args, sample, *, rollout_id, evaluation):
     sample.metadata["seen"] = rollout_id
-
-
-def test_saved_rollouts_are_trained_on_while_engines_run(tmp_path):
-    groups = [[Sample(group_index=g, index=g, tokens=[1, 2], response_length=1)] for g in range(2)]
-    path = save_debug_rollout_data(str(tmp_path / "{rollout_id}.pt"), 0, groups)
-    args = make_args()
-    args.load_forge_rollout_data = str(path)
-    output = forge_load.generate_rollout(args, 5, None)
-    assert [[s.to_dict() for s in g] for g in output.samples] == [[s.to_dict() for s in g] for g in groups]
-    assert forge_load.generate_rollout(args, 5, None, evaluation=True).data == {}
-    args.load_forge_rollout_data = None
-    with pytest.raises(ValueError, match="--load-forge-rollout-data must be given with"):
-        forge_load.generate_rollout(args, 5, None)
 
 
 def test_what_comes_later_says_so():

@@ -327,12 +327,24 @@ def test_flags_of_megatron_with_rules_of_their_own(argv):
             parse_args([*argv, *flags.split()])
 
 
-def test_a_plug_in_of_a_trajectory_buffer_reads_its_flags(argv):
-    flags = ["--rollout-buffer-url", "http://x", "--fetch-trajectory-retry-times", "3"]
-    with pytest.raises(
-        ValueError, match="--rollout-function-path must be given with --rollout-buffer-url, got none"
-    ):
-        parse_args([*argv, *flags])
-    args = parse_args([*argv, *flags, "--rollout-function-path", "config_cases.good_argv"]).namespace()
-    assert (args.rollout_buffer_url, args.fetch_trajectory_retry_times) == ("http://x", 3)
-    assert (args.rollout_task_type, args.min_batch_collection_ratio) == ("math", 1.0)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--rollout-buffer-url http://x",
+            "--rollout-buffer-url must be left out .* got http://x; no trajectory buffer",
+        ),
+        ("--rollout-task-type code", "--rollout-task-type must be left at math .* got code"),
+        ("--fetch-trajectory-retry-times 3", "--fetch-trajectory-retry-times must be left at -1 .* got 3"),
+        ("--min-batch-collection-ratio 0.5", "--min-batch-collection-ratio must be left at 1.0 .* got 0.5"),
+        (
+            "--load-forge-rollout-data x.pt",
+            "--load-forge-rollout-data must be left out .* got x.pt; --load-debug-",
+        ),
+    ],
+)
+def test_flags_that_no_script_of_slime_has_pass_at_their_default_only(argv, flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args([*argv, *flags.split()])
+    defaults = "--rollout-task-type math --fetch-trajectory-retry-times -1 --min-batch-collection-ratio 1"
+    assert parse_args([*argv, *defaults.split()]).namespace().fetch_trajectory_retry_times == -1

@@ -95,7 +95,6 @@ slime.rollout.filter_hub.base_types MetricGatherer
 slime.rollout.filter_hub.base_types call_dynamic_filter fn args
 slime.rollout.sample_hooks set_current_rollout_id rollout_id
 slime.rollout.fully_async_rollout generate_rollout_fully_async args rollout_id data_source evaluation=
-slime.rollout.forge_load generate_rollout args rollout_id data_source evaluation=
 slime.rollout.on_policy_distillation reward_func args sample
 slime.rollout.on_policy_distillation post_process_rewards args samples
 slime.rollout.rm_hub.ifbench compute_ifbench_reward response label metadata=
