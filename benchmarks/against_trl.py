@@ -80,7 +80,7 @@ def rollouts_done(run_dir: Path, side: str) -> int:
 
 
 class Comparison:
-    """All runs of one call of the script."""
+    """All runs in one call of the script."""
 
     def __init__(self, arguments: argparse.Namespace, work: Path, gpu_gib: float) -> None:
         self.arguments, self.work, self.gpu_gib = arguments, work, gpu_gib
@@ -97,7 +97,7 @@ class Comparison:
         return Place(model, prompts[case.data], run_dir, self.gpu_gib)
 
     def measure(self, name: str, side: str, number: int) -> Run:
-        """Makes one run of one side. The run's folder has its log and its records."""
+        """Makes a run of a side. The run's folder has its log and its records."""
         case, run_dir = CASES[name], self.work / f"{name}-{side}-{number}"
         shutil.rmtree(run_dir, ignore_errors=True)  # A run would resume the run of an earlier call.
         run_dir.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Runs unchanged programs of other people as agents of sessions, and checks their samples.
+"""Runs unchanged third-party programs as agents of sessions, and checks their samples.
 
     pip install --target PACKAGES openai-agents smolagents mini-swe-agent
     python benchmarks/agent_programs.py PACKAGES

@@ -12,7 +12,7 @@ default-1 (the older of vLLM's two model runners), bitwise and bitwise-1. Measur
                   of which --running run at a time, as in a rollout; again under torch's profiler: the device's time,
                   by kernel
 
-The first call of each kind is a warm-up. A time of decoding is the mean of two calls with 33 tokens minus the mean of
+Each kind's first call is a warm-up. A time of decoding is the mean of two calls with 33 tokens minus the mean of
 two calls with one token. A time of prompts is the median of three calls. The load is the faster of two calls.
 """
 

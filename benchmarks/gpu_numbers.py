@@ -96,7 +96,7 @@ def _mfu(sources: Sources) -> Found:
 
 def _loss_part(sources: Sources) -> Found:
     """Yields the time of the loss part divided by the time of operator_bench for the same number of tokens, width and
-    vocabulary. It uses the largest case of each on the same GPU, for one trainer and the one-pass head."""
+    vocabulary. It uses their largest cases on the same GPU, for one trainer and the one-pass head."""
     bench: dict[tuple[Any, ...], tuple[int, float]] = {}
     for _, content in sources.files:
         for case in content.get("linear", []):

@@ -43,7 +43,7 @@ class GpuRun:
         return cls(path, load_run(path), flags, model)
 
     def median(self, *metrics: str, where_present: Sequence[str] = ()) -> float | None:
-        """Returns the median over the steps of the sum of `metrics`, in steps that have all of these metrics. The first
+        """Returns the median over the steps of the sum of `metrics`, in steps that have all `metrics`. The first
         step, and steps that began before ALONE_FROM, do not count. The times `where_present` are added in steps that
         have them. None without such a step."""
         if not all(name in self.series.series for name in metrics):
@@ -68,7 +68,7 @@ class GpuRun:
 
     @cached_property
     def step_ends(self) -> dict[int, float]:
-        """Returns the end of each rollout's step, in seconds since 1970."""
+        """Returns when each rollout's step ended, in seconds since 1970."""
         rows = [
             json.loads(line) for line in (self.path / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         ]
@@ -97,7 +97,7 @@ class GpuRun:
 
     @property
     def samples(self) -> int:
-        """Number of samples of one rollout."""
+        """Number of samples per rollout."""
         return self.flags["rollout_batch_size"] * self.flags["n_samples_per_prompt"]
 
 

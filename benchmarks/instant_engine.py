@@ -27,14 +27,14 @@ def completion(tokens: int) -> tuple[str, list[int], list[float]]:
 
 @lru_cache(8)
 def sample(tokens: int) -> SampleAnswer:
-    """Returns the answer of one sample, with index 0."""
+    """Returns a sample's answer, with index 0."""
     text, token_ids, log_probs = completion(tokens)
     ids, values = np.array(token_ids, np.int32).tobytes(), np.array(log_probs, np.float32).tobytes()
     return SampleAnswer(0, ids, values, text, "length", [0], prompt_tokens=128)
 
 
 def group(each: list[dict[str, Any]]) -> bytes:
-    """Returns the frames of all samples."""
+    """Returns all samples' frames."""
     samples = ((place, sample(own["max_tokens"])) for place, own in enumerate(each))
     return b"".join(frame(msgspec.structs.replace(one, place=place)) for place, one in samples)
 

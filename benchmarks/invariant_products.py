@@ -3,7 +3,7 @@
     python benchmarks/invariant_products.py OUT.json                all models, 16 to 8,192 rows, in bfloat16
     python benchmarks/invariant_products.py OUT.json --every-tile   each tile too, and whether its bits differ
 
-The script measures the four products of a layer of each model. A time is the time of one product in a CUDA graph of
+The script measures, for each model, the four products of a layer. A time is for one product in a CUDA graph of
 several products, whose weights together do not fit into the cache. It is from the second of three runs. For each number
 of rows, the table has the time of the four products divided by cuBLAS' time.
 """
@@ -33,7 +33,7 @@ CACHE_BYTES = 150_000_000
 
 
 def microseconds(call: Callable[[Tensor], object], weights: list[Tensor]) -> float:
-    """Returns the microseconds of one call, in a graph with one call per weight."""
+    """Returns the microseconds per call, in a graph with one call per weight."""
     call(weights[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

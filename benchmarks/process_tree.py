@@ -1,4 +1,4 @@
-"""Measures the memory of all processes below this process, with shared pages counted once, and the used GPU memory."""
+"""Measures the memory of this process's descendants, with shared pages counted once, and the used GPU memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares our rollout with plain vLLM clients on the same live engine: tokens/s of both, and their ratio.
+"""Compares our rollout with plain vLLM clients on the same live engine: both speeds in tokens/s, and their ratio.
 
     python benchmarks/rollout_speed.py --model Qwen3-4B --out rollout_speed.json
     python benchmarks/rollout_speed.py --model tiny/base --requests 16 --response-tokens 24 --rounds 2   (CPU)
@@ -74,7 +74,7 @@ async def generate_whole(args: Any, sample: Sample, sampling_params: dict[str, A
 
 @dataclass(frozen=True)
 class Engine:
-    """The engine of all contenders. `url` is the engine's address; `forget` empties its prompt cache."""
+    """The contenders' engine. `url` is the engine's address; `forget` empties its prompt cache."""
 
     client: VllmEngineClient
     url: str

@@ -42,7 +42,7 @@ AGAIN = "and 5 more"
 
 
 class Load:
-    """The requests of all three clients, over one engine."""
+    """The three clients' requests, over one engine."""
 
     def __init__(self, state: GenerateState, engine_url: str, turns: int, tokens: int) -> None:
         self.state, self.engine_url, self.turns = state, engine_url, turns

@@ -101,7 +101,7 @@ def top_kernels(trainer: MegatronTrainer, arguments: argparse.Namespace, hf_conf
 
 
 def train(rank: int, arguments: argparse.Namespace, given: list[str], folder: str) -> None:
-    """Trains `--steps` steps on one rank. Rank 0 prints the timers of each step and writes them to rows.json."""
+    """Trains `--steps` steps on one rank. Rank 0 prints every step's timers and writes them to rows.json."""
     config = config_of(arguments, given, folder)
     hf_config = read_hf_config(config.rollout.hf_checkpoint)
     store = f"file://{folder}/store"

@@ -1,7 +1,7 @@
-"""The cases of against_trl.py, and their settings under the names of each side.
+"""The cases of against_trl.py, and their settings under each side's names.
 
 Both sides have the same model, prompts, reward, batch sizes, optimizer settings, precision and recomputation. On a GPU,
-both engines may use the same part of the card's memory, and the micro-batches of both sides have about the same size.
+both engines may use the same part of the card's memory, and both sides' micro-batches have about the same size.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TrlCase:
 
     @property
     def samples(self) -> int:
-        """Number of samples of one rollout."""
+        """Number of samples per rollout."""
         return self.prompts * self.answers
 
 
@@ -87,7 +87,7 @@ DATA = {"tiny": ("prompt", "label"), "arithmetic": ("prompt", "label"), "gsm8k":
 
 @dataclass(frozen=True)
 class Place:
-    """The files of one run. `gpu_gib` is the memory of the card, 0 without a card."""
+    """A run's files. `gpu_gib` is the memory of the card, 0 without a card."""
 
     model: Path
     prompts: Path

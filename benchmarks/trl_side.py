@@ -1,9 +1,9 @@
-"""TRL's side of against_trl.py: a timed GRPO run of one case with trl.GRPOTrainer.
+"""TRL's side of against_trl.py: a timed GRPO run for one case with trl.GRPOTrainer.
 
     PYTHONPATH=benchmarks/.trl:. python benchmarks/trl_side.py '{"model": ..., "prompts": ..., "out": ..., ...}'
 
 against_trl.py makes the folder and the argument, a JSON object with the fields of `Job`. After each rollout, the script
-writes the result to the file `out` as JSON: the begin and the end of each rollout with its optimizer steps in seconds
+writes the result to the file `out` as JSON: each rollout's begin and end with its optimizer steps in seconds
 since 1970, the seconds of its generation, the mean response length and the mean reward.
 
 On a GPU, a vLLM engine in this process generates. On CPUs, transformers generates.
@@ -86,7 +86,7 @@ class Job:
         }
 
     def dataset(self) -> Dataset:
-        """Returns the prompts of all rollouts as conversations. It reads the file in order, and repeats it at its
+        """Returns all rollouts' prompts as conversations. It reads the file in order, and repeats it at its
         end."""
         rows = [json.loads(line) for line in Path(self.prompts).read_text(encoding="utf-8").splitlines()]
         count = self.rollouts * self.prompts_per_rollout
@@ -132,7 +132,7 @@ class Record:
 
 
 class Clock(TrainerCallback):
-    """Records the begin of each rollout and the end of its last optimizer step."""
+    """Records when each rollout begins and when its last optimizer step ends."""
 
     def __init__(self, record: Record, job: Job) -> None:
         self.record, self.job = record, job

@@ -71,7 +71,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summary(sessions: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Returns case -> row -> side -> the spread over the runs of all sessions: {"of", "ratio"}. `ratio` is the value of
+    """Returns case -> row -> side -> the spread over the runs in all sessions: {"of", "ratio"}. `ratio` is the value of
     this side divided by ours in the same round."""
     runs = [(number, run) for number, session in enumerate(sessions) for run in session["runs"]]
     table: dict[str, dict[str, dict[str, Any]]] = {}

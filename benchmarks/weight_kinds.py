@@ -96,7 +96,7 @@ def versions(directory: Path) -> Iterator[Tensors]:
 
 
 def step(old: Tensors, new: Tensors, scratch: Path) -> dict[str, Any]:
-    """Measures one update of each kind."""
+    """Measures one update per kind."""
     row: dict[str, Any] = {"full": full(new, scratch), "delta": {}}
     for name in ENCODINGS:
         row["delta"][name] = delta(old, new, name, scratch)
@@ -178,7 +178,7 @@ def compressions(old: Tensors, new: Tensors) -> dict[str, dict[str, float]]:
 
 
 def peak(case: str) -> dict[str, float]:
-    """Returns the host memory of one rank, in bytes: before an update, and at its peak."""
+    """Returns a rank's host memory, in bytes: before an update, and at its peak."""
     source = torch.empty(2048, 2048, dtype=torch.bfloat16).normal_()
     sent = source.clone()  # A replacement for GPU memory: on a GPU, the export needs no host memory.
 

@@ -168,7 +168,7 @@ def status(name: str) -> int:
 
 
 def measure(case: str) -> list[dict[str, Any]]:
-    """Returns the measurements of each rank, by update."""
+    """Returns each rank's measurements, by update."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         root, orders = Path(folder), context.SimpleQueue()

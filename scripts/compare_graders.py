@@ -127,7 +127,7 @@ def pairs(count: int, seed: int = 0) -> Iterator[Pair]:
 
 
 def report(name: str, verdicts: list[tuple[Pair, bool, bool]]) -> None:
-    """Prints the table of one reward (kind, pairs, equal results), and then one example per kind and direction."""
+    """Prints a reward's table (kind, pairs, equal results), and then one example per kind and direction."""
     total, same = Counter(p[0] for p, _, _ in verdicts), Counter(p[0] for p, a, b in verdicts if a == b)
     print(f"{name}: {sum(same.values())} of {len(verdicts)} pairs have the same verdict")
     for kind in sorted(k for k in total if same[k] < total[k]):

@@ -45,7 +45,7 @@ def by_family() -> Iterator[Row]:
 
 
 def by_run() -> Iterator[Row]:
-    """Yields the rows of docs/status.md, which list the runs of each family."""
+    """Yields the rows of docs/status.md, which list each family's runs."""
     yield ("Family", "`model_type`", "Log-probs compared with vLLM", "GRPO steps on a CPU", "On a GPU")
     for name, family in FAMILIES.items():
         status = STATUS[name]

@@ -2,7 +2,7 @@
 
 The names come from slime/config/peer_names.py.
 
-A test fails if a table is out of date. The rest of these pages is written by hand.
+A test fails if a table is out of date. The other parts of the pages are written by hand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def head(program: str) -> str:
 
 
 def table(program: str) -> str:
-    """Returns the table of one program with its heading. TRL's page also has names that several trainers use."""
+    """Returns a program's table with its heading. TRL's page also has names that several trainers use."""
     names = [*(PEER_NAMES | VLLM_PEER_NAMES).values()]
     rows = [each for each in names if each.program == program]
     if program == TRL:

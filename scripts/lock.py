@@ -30,7 +30,7 @@ ends in its marker."""
 
 @dataclass(frozen=True)
 class Lock:
-    """The requirements of one lock file, and its platform."""
+    """The requirements of a lock file, and its platform."""
 
     requirements: tuple[str, ...]
     platform: str

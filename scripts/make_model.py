@@ -14,7 +14,7 @@ published model, and an invented word for every other id up to vocab_size. There
 text.
 
 transformers initialises the weights in their stored dtype, on the GPU if the machine has a GPU. On the host, the
-weights need host memory once; on a GPU, they need the host memory of one file. The same seed gives the same bytes on
+weights need host memory once; on a GPU, they need host memory for one file. The same seed gives the same bytes on
 the same kind of device (a CPU, or one model of GPU) with the same libraries. OUT_DIR appears only when it is complete.
 """
 

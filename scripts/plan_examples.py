@@ -122,7 +122,7 @@ def algorithm_flags(name: str, model: Path, folder: Path) -> list[str]:
 
 
 def plan(file: Path, folder: Path) -> Planned:
-    """Returns the estimates of one layout."""
+    """Returns the estimates of a layout."""
     model = write_model(file.parent.name, folder)
     return planned(f"{file.parent.name}/{file.name}", file, flags(file, model), model)
 
@@ -135,7 +135,7 @@ def plan_algorithm(name: str, folder: Path) -> Planned:
 
 
 def planned(name: str, file: Path, argv: Sequence[str], model: Path) -> Planned:
-    """Returns the estimates of one command line. `vime plan` and a run use the same estimates."""
+    """Returns the estimates of a command line. `vime plan` and a run use the same estimates."""
     c = parse_config(argv)
     hf, size = read_hf_config(str(model)), HARDWARE[c.cluster.gpu].memory_gib * GIB
     e, decision = estimate(c, hf), None

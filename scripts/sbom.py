@@ -4,7 +4,7 @@
     python scripts/sbom.py --licences [DIR ...] first reads the licences of this Python's packages, and of packages that
                                                 were unpacked in DIR, such as the packages for GPUs
 
-requirements/locks/licences.json has the licence of each package whose metadata was read, and its version. The bill
+requirements/locks/licences.json has a licence for each package whose metadata was read, and its version. The bill
 marks a licence of another version. A package whose metadata was never read has no licence in the bill. The script
 downloads nothing.
 """
@@ -110,7 +110,7 @@ def licence_of(package: Distribution) -> str:
 
 
 def text(name: str) -> str:
-    """Returns the bill of one lock file. The same lock file and licences give the same text."""
+    """Returns the bill of a lock file. The same lock file and licences give the same text."""
     licences = known_licences()
     pins = lock.read(lock.FOLDER / f"{name}.txt")
     components = [_component(package, *pin, licences) for package, pin in sorted(pins.items())]

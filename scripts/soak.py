@@ -56,7 +56,7 @@ SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 @dataclass
 class Soak:
-    """A run under faults, and the observations of it."""
+    """A run under faults, and its observations."""
 
     run_dir: Path
     command: list[str]
@@ -91,7 +91,7 @@ class Soak:
 
 @dataclass
 class Progress:
-    """(rollout, time) of each end of a step, and of each batch that the run has made."""
+    """(rollout, time) for each end of a step, and for each finished batch."""
 
     steps: list[tuple[int, float]] = field(default_factory=list)
     batches: list[tuple[int, float]] = field(default_factory=list)

@@ -23,7 +23,7 @@ from slime.utils.types import Sample
 TURNS = 3
 """Largest number of answers of the model: two with calls, and one without."""
 TOOL_S = 2.0
-"""Largest time of one call of the tool, in seconds."""
+"""Largest time for a call of the tool, in seconds."""
 LONGEST = 40
 """Largest length of an expression, in characters. It limits the sizes of the syntax tree and of the value."""
 TOOL: Any = {
@@ -74,7 +74,7 @@ async def use_tool(name: str, arguments: str) -> str:
 
 @functools.cache
 def connections(loop: asyncio.AbstractEventLoop) -> Any:
-    """Returns the HTTP client that all samples of one event loop share. Its creation blocks the loop."""
+    """Returns the HTTP client that all samples in an event loop share. Its creation blocks the loop."""
     return openai.DefaultAsyncHttpxClient()
 
 
@@ -101,7 +101,7 @@ async def solve(session: Session, question: str) -> str:
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """Returns the samples of one question. The tokens of the tool have loss mask 0."""
+    """Returns a question's samples. The tokens of the tool have loss mask 0."""
     answer = ""
     async with open_session(args, sample, sampling_params) as session:
         answer = await solve(session, sample.prompt)

@@ -48,7 +48,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 async def score(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:
-    """Returns 1 for a solver's answer with the label, and 1 for a critic's right judgement of that answer."""
+    """Returns 1 for a solver's answer with the label, and 1 for a critic's right judgement."""
     right = next(str(s.label) in s.response for s in samples if s.metadata["role"] == SOLVER)
     return [
         float(right if s.metadata["role"] == SOLVER else s.response.lower().startswith(("no", "yes")[right]))

@@ -33,7 +33,7 @@ TOOL: Any = {
 
 @functools.cache
 def connections(loop: asyncio.AbstractEventLoop) -> Any:
-    """Returns the HTTP client that all samples of one event loop share. Its creation blocks the loop."""
+    """Returns the HTTP client that all samples in an event loop share. Its creation blocks the loop."""
     return openai.DefaultAsyncHttpxClient()
 
 

@@ -2,8 +2,8 @@
 
     --loss-type custom_loss --custom-loss-function-path sequence_loss.loss
 
-Each rank of the context-parallel group has a part of each response. The mean over a response needs the parts of all
-ranks (`all_gather_with_cp`). The returned loss is this rank's part (`slice_log_prob_with_cp`).
+Each rank of the context-parallel group has a part of every response. The mean over a response needs all ranks'
+parts (`all_gather_with_cp`). The returned loss is this rank's part (`slice_log_prob_with_cp`).
 """
 
 import torch

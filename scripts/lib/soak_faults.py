@@ -1,4 +1,4 @@
-"""The faults of a soak test: the effect of each fault on a run, and its end.
+"""The faults of a soak test: each fault's effect on a run, and its end.
 
 | fault | effect |
 | --- | --- |

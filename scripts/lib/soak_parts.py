@@ -70,7 +70,7 @@ class Slope:
 
 @dataclass(frozen=True)
 class Growth:
-    """Growth of one part. `memory` is in percent of `memory_mib`, the mean. `blocks` is the number of blocks of ten
+    """Growth of a part. `memory` is in percent of `memory_mib`, the mean. `blocks` is the number of blocks of ten
     steps. With too few blocks, the slopes are None."""
 
     part: str
@@ -94,7 +94,7 @@ class Growth:
 
 
 def growth(found: Iterable[Reading], part: str) -> Growth:
-    """Computes the growth of `part` over all its processes, without the first steps of each process."""
+    """Computes the growth of `part` over all its processes, without each process's first steps."""
     readings = [one for one in found if one.part == part]
     lives: dict[int, list[Reading]] = defaultdict(list)
     for one in readings:
@@ -105,7 +105,7 @@ def growth(found: Iterable[Reading], part: str) -> Growth:
         for one in life:
             if one.step - first >= WARM_UP_STEPS:
                 blocks[process, one.step // BLOCK_STEPS].append(one)
-    # The smallest of one or two readings may be from the middle of a step.
+    # The smallest reading, if there are only one or two, may be from the middle of a step.
     blocks = {where: of for where, of in blocks.items() if len(of) >= FEWEST_READINGS}
     mean = statistics.mean(one.memory_kib for one in readings) / 1024 if readings else 0.0
     slopes: dict[str, Slope] = {}
