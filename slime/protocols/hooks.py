@@ -8,7 +8,7 @@ data source of --data-source-path is `slime.protocols.DataSource`, and the type 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from slime.protocols.training import DataSource
@@ -18,32 +18,18 @@ Score: TypeAlias = float | Mapping[str, object]
 """A number, or an object whose --reward-key is one."""
 
 
-class Reward(Protocol):
-    """--custom-rm-path and a function of --rm-type, without --group-rm."""
+Reward: TypeAlias = Callable[[Namespace, Sample], Score | Awaitable[Score]]
+"""--custom-rm-path and a function of --rm-type, without --group-rm: (args, sample)."""
 
-    def __call__(self, args: Namespace, sample: Sample, /) -> Score | Awaitable[Score]: ...
+GroupReward: TypeAlias = Callable[[Namespace, list[Sample]], Sequence[Score] | Awaitable[Sequence[Score]]]
+"""--custom-rm-path with --group-rm: (args, samples). Returns a score for each sample of a group, in order."""
 
+Generate: TypeAlias = Callable[[Namespace, Sample, dict[str, object]], Awaitable[Sample | list[Sample]]]
+"""--custom-generate-function-path: (args, sample, sampling_params). Returns the sample with its response, or several
+samples of one trajectory."""
 
-class GroupReward(Protocol):
-    """--custom-rm-path with --group-rm: a score for each sample of a group, in order."""
-
-    def __call__(
-        self, args: Namespace, samples: list[Sample], /
-    ) -> Sequence[Score] | Awaitable[Sequence[Score]]: ...
-
-
-class Generate(Protocol):
-    """--custom-generate-function-path. Returns the sample with its response, or several samples of one trajectory."""
-
-    def __call__(
-        self, args: Namespace, sample: Sample, sampling_params: dict[str, object], /
-    ) -> Awaitable[Sample | list[Sample]]: ...
-
-
-class SampleHook(Protocol):
-    """--rollout-sample-hook-path: changes a sample before its reward."""
-
-    def __call__(self, args: Namespace, sample: Sample, /) -> object: ...
+SampleHook: TypeAlias = Callable[[Namespace, Sample], object]
+"""--rollout-sample-hook-path: (args, sample). Changes a sample before its reward is computed."""
 
 
 class KeepDecision(Protocol):
@@ -52,25 +38,15 @@ class KeepDecision(Protocol):
     keep: bool
 
 
-class DynamicFilter(Protocol):
-    """--dynamic-sampling-filter-path: whether to train on a group."""
+DynamicFilter: TypeAlias = Callable[[Namespace, list[Sample]], KeepDecision | bool]
+"""--dynamic-sampling-filter-path: (args, samples). Returns whether the run trains on a group."""
 
-    def __call__(self, args: Namespace, samples: list[Sample], /) -> KeepDecision | bool: ...
+SampleFilter: TypeAlias = Callable[[Namespace, list[list[Sample]]], object]
+"""--rollout-sample-filter-path: (args, groups). Sets `remove_sample` of samples that are not trained on."""
 
-
-class SampleFilter(Protocol):
-    """--rollout-sample-filter-path: sets `remove_sample` of samples that are not trained on."""
-
-    def __call__(self, args: Namespace, groups: list[list[Sample]], /) -> object: ...
-
-
-class BufferFilter(Protocol):
-    """--buffer-filter-path: takes at most `num_samples` groups out of the buffer and returns them. The second argument
-    is always None."""
-
-    def __call__(
-        self, args: Namespace, rollout_id: None, buffer: list[list[Sample]], num_samples: int, /
-    ) -> list[list[Sample]]: ...
+BufferFilter: TypeAlias = Callable[[Namespace, None, list[list[Sample]], int], list[list[Sample]]]
+"""--buffer-filter-path: (args, rollout_id, buffer, num_samples). Takes at most `num_samples` groups out of the buffer
+and returns them. `rollout_id` is always None."""
 
 
 class Rollout(Protocol):
@@ -81,27 +57,13 @@ class Rollout(Protocol):
     ) -> object: ...
 
 
-class RolloutLog(Protocol):
-    """--custom-rollout-log-function-path. Returns true if the run must not log the metrics itself."""
+RolloutLog: TypeAlias = Callable[[int, Namespace, list[Sample], dict[str, object], float], object]
+"""--custom-rollout-log-function-path: (rollout_id, args, samples, metrics, rollout_time). Returns true if the run must
+not log the metrics itself."""
 
-    def __call__(
-        self,
-        rollout_id: int,
-        args: Namespace,
-        samples: list[Sample],
-        metrics: dict[str, object],
-        rollout_time: float,
-        /,
-    ) -> object: ...
+RewardPostProcess: TypeAlias = Callable[[Namespace, list[Sample]], tuple[list[float], list[float]]]
+"""--custom-reward-post-process-path: (args, samples). Returns (rewards to log, rewards to train on), a number per
+sample, in order."""
 
-
-class RewardPostProcess(Protocol):
-    """--custom-reward-post-process-path: (rewards to log, rewards to train on), a number per sample, in order."""
-
-    def __call__(self, args: Namespace, samples: list[Sample], /) -> tuple[list[float], list[float]]: ...
-
-
-class TrainData(Protocol):
-    """--custom-convert-samples-to-train-data-path: columns of one value per sample."""
-
-    def __call__(self, args: Namespace, samples: list[Sample], /) -> dict[str, list[object]]: ...
+TrainData: TypeAlias = Callable[[Namespace, list[Sample]], dict[str, list[object]]]
+"""--custom-convert-samples-to-train-data-path: (args, samples). Returns columns of one value per sample."""

@@ -6,6 +6,8 @@ import inspect
 import re
 import subprocess
 import sys
+import typing
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -56,11 +58,18 @@ other_arguments: Generate = group
 
 @pytest.mark.parametrize(("name", "field"), TYPES.items())
 def test_a_type_has_the_arguments_of_the_call(name, field):
-    parameters = inspect.signature(getattr(hook_types, name).__call__).parameters.values()
-    positional = [one.name for one in parameters if one.kind is inspect.Parameter.POSITIONAL_ONLY]
-    keywords = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert positional == ["self", *CALLS[field].positional.split()]
-    assert keywords == CALLS[field].keywords.split()
+    call = CALLS[field]
+    if name == "Rollout":
+        parameters = inspect.signature(hook_types.Rollout.__call__).parameters.values()
+        positional = [one.name for one in parameters if one.kind is inspect.Parameter.POSITIONAL_ONLY]
+        keywords = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+        assert (positional, keywords) == (["self", *call.positional.split()], call.keywords.split())
+        return
+    parameters, _ = typing.get_args(getattr(hook_types, name))
+    assert len(parameters) == len(call.positional.split()) and not call.keywords
+    assert parameters[call.positional.split().index("args")] is Namespace
+    shown = ", ".join(call.positional.split())
+    assert f"({shown})" in Path(hook_types.__file__).read_text().split(f"\n{name}: ")[1].split('"""')[1]
 
 
 @pytest.mark.slow
@@ -75,7 +84,6 @@ def test_mypy_accepts_hooks_and_refuses_other_functions(tmp_path: Path):
         str(tmp_path / "cache"),
     ]
     done = subprocess.run([*command, str(tmp_path / "hooks.py")], capture_output=True, text=True)
-    assert re.findall(r'error: .*, variable has type "(\w+)"', done.stdout) == ["Reward", "Generate"], (
-        done.stdout
-    )
+    found = re.findall(r'error: .*, variable has type "Callable\[\[([\w, ]+)', done.stdout)
+    assert found == ["Namespace, Sample", "Namespace, Sample, dict"], done.stdout
     assert "Found 2 errors" in done.stdout
