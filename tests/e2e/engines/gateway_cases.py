@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from slime.config import Config
 from slime.event_loop import loop_objects
+from slime.rollout.context import context_of
 from slime.rollout.on_policy_distillation import teach
 from slime.rollout.state import GenerateState
 from slime.types import Sample
@@ -170,7 +171,7 @@ def test_a_teacher_behind_both_protocols_scores_a_sample(stack: Stack, url: str)
     for kind, address in (("sglang", url + "/generate"), ("vllm", at_engine)):
         args = Namespace(use_opd=True, opd_type=kind, rm_url=address)
         sample = Sample(tokens=PROMPT, response_length=len(PROMPT) - 2, status=Sample.Status.COMPLETED)
-        asyncio.run(teach(args, [sample]))
+        asyncio.run(teach(context_of(args), [sample]))
         assert sample.teacher_log_probs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
