@@ -96,6 +96,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
+    # A forked process that waits for a lock would miss a handler in Python, and a pool that ends it would wait forever.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

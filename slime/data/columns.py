@@ -9,7 +9,7 @@ Shapes: sample i has R_i response tokens and L_i prompt and response tokens, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,8 +19,9 @@ from torch import Tensor
 from slime.config.schema import Config
 from slime.data import kept_tokens, routed_experts, top_tokens
 from slime.data.token_slice import TokenSlice
-from slime.protocols import UNKNOWN_VERSION, VERSIONS
-from slime.types import Sample, TrainData
+from slime.protocols import UNKNOWN_VERSION, VERSIONS, GenerateResult
+from slime.protocols.engine_column import EngineColumn
+from slime.types import Sample, SamplingParams, TrainData
 
 Kind = Literal["response", "sequence", "ragged", "sample"]
 """The form of an entry, and the part of an entry that a context-parallel rank gets.
@@ -68,6 +69,8 @@ class Column:
     """Value for the tokens without a value of the engine, if a token of the batch has one."""
     flag: str = ""
     """Field of the configuration that turns the column on, or "" for a column that is always on."""
+    asked: bool = False
+    """True if requests ask the engine for the column under its name. Only without `read`."""
     carried: Carried = "never"
     mean: bool = False
     """True if the trainer reports the mean as `rollout/{name}`."""
@@ -259,6 +262,50 @@ _TABLE = (
 )
 
 COLUMNS: dict[str, Column] = {column.name: column for column in _TABLE}
+
+
+ENGINE_COLUMNS: tuple[EngineColumn, ...] = (kept_tokens.ENGINE, top_tokens.ENGINE, routed_experts.ENGINE)
+"""The columns of an engine's answer that a sample stores in fields. A column with one number per token is not among
+them, see `Column.asked`."""
+
+
+def wanted(config: Config, known: Callable[[EngineColumn], int]) -> dict[str, int]:
+    """Returns the engine columns that a request asks for, with their arguments.
+
+    `known(column)` is the number of rows that the tokens before the request have already.
+    """
+    found = {column.name: 1 for column in COLUMNS.values() if column.asked and column.on(config)}
+    for column in ENGINE_COLUMNS:
+        if argument := column.asked(config):
+            found[column.name] = known(column) if column.known else argument
+    return found
+
+
+def check_answer(
+    sample: Sample, result: GenerateResult, asked: Mapping[str, int], params: SamplingParams
+) -> None:
+    """ValueError, with the sample's name, for an answer whose columns are not those that the request asked for."""
+    for column in ENGINE_COLUMNS:
+        if column.name in asked:
+            column.check(sample, result, asked[column.name], params)
+
+
+def store(sample: Sample, result: GenerateResult, *, again: bool = False) -> None:
+    """Adds an answer's columns to a sample that has its tokens already.
+
+    `again` is true if another sample trains on these tokens.
+    """
+    for column in ENGINE_COLUMNS if result.token_ids else ():
+        if column.name in result.columns and (column.known or not again):
+            column.append(sample, result.columns[column.name])
+
+
+def clear(sample: Sample) -> None:
+    """Removes the engine's columns from a sample that starts again."""
+    sample.columns = {}
+    for column in ENGINE_COLUMNS:
+        for field in column.fields:
+            setattr(sample, field, None)
 
 
 def of_engine(data: TrainData, i: int) -> dict[str, list[float | None]]:

@@ -15,17 +15,19 @@ from torch import Tensor
 
 from rl_kernel.kept import KeptTokens
 from slime.data.token_slice import TokenSlice
-from slime.protocols import GenerateResult
-from slime.types import Sample, TrainData
+from slime.protocols import KEPT, Arrays, GenerateResult
+from slime.protocols.engine_column import EngineColumn
+from slime.types import Sample, SamplingParams, TrainData
 
 COLUMN = "rollout_kept_tokens"
 NONE = -1
 """Id that fills the rest of a row."""
 
 
-def append(sample: Sample, ids: list[int], counts: list[int]) -> None:
-    """Appends the ids that sampling kept for the last tokens of the response. Token i has the next `counts[i]` of
-    `ids`."""
+def append(sample: Sample, kept: Arrays) -> None:
+    """Appends the ids that sampling kept for the last tokens of the response: `kept` is (ids, number of ids per
+    token)."""
+    ids, counts = (array.tolist() for array in kept)
     before = sample.response_length - len(counts)
     offsets = (sample.rollout_top_p_token_offsets or [0] * (before + 1))[: before + 1]
     for count in counts:
@@ -34,11 +36,14 @@ def append(sample: Sample, ids: list[int], counts: list[int]) -> None:
     sample.rollout_top_p_token_offsets = offsets
 
 
-def check_answer(sample: Sample, result: GenerateResult, *, cut: bool) -> None:
-    """ValueError, with the sample's name, for an engine's answer without a set for each token. With `cut`, an empty set
-    is an error, too: top-k then keeps fewer ids than the request allows."""
-    counts = [] if result.kept is None else result.kept[1]
-    empty = counts.count(0) if cut else 0
+def check_answer(sample: Sample, result: GenerateResult, largest: int, params: SamplingParams) -> None:
+    """Raises ValueError, with the sample's name, for an engine's answer without a set for each token.
+
+    The request allowed sets of at most `largest` ids. If its top-k keeps no more ids, no set can be larger, so that an
+    empty set is an error too.
+    """
+    counts = result.columns[KEPT][1].tolist() if KEPT in result.columns else []
+    empty = counts.count(0) if 0 < params.get("top_k", -1) <= largest else 0
     if len(counts) == len(result.token_ids) and not empty:
         return
     got = f"{empty} empty sets" if empty else f"{len(counts)} sets"
@@ -47,6 +52,15 @@ def check_answer(sample: Sample, result: GenerateResult, *, cut: bool) -> None:
         f"{len(result.token_ids)} tokens of sample {sample.index} of group {sample.group_index}; its answers must have "
         "the log-probs that it samples from (--logprobs-mode processed_logprobs)"
     )
+
+
+ENGINE = EngineColumn(
+    KEPT,
+    ("rollout_top_p_token_ids", "rollout_top_p_token_offsets"),
+    asked=lambda config: config.off_policy.replay_kept_tokens,
+    append=append,
+    check=check_answer,
+)
 
 
 def of_sample(sample: Sample) -> np.ndarray:

@@ -18,11 +18,22 @@ from torch import Tensor
 from slime.data.token_slice import TokenSlice
 from slime.models import decoder_of
 from slime.models.decoder import Hf
+from slime.protocols import EXPERTS
+from slime.protocols.engine_column import EngineColumn
 from slime.types import TrainData
 
 COLUMN = "rollout_routed_experts"
 OPEN = -1
 """Value in a packed row for which the router chooses the expert."""
+
+
+ENGINE = EngineColumn(
+    EXPERTS,
+    ("rollout_routed_experts",),
+    asked=lambda config: int(config.off_policy.use_rollout_routing_replay),
+    append=lambda sample, arrays: sample.append_routed_experts(*arrays),
+    known=lambda sample: sample.known_experts,
+)
 
 
 def check_column(data: TrainData, hf_config: Hf) -> None:

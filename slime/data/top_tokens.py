@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime.protocols import TOP, Arrays
+from slime.protocols.engine_column import EngineColumn
 from slime.types import Sample, TrainData
 
 ROLLOUT = ("rollout_top_ids", "rollout_top_log_probs")
@@ -25,7 +27,7 @@ Top = tuple[np.ndarray, np.ndarray]
 """(ids [R, K] int32, log-probs [R, K] float32 in nats)."""
 
 
-def append(sample: Sample, top: Top) -> None:
+def append(sample: Sample, top: Arrays) -> None:
     """Appends the sampler's ids and log-probs for the last tokens of the response. ValueError unless both have one row
     per token."""
     ids, log_probs = top
@@ -39,6 +41,14 @@ def append(sample: Sample, top: Top) -> None:
     known = _ids(before[0], first, ids.shape[1]), _log_probs(before[1], first, ids.shape[1])
     sample.rollout_topk_token_ids = np.concatenate([known[0], ids])
     sample.rollout_topk_log_probs = np.concatenate([known[1], log_probs])
+
+
+ENGINE = EngineColumn(
+    TOP,
+    ("rollout_topk_token_ids", "rollout_topk_log_probs"),
+    asked=lambda config: config.algorithm.centred_ids,
+    append=append,
+)
 
 
 def of_rollout(sample: Sample) -> Top:

@@ -1,14 +1,17 @@
 """What the loop needs of the rollout engine, the engine pool, the trainer and the rollout manager."""
 
 from slime.protocols.engines import (
+    EXPERTS,
+    KEPT,
+    TOP,
     UNKNOWN_VERSION,
     VERSIONS,
+    Arrays,
     EnginePool,
     FinishReason,
     GenerateResult,
     NoEngines,
     OnTokens,
-    ReplayFields,
     RolloutEngine,
     ScoreResult,
 )
@@ -33,9 +36,13 @@ from slime.protocols.weights import (
 
 __all__ = [
     "CHECKPOINT",
+    "EXPERTS",
     "FULL",
+    "KEPT",
+    "TOP",
     "UNKNOWN_VERSION",
     "VERSIONS",
+    "Arrays",
     "DataSource",
     "EnginePool",
     "Evaluated",
@@ -44,7 +51,6 @@ __all__ = [
     "Logged",
     "NoEngines",
     "OnTokens",
-    "ReplayFields",
     "RolloutBatch",
     "RolloutEngine",
     "RolloutHandle",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, Protocol, TypedDict
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -13,9 +13,21 @@ from slime.types import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 VERSIONS = "token_versions"
-"""The column (`slime.data.columns`) with the version of the weights that sampled each token."""
+"""Engine column: the version of the weights that sampled each token, int32 [tokens]. Every answer may have it."""
 UNKNOWN_VERSION = -2
-"""In that column: of a token that no engine sampled, or whose engine does not say."""
+"""Value in that column for a token that no engine sampled, or whose engine does not report it."""
+KEPT = "kept_tokens"
+"""Engine column: (the ids that top-p, top-k and min-p kept, int32; their number for each token, int32 [tokens]), where
+a token that kept more ids than the request's argument has the number 0."""
+TOP = "top_tokens"
+"""Engine column: (ids, int32 [tokens, K]; log-probs in nats, float32 [tokens, K]) of the K likeliest ids of each token,
+likeliest first. K is the request's argument."""
+EXPERTS = "routed_experts"
+"""Engine column: the experts of each token, an unsigned integer array [tokens, layers, experts of a token]. The rows
+begin at the token of the request's argument, prompt included, and end before the last token, which is never computed.
+"""
+Arrays: TypeAlias = tuple[np.ndarray, ...]
+"""The arrays of one engine column."""
 OnTokens = Callable[[int, list[int], list[float]], None]
 """Called with the place of the first of some new tokens in the completion, their ids and their log-probs."""
 
@@ -39,32 +51,20 @@ class GenerateResult:
     """How often the engine gave its memory to another request and computed it again. 0 where it does not say."""
     decode_tokens_per_s: float | None = None
     """Its speed after the first token. None where the engine does not say."""
-    routed_experts: np.ndarray | None = None
-    """Where asked for: the experts that each token was sent to, as an unsigned integer array [tokens, layers,
-    experts of a token]."""
-    kept: tuple[list[int], list[int]] | None = None
-    """Where asked for: the ids that top-p, top-k and min-p kept, and how many of them are of each token; 0 for a token
-    that kept more than was asked for."""
-    top: tuple[np.ndarray, np.ndarray] | None = None
-    """Where asked for: the likeliest ids of each token and their log-probs (`slime.data.top_tokens`)."""
-    columns: dict[str, list[float]] = field(default_factory=dict)
-    """Other values of the engine, one per token of `token_ids`, by the names that `slime.data.columns` has for
-    them."""
+    columns: Mapping[str, Arrays] = field(default_factory=dict, compare=False)
+    """The engine columns of this answer by their names: those of the request, `VERSIONS`, and others with one number
+    per token of `token_ids`."""
     speculation: tuple[int, int, int] | None = None
     """Passes that checked a draft, drafted tokens, accepted tokens. None where the engine does not say."""
-    version_starts: list[int] | None = None
-    """The first token of each of `weight_versions`. None where the engine does not say."""
 
     @property
     def token_columns(self) -> dict[str, list[float]]:
-        """`columns`, and `VERSIONS` where the version of each token is known."""
-        starts = [0] if len(self.weight_versions) == 1 else self.version_starts
-        if starts is None:
-            return self.columns
-        ends = [*starts[1:], len(self.token_ids)]
-        pieces = zip(self.weight_versions, starts, ends, strict=True)
-        versions: list[float] = [version for version, start, end in pieces for _ in range(start, end)]
-        return {**self.columns, VERSIONS: versions}
+        """The columns with one number per token, as lists. `VERSIONS` is among them where each token's is known."""
+        plain = {name: arrays[0] for name, arrays in self.columns.items() if len(arrays) == 1}
+        found = {name: array.tolist() for name, array in plain.items() if array.ndim == 1}
+        if VERSIONS not in found and len(self.weight_versions) == 1:
+            found[VERSIONS] = self.weight_versions * len(self.token_ids)
+        return found
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,6 @@ class ScoreResult:
     their log-probs, float32 [n, K]."""
     weight_versions: list[int] = field(default_factory=list)
     """The versions live when the request entered and left the engine (one entry when equal)."""
-
-
-class ReplayFields(TypedDict, total=False):
-    """Arguments of `RolloutEngine.generate` for what the trainer replays."""
-
-    experts_from: int
-    kept_tokens: int
-    top_tokens: int
 
 
 class RolloutEngine(Protocol):
@@ -106,9 +98,7 @@ class RolloutEngine(Protocol):
         *,
         seed: int,
         deadline_s: float,
-        experts_from: int | None = None,
-        kept_tokens: int = 0,
-        top_tokens: int = 0,
+        columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> GenerateResult:
@@ -120,9 +110,8 @@ class RolloutEngine(Protocol):
         `on_tokens` gets tokens while the completion is made, which changes neither them nor the result. The last ones
         may come with the result alone. After a fault the places begin at 0 again, and the tokens may be others.
 
-        `experts_from`: `routed_experts` shall hold the tokens from that place on, prompt included, up to the last but
-        one (the last was never fed back). None: it stays None. `kept_tokens`: `kept` shall hold sets of at most that
-        many ids. `top_tokens`: `top` shall hold that many ids of each token.
+        `columns` maps the name of each engine column that the answer shall have to its argument, such as {TOP: 8}.
+        ValueError for a column that the engine cannot give.
 
         `sampling_params` uses slime's names: temperature, top_p, top_k, max_new_tokens, min_new_tokens, stop,
         stop_token_ids, skip_special_tokens. A prompt the engine refuses raises ValueError at once.

@@ -12,11 +12,10 @@ from argparse import Namespace
 from collections.abc import Coroutine, Iterable
 from typing import TypeVar
 
-from slime.config.schema import Config
 from slime.config.sections.rollout import RolloutConfig
-from slime.data import kept_tokens, top_tokens
+from slime.data import columns
 from slime.hooks import Hook, load_function
-from slime.protocols import GenerateResult, ReplayFields
+from slime.protocols import GenerateResult
 from slime.rollout import state
 from slime.rollout.context import RunContext, context_of
 from slime.rollout.facts import note_sampling
@@ -75,7 +74,7 @@ async def _continue(context: RunContext, sample: Sample, sampling_params: Sampli
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED
         return sample
-    wanted = replay_fields(context.config, sample.known_experts)
+    wanted = columns.wanted(context.config, lambda column: column.known(sample) if column.known else 0)
     stream = state.random_stream(sample)
     requests = own.requests[stream]
     seed = state.request_seed(
@@ -92,9 +91,10 @@ async def _continue(context: RunContext, sample: Sample, sampling_params: Sampli
                 _within(sampling_params, sample, budget),
                 seed=seed,
                 deadline_s=flags.rollout_deadline_s,
-                **wanted,
+                columns=wanted,
             )
-        _take(sample, result, own, sampling_params, wanted)
+        columns.check_answer(sample, result, wanted, sampling_params)
+        _take(sample, result, own, sampling_params)
     except TimeoutError as error:
         own.timed_out[stream] = str(error) or "the engine did not answer"
         sample.status = Sample.Status.ABORTED
@@ -104,22 +104,6 @@ async def _continue(context: RunContext, sample: Sample, sampling_params: Sampli
     if not stream.startswith(EVALUATION):
         own.note_request(time.perf_counter() - began, result)
     return sample
-
-
-def replay_fields(config: Config, known_experts: int) -> ReplayFields:
-    """Returns the fields of a request for the records that training replays.
-
-    `known_experts` is the number of tokens whose experts are known.
-    """
-    replayed = config.off_policy
-    fields = ReplayFields()
-    if replayed.use_rollout_routing_replay:
-        fields["experts_from"] = known_experts
-    if replayed.replay_kept_tokens:
-        fields["kept_tokens"] = replayed.replay_kept_tokens
-    if config.algorithm.centred_ids:
-        fields["top_tokens"] = config.algorithm.centred_ids
-    return fields
 
 
 def _token_budget(
@@ -160,20 +144,12 @@ def _take(
     result: GenerateResult,
     own: state.GenerateState,
     params: SamplingParams,
-    wanted: ReplayFields,
 ) -> None:
     continued = sample.response_length > 0
     sample.append_response_tokens(
         tokens=result.token_ids, log_probs=result.log_probs, text=result.text, columns=result.token_columns
     )
-    if "kept_tokens" in wanted:
-        kept_tokens.check_answer(sample, result, cut=0 < params.get("top_k", -1) <= wanted["kept_tokens"])
-    if result.kept is not None:
-        kept_tokens.append(sample, *result.kept)
-    if result.top is not None:
-        top_tokens.append(sample, result.top)
-    if result.routed_experts is not None:
-        sample.append_routed_experts(result.routed_experts)
+    columns.store(sample, result)
     if continued and result.token_ids:
         # A character may be split between two requests, so the whole response is decoded again.
         skip = bool(params.get("skip_special_tokens"))

@@ -9,12 +9,12 @@ import secrets
 import time
 from collections import Counter
 
-from slime.data import kept_tokens
+from slime.data import columns
 from slime.data.agents.session_record import KEY, SessionRecord
 from slime.protocols import GenerateResult, OnTokens
 from slime.rollout.context import RunContext
 from slime.rollout.facts import note_sampling
-from slime.rollout.generate import EVALUATION, replay_fields
+from slime.rollout.generate import EVALUATION
 from slime.rollout.rewards.finite import KEY as REMOVED
 from slime.rollout.state import random_stream, request_seed
 from slime.sessions.limits import ABORTS, DONE, LIMITS, NO_REQUEST, SessionLimits
@@ -243,7 +243,7 @@ class Session:
     ) -> GenerateResult:
         engine = self._own.engine
         assert engine is not None, "a session needs an engine"
-        wanted = replay_fields(self._config, parent.known_experts if parent else 0)
+        wanted = columns.wanted(self._config, lambda column: parent.known(column.name) if parent else 0)
         shown: dict[str, OnTokens] = {}
         if request.stream and engine.streams and getattr(self._parser, "plain", False):
             hold = max(map(len, request.stop), default=0)
@@ -258,15 +258,13 @@ class Session:
         try:
             async with asyncio.timeout(deadline_s * 1.1 + 0.5):
                 result = await engine.generate(
-                    prompt, params, seed=seed, deadline_s=deadline_s, session=self.id, **wanted, **shown
+                    prompt, params, seed=seed, deadline_s=deadline_s, session=self.id, columns=wanted, **shown
                 )
         except TimeoutError as error:
             raise self._late(error) from error
         except ValueError as error:
             raise Refused("engine", str(error)) from error
-        if "kept_tokens" in wanted:
-            cut = 0 < params.get("top_k", -1) <= wanted["kept_tokens"]
-            kept_tokens.check_answer(self._sample, result, cut=cut)
+        columns.check_answer(self._sample, result, wanted, params)
         if not stream.startswith(EVALUATION):
             self._own.note_request(time.perf_counter() - began, result)
         if result.finish_reason == "abort" or not result.token_ids:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 
-from slime.data import kept_tokens, top_tokens
+from slime.data import columns
 from slime.data.agents import turn_rewards
 from slime.protocols import GenerateResult
 from slime.sessions.messages import same
@@ -62,11 +62,10 @@ class Turn:
         """Number of tokens of the path that the model wrote."""
         return sum(len(turn.result.token_ids) for turn in self.path)
 
-    @property
-    def known_experts(self) -> int:
-        """Number of tokens of the path whose experts are known."""
-        rows = (turn.result.routed_experts for turn in self.path)
-        return sum(len(x) for x in rows if x is not None)
+    def known(self, name: str) -> int:
+        """Number of rows of an engine column that the tokens of the path have."""
+        rows = (turn.result.columns[name][0] for turn in self.path if name in turn.result.columns)
+        return sum(map(len, rows))
 
 
 class TurnTree:
@@ -114,10 +113,8 @@ def blank(sample: Sample) -> Sample:
     """The sample before its generation, with a metadata record of its own."""
     fresh = copy.copy(sample)
     fresh.tokens, fresh.response, fresh.response_length = [], "", 0
-    fresh.loss_mask, fresh.rollout_log_probs, fresh.rollout_routed_experts = None, None, None
-    fresh.rollout_top_p_token_ids = fresh.rollout_top_p_token_offsets = None
-    fresh.rollout_topk_token_ids = fresh.rollout_topk_log_probs = None
-    fresh.weight_versions, fresh.columns = [], {}
+    fresh.loss_mask, fresh.rollout_log_probs, fresh.weight_versions = None, None, []
+    columns.clear(fresh)
     fresh.spec_info, fresh.prefix_cache_info = Sample.SpecInfo(), Sample.PrefixCacheInfo()
     fresh.status, fresh.metadata = Sample.Status.PENDING, dict(sample.metadata)
     return fresh
@@ -146,11 +143,6 @@ def _append(sample: Sample, result: GenerateResult, *, again: bool) -> None:
         )
         cached = {"cached_tokens": result.cached_tokens, "prompt_tokens": result.prompt_tokens}
         sample.prefix_cache_info.add(cached)
-    if result.kept is not None and not again:
-        kept_tokens.append(sample, *result.kept)
-    if result.top is not None and not again:
-        top_tokens.append(sample, result.top)
-    if result.routed_experts is not None:
-        sample.append_routed_experts(result.routed_experts)
+    columns.store(sample, result, again=again)
     for version in result.weight_versions if result.token_ids else []:
         sample.add_weight_version(version)

@@ -291,3 +291,17 @@ def test_slime_names_no_engine() -> None:
         if name.search(paths.sub("", line))
     ]
     assert not found, f"slime must name no flag of an engine, got {found}; put it in the backend"
+
+
+def test_args_end_at_the_border():
+    """`args` holds all flags for a user's functions. Inside, functions get sections (`slime.rollout.context`)."""
+    found = []
+    for path in sorted([*(ROOT / "slime").rglob("*.py"), *(ROOT / "vime").rglob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__torch_function__":
+                given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                if any(one.arg == "args" for one in given):
+                    found.append(f"{path.relative_to(ROOT)} {node.name}")
+    assert len(found) < 41, (
+        f"functions must get a section instead of args, got {len(found)} with args: {found}"
+    )

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -125,6 +126,7 @@ class EngineDouble:
         *,
         seed: int,
         deadline_s: float,
+        columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
     ) -> GenerateResult:
         text = self.tokenizer.decode(token_ids)

@@ -6,6 +6,8 @@ what its own record lacks, so every field that is sent here is one of that recor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TypedDict
 
 import aiohttp
@@ -13,7 +15,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from slime.protocols import FinishReason, GenerateResult, OnTokens, ScoreResult
+from slime.protocols import (
+    EXPERTS,
+    KEPT,
+    TOP,
+    VERSIONS,
+    Arrays,
+    FinishReason,
+    GenerateResult,
+    OnTokens,
+    ScoreResult,
+)
 from slime.rollout.sampling import checked
 from vime.pool.router_client import RouterClient, Transient, check_start, require_finite, require_ok, scored
 from vime.sglang.control import UNNAMED, number_of
@@ -39,6 +51,13 @@ PARAMETERS = frozenset(
 """Sampling parameters, which SGLang and slime name alike, that pass sglang-router."""
 _DROPPED = "spaces_between_special_tokens"
 """sglang-router drops it. It changes the text of slow tokenizers only; fast ones ignore it."""
+_WITHOUT = {
+    KEPT: "kept tokens must come from vLLM, got a request for SGLang's; leave --replay-kept-tokens out",
+    TOP: "the likeliest tokens must come from vLLM, got a request for SGLang's; leave --use-score-centering out",
+    EXPERTS: "routed experts must come from vLLM, got a request for SGLang's; sglang-router drops the field: leave "
+    "--use-rollout-routing-replay out",
+}
+"""The error of each column that SGLang's answers lack."""
 _FINISH: dict[object, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -54,9 +73,7 @@ class SglangEngineClient(RouterClient):
         *,
         seed: int,
         deadline_s: float,
-        experts_from: int | None = None,
-        kept_tokens: int = 0,
-        top_tokens: int = 0,
+        columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> GenerateResult:
@@ -67,20 +84,10 @@ class SglangEngineClient(RouterClient):
         ignores the seed. The text keeps the stop string unless `no_stop_trim` is False. Faults: see
         `VllmEngineClient.generate`.
         """
-        if kept_tokens:
+        for name in columns:
             raise ValueError(
-                f"kept tokens must come from vLLM, got a request for {kept_tokens} of SGLang's; leave "
-                "--replay-kept-tokens out"
-            )
-        if top_tokens:
-            raise ValueError(
-                f"the likeliest tokens must come from vLLM, got a request for {top_tokens} of SGLang's; leave "
-                "--use-score-centering out"
-            )
-        if experts_from is not None:
-            raise ValueError(
-                "routed experts must come from vLLM, got a request for SGLang's; sglang-router drops the field: leave "
-                "--use-rollout-routing-replay out"
+                _WITHOUT.get(name)
+                or f"{name} must come from vLLM, got a request for SGLang's; take --rollout-backend vllm"
             )
         body = msgspec.json.encode(
             {
@@ -189,9 +196,11 @@ def result_of(answer: Answer) -> GenerateResult:
             f"the engine must give one log-prob per token, got {len(rows)} for {len(answer.output_ids)} tokens; check "
             "that it is SGLang 0.5.23 or newer"
         )
-    live, starts = _versions(meta), None
+    live, columns = _versions(meta), dict[str, Arrays]()
     if meta.weight_versions:
-        starts = [span["start"] for span in meta.weight_versions]
+        ends = [*(span["start"] for span in meta.weight_versions[1:]), len(rows)]
+        lengths = [end - span["start"] for span, end in zip(meta.weight_versions, ends, strict=True)]
+        columns[VERSIONS] = (np.repeat(np.asarray(live, np.int32), lengths),)
     log_probs = _values(rows)
     require_finite(log_probs, live[-1])
     return GenerateResult(
@@ -200,7 +209,7 @@ def result_of(answer: Answer) -> GenerateResult:
         text=answer.text,
         finish_reason=_FINISH[reason],
         weight_versions=live,
-        version_starts=starts,
+        columns=columns,
         prompt_tokens=meta.prompt_tokens,
         cached_tokens=meta.cached_tokens,
     )

@@ -7,31 +7,33 @@ that start at the same moment become one HTTP request, so a group costs one requ
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import aiohttp
 import msgspec
 import numpy as np
 
-from slime.protocols import FinishReason, GenerateResult, OnTokens, ScoreResult
+from slime.protocols import EXPERTS, TOP, FinishReason, GenerateResult, OnTokens, ScoreResult
 from slime.rollout.sampling import checked
 from vime.pool.control import ADAPTER_HEADER, SERVED_MODEL_NAME
 from vime.pool.router_client import RouterClient, Transient, check_start, require_finite, require_ok, scored
 from vime.sglang_api.sampling_names import NAMES
 from vime.vllm.group_wire import (
     ADAPTER_FIELD,
-    KEPT_FIELD,
+    COLUMNS_FIELD,
     SAMPLES,
     SCORE_FIELD,
     SILENT_S,
     STREAM_FIELD,
-    TOP_FIELD,
     Frames,
     GroupParams,
     SampleAnswer,
+    unpacked,
 )
-from vime.vllm.worker import routed_experts
+from vime.vllm.worker.columns import routed_experts
 
 _OWN = ("max_tokens",)
 """Parameters, in addition to the seed, that may differ between a request's samples."""
@@ -64,9 +66,7 @@ class VllmEngineClient(RouterClient):
         *,
         seed: int,
         deadline_s: float,
-        experts_from: int | None = None,
-        kept_tokens: int = 0,
-        top_tokens: int = 0,
+        columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> GenerateResult:
@@ -83,12 +83,8 @@ class VllmEngineClient(RouterClient):
         """
         shared, own = request_fields(sampling_params, seed)
         shared |= self._of_adapter
-        if experts_from is not None:
-            shared[routed_experts.START_FIELD] = experts_from
-        if kept_tokens:
-            shared[KEPT_FIELD] = kept_tokens
-        if top_tokens:
-            shared[TOP_FIELD] = top_tokens
+        if columns:
+            shared[COLUMNS_FIELD] = dict(columns)
         if on_tokens is not None:
             shared[STREAM_FIELD] = True
         answer = await self._until(
@@ -96,7 +92,7 @@ class VllmEngineClient(RouterClient):
             lambda: self._join(token_ids, shared, own, session, on_tokens),
             prompt_tokens=len(token_ids),
         )
-        return result_of(answer, len(token_ids), experts_from)
+        return result_of(answer, len(token_ids), columns)
 
     async def score(
         self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
@@ -107,7 +103,7 @@ class VllmEngineClient(RouterClient):
         --max-logprobs tokens per position. `generate` describes the errors.
         """
         check_start(start, token_ids)
-        shared: dict[str, object] = {SCORE_FIELD: start, TOP_FIELD: top_k} | self._of_adapter
+        shared: dict[str, object] = {SCORE_FIELD: start, COLUMNS_FIELD: {TOP: top_k}} | self._of_adapter
         answer = await self._until(
             deadline_s,
             lambda: self._join(token_ids, shared, {"max_tokens": 1}, None),
@@ -115,10 +111,11 @@ class VllmEngineClient(RouterClient):
         )
         if answer.error is not None:
             raise ValueError(f"the engine must accept the request, got {answer.error}")
+        ids, log_probs = unpacked(answer.columns[TOP])
         return scored(
             np.frombuffer(answer.log_probs, np.float32),
-            np.frombuffer(answer.top_ids, np.int32),
-            np.frombuffer(answer.top_log_probs, np.float32),
+            ids,
+            log_probs,
             answer.weight_versions,
             (len(token_ids) - start, top_k),
         )
@@ -244,7 +241,7 @@ def request_fields(
     return {"include_stop_str_in_output": True, **given}, own
 
 
-def result_of(answer: SampleAnswer, prompt_tokens: int, experts_from: int | None) -> GenerateResult:
+def result_of(answer: SampleAnswer, prompt_tokens: int, asked: Mapping[str, int]) -> GenerateResult:
     """Converts an engine's answer.
 
     Raises ValueError when the engine refused the sample, when a token has no log-prob, or when the finish reason is
@@ -263,35 +260,21 @@ def result_of(answer: SampleAnswer, prompt_tokens: int, experts_from: int | None
     require_finite(log_probs, live[-1])
     if answer.finish_reason not in _FINISH:
         raise ValueError(f"finish_reason must be one of {list(_FINISH)}, got {answer.finish_reason!r}")
-    rows = None
-    if experts_from is not None and len(token_ids):  # no tokens: the request was aborted in the queue
-        rows = routed_experts.decode(
-            answer.experts, tokens=prompt_tokens + len(token_ids), start=experts_from
-        )
-    kept = None
-    if answer.kept_ids is not None:
-        kept = tuple(np.frombuffer(x, np.int32).tolist() for x in (answer.kept_ids, answer.kept_counts))
-    top = None
-    if answer.top_ids:
-        shape = len(token_ids), -1
-        top = (
-            np.frombuffer(answer.top_ids, np.int32).reshape(shape),
-            np.frombuffer(answer.top_log_probs, np.float32).reshape(shape),
-        )
+    columns = {name: unpacked(arrays) for name, arrays in answer.columns.items()}
+    if EXPERTS in asked and len(token_ids):  # no tokens: the request was aborted in the queue
+        tokens = prompt_tokens + len(token_ids)
+        routed_experts.check_rows(columns.get(EXPERTS), tokens=tokens, start=asked[EXPERTS])
     return GenerateResult(
         token_ids=token_ids.tolist(),
         log_probs=log_probs.tolist(),
         text=answer.text,
         finish_reason=_FINISH[answer.finish_reason],
         weight_versions=live,
-        version_starts=answer.version_starts,
+        columns=columns,
         prompt_tokens=answer.prompt_tokens,
         cached_tokens=answer.cached_tokens,
         queue_s=answer.queue_s,
         preemptions=answer.preemptions,
         decode_tokens_per_s=answer.decode_tokens_per_s,
-        routed_experts=rows,
         speculation=answer.speculation,
-        kept=kept,
-        top=top,
     )

@@ -13,16 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
+
+from slime.protocols import Arrays
 
 SAMPLES = "vime_samples"
 ADAPTER_FIELD = "vime_adapter"
 """Shared parameter: name of the adapter that answers. Without this parameter, the base model answers."""
-KEPT_FIELD = "vime_kept_tokens"
-"""Shared parameter: the largest set of kept ids that the answers must hold."""
+COLUMNS_FIELD = "vime_columns"
+"""Shared parameter: maps the names of the engine columns that the answers must hold to their arguments
+(`slime.protocols.RolloutEngine.generate`)."""
 SCORE_FIELD = "vime_score_from"
 """Shared parameter of a request for log-probs of the prompt: the first position."""
-TOP_FIELD = "vime_top"
-"""Shared parameter: number of most probable tokens per position in the answers."""
 STREAM_FIELD = "vime_stream"
 """Shared parameter: true if frames with tokens come before a sample is finished."""
 MARK = b"vime"
@@ -41,17 +43,33 @@ class GroupParams(msgspec.Struct):
     each: list[dict[str, object]]
 
 
+class Array(msgspec.Struct, array_like=True):
+    """An array: NumPy's name of its dtype, its shape, and its bytes in C order."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+def packed(arrays: Arrays) -> list[Array]:
+    """Returns the arrays of a column for the wire."""
+    return [Array(str(each.dtype), list(each.shape), each.tobytes()) for each in arrays]
+
+
+def unpacked(arrays: list[Array]) -> Arrays:
+    """Inverse of `packed`. ValueError for bytes that do not fit the shape."""
+    return tuple(np.frombuffer(each.data, np.dtype(each.dtype)).reshape(each.shape) for each in arrays)
+
+
 class SampleAnswer(msgspec.Struct, array_like=True):
     """One finished sample. With `more`, the tokens of a sample since its last frame.
 
     `place`: index of the sample in the request. `token_ids`: int32, `log_probs`: float32 nats.
 
-    `error` is set if the engine refuses the sample; every other field is then empty. `experts`: an .npy file. In an
-    answer to a request with SCORE_FIELD, `log_probs` are those of the prompt. `top_ids`, int32, and `top_log_probs`,
-    float32 nats, hold the most probable tokens, the same number for each position. `kept_ids`, `kept_counts`: int32,
-    the ids that sampling kept, and their number for each token. `version_starts`: index of the first token of each
-    entry of `weight_versions`. `preemptions`: number of preemptions of the request, if the engine counts them.
-    `speculation`: numbers of model passes, drafted tokens and accepted tokens, if the engine counts them.
+    `error` is set if the engine refuses the sample; every other field is then empty. `columns`: the engine columns of
+    the sample by their names. In an answer to a request with SCORE_FIELD, `log_probs` are those of the prompt.
+    `preemptions`: number of preemptions of the request, if the engine counts them. `speculation`: numbers of model
+    passes, drafted tokens and accepted tokens, if the engine counts them.
     """
 
     place: int
@@ -64,15 +82,10 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     cached_tokens: int = 0
     queue_s: float | None = None
     decode_tokens_per_s: float | None = None
-    experts: bytes | None = None
     speculation: tuple[int, int, int] | None = None
     error: str | None = None
-    kept_ids: bytes | None = None
-    kept_counts: bytes = b""
-    top_ids: bytes = b""
-    top_log_probs: bytes = b""
     preemptions: int = 0
-    version_starts: list[int] = []
+    columns: dict[str, list[Array]] = {}
     more: bool = False
 
 

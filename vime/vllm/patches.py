@@ -41,7 +41,7 @@ PATCHES = {
     "server, at its first request": (
         Patch(
             symbol="vllm.v1.engine.output_processor:RequestState._new_completion_output",
-            replacement="vime.vllm.worker.token_versions:with_spans",
+            replacement="vime.vllm.worker.columns.token_versions:with_spans",
             condition="in the process that serves HTTP, at its first request",
             why="an answer must contain the version of the weights that sampled each token",
             removed_when="vLLM 0.26 is no longer supported: newer versions have CompletionOutput.weight_versions",
@@ -58,7 +58,7 @@ PATCHES = {
         ),
         Patch(
             symbol="vllm.config:VllmConfig._verify_aux_output_compatibility",
-            replacement="vime.vllm.worker.routed_experts:for_the_older_runner",
+            replacement="vime.vllm.worker.columns.routed_experts:for_the_older_runner",
             condition="in each process of a server on CPUs",
             why="vLLM refuses --enable-return-routed-experts with the older model runner, whose experts our worker "
             "returns",

@@ -17,7 +17,8 @@ from vime.pool.control import SERVED_MODEL_NAME
 from vime.pool.engine_server import EngineServer, EngineSpec, option, pair_up
 from vime.vllm.cpu import engine as cpu_engine
 from vime.vllm.versions import request_times, server_module, speculation_counts, token_routes
-from vime.vllm.worker import adapter, bitwise, routed_experts
+from vime.vllm.worker import adapter, bitwise
+from vime.vllm.worker.columns import routed_experts
 from vime.vllm.worker.plugin import BACKEND, SUPERVISED_VARIABLE
 from vime.vllm.worker.settings import OPTION, EngineSettings
 

@@ -30,7 +30,7 @@ from score_cases import *  # noqa: F403 (tests)
 from session_cases import *  # noqa: F403 (tests)
 
 from slime import http
-from slime.protocols import GenerateResult
+from slime.protocols import KEPT, TOP, GenerateResult
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.slices import whole_slices
 from vime.pool.control import ControlError
@@ -153,18 +153,23 @@ def test_seeded_samples_and_their_log_probs(served: Served, temperature: float) 
         assert one.prompt_tokens == len(PROMPT) and 0 <= one.cached_tokens < len(PROMPT)
 
 
+def kept_of(result: GenerateResult) -> tuple[list[int], list[int]]:
+    ids, counts = (array.tolist() for array in result.columns[KEPT])
+    return ids, counts
+
+
 def test_what_top_p_and_top_k_kept_comes_with_a_sample(stack: Stack) -> None:
     """The sets come from the model itself and have all the probability of the log-probs."""
     served = Served(stack, stack.pool)
-    found = served.sample(seeds=(3, 4), temperature=0.7, top_p=0.8, told={"kept_tokens": 64})
-    (few,) = served.sample(seeds=(3,), temperature=0.7, top_k=3, told={"kept_tokens": 64})
-    (short,) = served.sample(seeds=(3,), temperature=0.7, top_p=0.95, told={"kept_tokens": 1})
-    assert served.sample(seeds=(3,), temperature=0.7, top_p=0.8)[0].kept is None
+    found = served.sample(seeds=(3, 4), temperature=0.7, top_p=0.8, told={"columns": {KEPT: 64}})
+    (few,) = served.sample(seeds=(3,), temperature=0.7, top_k=3, told={"columns": {KEPT: 64}})
+    (short,) = served.sample(seeds=(3,), temperature=0.7, top_p=0.95, told={"columns": {KEPT: 1}})
+    assert KEPT not in served.sample(seeds=(3,), temperature=0.7, top_p=0.8)[0].columns
     for one, top_p, top_k in ((found[0], 0.8, 0), (found[1], 0.8, 0), (few, 1.0, 3)):
         with torch.no_grad():
             logits = hf_model(stack.checkpoint)(torch.tensor([PROMPT + one.token_ids])).logits[0]
         table = (logits[len(PROMPT) - 1 : -1] / 0.7).softmax(-1)
-        ids, counts = one.kept
+        ids, counts = kept_of(one)
         assert len(counts) == len(one.token_ids) and sum(counts) == len(ids)
         for row, token, value, count in zip(table, one.token_ids, one.log_probs, counts, strict=True):
             kept, ids = ids[:count], ids[count:]
@@ -176,23 +181,23 @@ def test_what_top_p_and_top_k_kept_comes_with_a_sample(stack: Stack) -> None:
                 assert value == pytest.approx(float((row[token] / row[kept].sum()).log()), abs=1e-4)
             else:
                 assert len(wanted) > 64
-    assert any(counts for counts in found[0].kept[1]) and few.kept[1] == [3] * len(few.token_ids)
-    assert set(short.kept[1]) <= {0, 1}  # one id, or a set that does not fit
+    assert any(counts for counts in kept_of(found[0])[1]) and kept_of(few)[1] == [3] * len(few.token_ids)
+    assert set(kept_of(short)[1]) <= {0, 1}  # one id, or a set that does not fit
 
 
 def test_the_likeliest_tokens_come_with_a_sample(stack: Stack) -> None:
     """The ids are the model's most likely ones, in their order, with log-probs over the whole vocabulary."""
     served = Served(stack, stack.pool)
-    for one in served.sample(seeds=(3, 4), temperature=0.7, told={"top_tokens": 5}):
+    for one in served.sample(seeds=(3, 4), temperature=0.7, told={"columns": {TOP: 5}}):
         with torch.no_grad():
             logits = hf_model(stack.checkpoint)(torch.tensor([PROMPT + one.token_ids])).logits[0]
         table = torch.log_softmax(logits[len(PROMPT) - 1 : -1] / 0.7, -1)
-        ids, log_probs = one.top
+        ids, log_probs = one.columns[TOP]
         assert ids.shape == log_probs.shape == (len(one.token_ids), 5)
         torch.testing.assert_close(torch.tensor(log_probs), table.topk(5).values, atol=1e-4, rtol=0)
         own = table.gather(1, torch.tensor(ids).long())
         torch.testing.assert_close(torch.tensor(log_probs), own, atol=1e-4, rtol=0)
-    assert served.sample(seeds=(3,))[0].top is None
+    assert TOP not in served.sample(seeds=(3,))[0].columns
 
 
 def test_greedy_takes_the_likeliest_token(served: Served) -> None:

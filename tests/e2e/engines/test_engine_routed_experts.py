@@ -14,6 +14,7 @@ import torch
 from engine_fixtures import EOS_ID, Stack, hf_model, make_checkpoint
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from slime.protocols import EXPERTS as COLUMN
 from slime.protocols import GenerateResult
 from vime.pool.router import RouterSpec
 from vime.vllm.pool import VllmEnginePool
@@ -71,7 +72,7 @@ class RoutedStack(Stack):
         async def run() -> list[GenerateResult]:
             client = self.pool.client()
             sampling = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True, **params}
-            asked = {} if start is None else {"experts_from": start}
+            asked = {} if start is None else {"columns": {COLUMN: start}}
             try:
                 return await asyncio.gather(
                     *(
@@ -102,7 +103,7 @@ def of_transformers(checkpoint: Path, tokens: list[int]) -> np.ndarray:
 
 
 def in_order(result: GenerateResult) -> np.ndarray:
-    return np.sort(result.routed_experts, axis=-1)
+    return np.sort(result.columns[COLUMN][0], axis=-1)
 
 
 def test_every_token_but_the_last_has_its_experts_also_from_the_cache(stack: RoutedStack) -> None:
@@ -112,7 +113,7 @@ def test_every_token_but_the_last_has_its_experts_also_from_the_cache(stack: Rou
     assert again[2].cached_tokens >= 128 and first[2].cached_tokens == 0
     for prompt, result, repeated in zip(prompts, first, again, strict=True):
         rows = in_order(result)
-        assert result.routed_experts.dtype == np.uint8
+        assert result.columns[COLUMN][0].dtype == np.uint8
         assert rows.shape == (len(prompt) + 24 - 1, LAYERS, TOPK)
         expected = of_transformers(stack.checkpoint, prompt + result.token_ids)
         np.testing.assert_array_equal(rows, expected)
@@ -125,12 +126,12 @@ def test_a_request_says_from_where_on(stack: RoutedStack) -> None:
     (whole,) = stack.routed([PROMPT])
     so_far = PROMPT + whole.token_ids[:10]
     (rest,) = stack.routed([so_far], start=len(so_far) - 1, max_new_tokens=5)
-    assert len(rest.routed_experts) == 5  # the last token so far, and four of the five new tokens
+    assert len(rest.columns[COLUMN][0]) == 5  # the last token so far, and four of the five new tokens
     tokens = so_far + rest.token_ids
     np.testing.assert_array_equal(
         in_order(rest), of_transformers(stack.checkpoint, tokens)[len(so_far) - 1 :]
     )
-    assert stack.routed([PROMPT], start=None)[0].routed_experts is None
+    assert COLUMN not in stack.routed([PROMPT], start=None)[0].columns
 
 
 def test_abort_leaves_the_experts_of_what_there_is(stack: RoutedStack) -> None:
@@ -138,7 +139,7 @@ def test_abort_leaves_the_experts_of_what_there_is(stack: RoutedStack) -> None:
         client = stack.pool.client()
         sampling = {"temperature": 1.0, "max_new_tokens": 460, "ignore_eos": True}
         tasks = [
-            asyncio.create_task(client.generate(PROMPT, sampling, seed=i, deadline_s=60, experts_from=0))
+            asyncio.create_task(client.generate(PROMPT, sampling, seed=i, deadline_s=60, columns={COLUMN: 0}))
             for i in range(4)
         ]
         await asyncio.sleep(0.3)

@@ -43,7 +43,7 @@ class TellingDouble(EngineDouble):
 
     async def generate(self, token_ids, sampling_params, **others) -> GenerateResult:
         result = await super().generate(token_ids, sampling_params, **others)
-        return replace(result, columns={"margin": [0.5 * i for i in range(len(result.token_ids))]})
+        return replace(result, columns={"margin": (np.arange(len(result.token_ids)) * 0.5,)})
 
 
 def generated(index: int) -> Sample:

@@ -31,6 +31,11 @@ KEPT = {
 }
 
 
+def arrays(ids: list[int], counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The engine column of tokens that kept `counts` of `ids`."""
+    return np.array(ids, np.int32), np.array(counts, np.int32)
+
+
 def with_sets(samples: list[Sample], seed: int = 0) -> list[Sample]:
     """Adds kept ids to the samples: up to 6 per token, its own id among them; one token in five was not cut."""
     rng = random.Random(seed)
@@ -40,7 +45,7 @@ def with_sets(samples: list[Sample], seed: int = 0) -> list[Sample]:
         for target in targets:
             others = rng.sample([t for t in range(VOCAB) if t != target], rng.randint(0, 5))
             rows.append([] if rng.random() < 0.2 else [target, *others])
-        kept_tokens.append(sample, [t for row in rows for t in row], [len(row) for row in rows])
+        kept_tokens.append(sample, arrays([t for row in rows for t in row], [len(row) for row in rows]))
     return samples
 
 
@@ -61,10 +66,10 @@ def cut_log_probs(model, sample: Sample, temperature: float) -> torch.Tensor:
 def test_the_record_of_a_sample_grows_with_it():
     sample = Sample(tokens=[1, 2])
     sample.append_response_tokens(tokens=[3, 4], log_probs=[-1.0, -1.0])
-    kept_tokens.append(sample, [3, 9, 4], [2, 1])
+    kept_tokens.append(sample, arrays([3, 9, 4], [2, 1]))
     sample.append_response_tokens(tokens=[5, 6], trainable=False)  # a tool's tokens
     sample.append_response_tokens(tokens=[7], log_probs=[-1.0])
-    kept_tokens.append(sample, [7, 8, 9], [3])
+    kept_tokens.append(sample, arrays([7, 8, 9], [3]))
     assert sample.rollout_top_p_token_offsets == [0, 2, 3, 3, 3, 6]
     assert kept_tokens.of_sample(sample).tolist() == [
         [3, 9, -1],
@@ -138,7 +143,7 @@ def test_without_sets_nothing_changes(build):
     step = wanted.train(0, rank_data(wanted.config, make_samples())).steps[0]
     trainer, samples = build(**KEPT), make_samples()
     for sample in samples:
-        kept_tokens.append(sample, [], [0] * sample.response_length)
+        kept_tokens.append(sample, arrays([], [0] * sample.response_length))
     assert trainer.train(0, rank_data(trainer.config, samples)).steps[0] == pytest.approx(
         step, rel=1e-5, abs=1e-6
     )
@@ -194,7 +199,7 @@ def test_records_of_all_samples_are_as_wide_as_the_widest():
 
 def test_figures_count_tokens_without_a_set():
     a, b = Sample(response_length=3), Sample(response_length=1)
-    kept_tokens.append(a, [5, 6, 7, 8], [1, 3, 0])
-    kept_tokens.append(b, [], [0])
+    kept_tokens.append(a, arrays([5, 6, 7, 8], [1, 3, 0]))
+    kept_tokens.append(b, arrays([], [0]))
     assert kept_tokens.figures([a, b]) == {"top_p_not_kept_frac": 0.5, "top_p_kept_vocab_per_token": 2.0}
     assert kept_tokens.figures([Sample()]) == {}

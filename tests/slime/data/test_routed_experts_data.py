@@ -17,6 +17,7 @@ from slime.data.routed_experts import COLUMN, OPEN, as_tensor, check_column, pac
 from slime.data.token_slice import token_slice
 from slime.data.train_data import make_rank_data
 from slime.megatron_backend.step.audit import samples_of
+from slime.protocols import EXPERTS
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout.generate import generate, generate_and_rm
 from slime.types import Sample
@@ -50,13 +51,13 @@ def rows_of(start: int, stop: int) -> np.ndarray:
 class RoutingDouble(EngineDouble):
     """An engine double that returns the rows of `rows_of`."""
 
-    async def generate(self, token_ids, sampling_params, *, experts_from=None, **others):
+    async def generate(self, token_ids, sampling_params, *, columns, **others):
         result = await super().generate(token_ids, sampling_params, **others)
-        self.asked = experts_from
-        if experts_from is None:
+        self.asked = start = columns.get(EXPERTS)
+        if start is None:
             return result
         stop = len(token_ids) + len(result.token_ids) - 1
-        return replace(result, routed_experts=rows_of(experts_from, stop))
+        return replace(result, columns={EXPERTS: (rows_of(start, stop),)})
 
 
 def run(prompt: str, *, evaluation: bool = False, turns: int = 1, **flags):

@@ -18,7 +18,7 @@ from slime.data.packing import pack
 from slime.data.train_data import make_rank_data
 from slime.data.transport import pack_columns, unpack_columns
 from slime.megatron_backend.step.audit import samples_of
-from slime.protocols import GenerateResult
+from slime.protocols import KEPT, TOP, GenerateResult
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout.generate import generate, generate_and_rm
 from slime.types import Sample
@@ -29,13 +29,13 @@ K = 3
 class TopDouble(EngineDouble):
     """An engine double that returns ids 10 j, 10 j + 1, ... for token j of an answer."""
 
-    async def generate(self, token_ids, sampling_params, *, top_tokens=0, kept_tokens=0, **others):
+    async def generate(self, token_ids, sampling_params, *, columns, **others):
         result = await super().generate(token_ids, sampling_params, **others)
-        self.asked = top_tokens
-        if not top_tokens:
+        self.asked = count = columns.get(TOP, 0)
+        if not count:
             return result
-        ids = 10 * np.arange(len(result.token_ids))[:, None] + np.arange(top_tokens)
-        return replace(result, top=(ids.astype(np.int32), -0.5 - ids.astype(np.float32)))
+        ids = 10 * np.arange(len(result.token_ids))[:, None] + np.arange(count)
+        return replace(result, columns={TOP: (ids.astype(np.int32), -0.5 - ids.astype(np.float32))})
 
 
 def run(evaluation=False, **flags):
@@ -163,7 +163,8 @@ def test_the_columns_stay_on_the_host():
 
 
 def answer(kept):
-    return GenerateResult([1, 2], [-1.0, -1.0], "", "stop", [0], kept=kept)
+    columns = {} if kept is None else {KEPT: tuple(map(np.int32, kept))}
+    return GenerateResult([1, 2], [-1.0, -1.0], "", "stop", [0], columns=columns)
 
 
 @pytest.mark.parametrize(
@@ -173,12 +174,12 @@ def answer(kept):
 def test_an_answer_without_kept_sets_is_refused_by_the_samples_name(kept, cut, got):
     message = f"kept set for each token .* got {got} for 2 tokens of sample 7 of group 3; its answers must"
     with pytest.raises(ValueError, match=message):
-        kept_tokens.check_answer(Sample(index=7, group_index=3), answer(kept), cut=cut)
+        kept_tokens.check_answer(Sample(index=7, group_index=3), answer(kept), 8, {"top_k": 8 if cut else 9})
 
 
 def test_a_set_that_was_too_large_or_no_token_at_all_is_no_error():
-    kept_tokens.check_answer(Sample(), answer(([5], [1, 0])), cut=False)
-    kept_tokens.check_answer(Sample(), GenerateResult([], [], "", "abort", [0]), cut=True)
+    kept_tokens.check_answer(Sample(), answer(([5], [1, 0])), 8, {})
+    kept_tokens.check_answer(Sample(), GenerateResult([], [], "", "abort", [0]), 8, {"top_k": 1})
 
 
 def test_generate_names_the_sample_whose_sets_are_missing():

@@ -125,7 +125,7 @@ def test_a_character_split_between_requests_is_decoded_whole():
     state = make_state(args, tokenizer)
     first, second = tokenizer.encode("é")
 
-    async def halves(token_ids, params, *, seed, deadline_s):
+    async def halves(token_ids, params, *, seed, deadline_s, columns):
         token = second if token_ids[-1] == first else first
         return GenerateResult([token], [-1.0], "\ufffd", "abort" if token == first else "stop", [0])
 

@@ -6,6 +6,7 @@ import asyncio
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from rollout_double import make_args, make_state
@@ -38,7 +39,13 @@ HF = {
     "rope_theta": 1e4,
     "max_position_embeddings": 64,
 }
-ANSWER = GenerateResult([5, 6, 7], [-0.1, -0.2, -0.3], "abc", "stop", [3, 4], version_starts=[0, 2])
+
+
+def versions(*of_tokens: int) -> dict[str, tuple[np.ndarray, ...]]:
+    return {VERSIONS: (np.array(of_tokens, np.int32),)}
+
+
+ANSWER = GenerateResult([5, 6, 7], [-0.1, -0.2, -0.3], "abc", "stop", [3, 4], columns=versions(3, 3, 4))
 
 
 def mixed(index: int = 0, reward: float = 0.0, **fields: object) -> Sample:
@@ -57,13 +64,12 @@ def mixed(index: int = 0, reward: float = 0.0, **fields: object) -> Sample:
 
 def test_an_answer_tells_the_version_of_each_token():
     assert ANSWER.token_columns == {VERSIONS: [3, 3, 4]}
-    assert replace(ANSWER, columns={"margin": [0.0] * 3}).token_columns.keys() == {"margin", VERSIONS}
-    assert replace(ANSWER, weight_versions=[4], version_starts=None).token_columns == {VERSIONS: [4, 4, 4]}
+    margin = {"margin": (np.zeros(3),), "rows": (np.zeros((3, 2)),), "pair": (np.zeros(3), np.zeros(3))}
+    assert replace(ANSWER, columns={**ANSWER.columns, **margin}).token_columns.keys() == {"margin", VERSIONS}
+    assert replace(ANSWER, weight_versions=[4], columns={}).token_columns == {VERSIONS: [4, 4, 4]}
     # The position of the change is not guessed.
-    assert replace(ANSWER, version_starts=None).token_columns == {}
-    with pytest.raises(ValueError, match="shorter"):
-        _ = replace(ANSWER, version_starts=[0]).token_columns
-    gap, sample = replace(ANSWER, version_starts=[1, 2]), Sample(tokens=[1])
+    assert replace(ANSWER, columns={}).token_columns == {}
+    gap, sample = replace(ANSWER, columns=versions(3, 4)), Sample(tokens=[1])
     with pytest.raises(
         ValueError, match="token_versions must have one entry per generated token, got 2 for 3"
     ):
@@ -100,7 +106,7 @@ def test_a_session_keeps_the_versions_of_its_answers():
     tree, opening = TurnTree(), [1, 2]
     first = Turn(None, [], opening, {"role": "assistant"}, ANSWER, True)
     tree.add(first)
-    later = replace(ANSWER, weight_versions=[5], version_starts=[0])
+    later = replace(ANSWER, weight_versions=[5], columns={})
     tree.add(Turn(first, [], [8], {"role": "assistant"}, later, True))
     tree.add(Turn(first, [], [8, 8], {"role": "assistant"}, later, True))
     (one, _), (other, _) = tree.samples(Sample(index=0))

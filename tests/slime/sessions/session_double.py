@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rollout_double import EngineDouble, make_args, make_state, make_tokenizer
@@ -46,6 +46,7 @@ class Scripted(EngineDouble):
         *,
         seed: int,
         deadline_s: float,
+        columns: Mapping[str, int],
         session: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> GenerateResult:

@@ -14,11 +14,11 @@ import pytest
 from aiohttp import web
 
 from slime.divergence import DivergedError
-from slime.protocols import GenerateResult
+from slime.protocols import VERSIONS, GenerateResult
 from vime.pool.process import free_port
 from vime.vllm import client as client_module
 from vime.vllm.client import VllmEngineClient, request_fields, result_of
-from vime.vllm.group_wire import ALIVE, SampleAnswer, frame
+from vime.vllm.group_wire import ALIVE, SampleAnswer, frame, packed
 from vime.vllm.server import VllmServer, VllmSpec
 
 
@@ -38,7 +38,7 @@ def changed(**fields: Any) -> SampleAnswer:
 
 
 def result(answer: SampleAnswer) -> GenerateResult:
-    return result_of(answer, 5, None)
+    return result_of(answer, 5, {})
 
 
 def serve(handler: Callable[[web.Request], Any], ask: Callable[[VllmEngineClient], Any]) -> Any:
@@ -94,7 +94,9 @@ def test_slime_names_become_vllm_names() -> None:
 
 def test_an_answer_becomes_a_record() -> None:
     more = {"queue_s": 0.25, "decode_tokens_per_s": 50.0, "speculation": (2, 4, 1)}
-    found = result(changed(weight_versions=[3, 4], version_starts=[0, 1], **more))
+    found = result(
+        changed(weight_versions=[3, 4], columns={VERSIONS: packed((np.int32([3, 4, 4]),))}, **more)
+    )
     assert found.token_columns == {"token_versions": [3, 4, 4]}
     assert found == GenerateResult(
         token_ids=[8, 10, 2],
@@ -107,7 +109,6 @@ def test_an_answer_becomes_a_record() -> None:
         queue_s=0.25,
         decode_tokens_per_s=50.0,
         speculation=(2, 4, 1),
-        version_starts=[0, 1],
     )
 
 

@@ -11,7 +11,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vime.vllm import patches
 from vime.vllm.cpu import draft, experts, rotary
 from vime.vllm.cpu.memory import drop_pages, trim
-from vime.vllm.worker import routed_experts
+from vime.vllm.worker.columns import routed_experts
 from vime.vllm.worker.workers import RunWorker
 
 if TYPE_CHECKING:

@@ -8,33 +8,32 @@ vLLM's route.
 from __future__ import annotations
 
 import asyncio
-import io
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 import msgspec
 import numpy as np
 
+from slime.protocols import TOP, VERSIONS
 from vime.pool.asgi import Message, Receive, Send
 from vime.vllm.group_wire import (
     ADAPTER_FIELD,
     ALIVE,
     ALIVE_S,
-    KEPT_FIELD,
+    COLUMNS_FIELD,
     SCORE_FIELD,
     STREAM_FIELD,
-    TOP_FIELD,
     GroupParams,
     SampleAnswer,
     frame,
+    packed,
 )
 from vime.vllm.versions import refusals
 from vime.vllm.worker.adapter import ServedAdapters
-from vime.vllm.worker.routed_experts import START_FIELD
-from vime.vllm.worker.token_versions import spans_of
+from vime.vllm.worker.columns.producers import LOWEST, PRODUCERS
+from vime.vllm.worker.columns.token_versions import spans_of
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
@@ -42,11 +41,6 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-LOWEST = -9999.0
-"""Log-prob that replaces minus infinity, as in vLLM's own answers."""
-MISSING = 1e-3
-"""Largest missing probability of a complete set of kept ids. A set that misses more is not the whole cut
-distribution."""
 _AUTO = -1
 """Value of vLLM's --max-model-len for as many tokens as its memory holds."""
 PART_S = 0.02
@@ -77,20 +71,16 @@ class GroupRequest:
         parsed = msgspec.json.decode(body, type=_Body)
         shared = parsed.vime_samples.shared
         self.prompt = parsed.prompt
-        start = shared.pop(START_FIELD, None)
-        self.wants_experts = start is not None
-        kept = shared.pop(KEPT_FIELD, 0)
-        self.kept_tokens = min(kept, vocabulary) if isinstance(kept, int) else 0
+        self.columns = _columns(shared.pop(COLUMNS_FIELD, {}), vocabulary)
         self.score_from = shared.pop(SCORE_FIELD, None)
         adapter = shared.pop(ADAPTER_FIELD, "")
         self.adapter = adapter if isinstance(adapter, str) else ""
         self.streams = shared.pop(STREAM_FIELD, False) is True
-        top = shared.pop(TOP_FIELD, 0)
-        self.top_tokens = min(top, vocabulary) if isinstance(top, int) else 0
-        most = max(self.kept_tokens, self.top_tokens)
+        likeliest = [argument for name, argument in self.columns.items() if PRODUCERS[name].likeliest]
+        most = max(likeliest, default=0)
         ours: dict[str, object] = {
             "logprobs": most if self.score_from is None else None,
-            "prompt_logprobs": None if self.score_from is None else self.top_tokens,
+            "prompt_logprobs": None if self.score_from is None else most,
             "output_kind": RequestOutputKind.CUMULATIVE if self.streams else RequestOutputKind.FINAL_ONLY,
             "skip_clone": True,
         }
@@ -98,8 +88,8 @@ class GroupRequest:
         self.samples = [make(**shared | own | ours) for own in parsed.vime_samples.each]
         for params in self.samples:
             params.flat_logprobs = True  # lists of numbers
-            # older versions have no such argument of `from_optional`
-            params.routed_experts_prompt_start = start if isinstance(start, int) else 0
+            for name, argument in self.columns.items():
+                PRODUCERS[name].prepare(params, argument)
         if not self.prompt or not self.samples:
             raise ValueError(
                 f"a request must have a prompt and samples, got {len(self.prompt)} tokens and "
@@ -115,6 +105,20 @@ class GroupRequest:
         for params in self.samples if longest > room else ():
             params.max_tokens = min(params.max_tokens or 1, room)
             params.min_tokens = min(params.min_tokens, params.max_tokens)
+
+
+def _columns(given: object, vocabulary: int) -> dict[str, int]:
+    """The columns of a request with their arguments. ValueError for a column that has no producer."""
+    if not isinstance(given, dict) or not all(isinstance(argument, int) for argument in given.values()):
+        raise ValueError(
+            f"{COLUMNS_FIELD} must map names of columns to integers, got {given!r:.200}; send {{}}"
+        )
+    if unknown := sorted(given.keys() - PRODUCERS.keys()):
+        raise ValueError(f"columns must be among {sorted(PRODUCERS)}, got {unknown}; leave them out")
+    return {
+        name: min(argument, vocabulary) if PRODUCERS[name].likeliest else argument
+        for name, argument in given.items()
+    }
 
 
 async def answer(
@@ -212,8 +216,7 @@ async def _sample(
         if isinstance(request.score_from, int):
             finished.put_nowait(_scores_of(output, place, versions(request.adapter), request.score_from))
             return
-        wanted = request.wants_experts, request.kept_tokens, request.top_tokens
-        finished.put_nowait(_answer_of(output, place, *wanted))
+        finished.put_nowait(_answer_of(output, place, request.columns))
     except refusals() as error:
         finished.put_nowait(SampleAnswer(place, error=str(error)))
     except Exception as error:  # the border of a task: `_send_frames` raises it
@@ -248,21 +251,11 @@ def _log_probs(completion: CompletionOutput, start: int = 0, end: int | None = N
     return np.maximum(np.asarray(values, np.float32), LOWEST).tobytes()
 
 
-def _answer_of(
-    output: RequestOutput,
-    place: int,
-    wants_experts: bool,
-    kept_tokens: int = 0,
-    top_tokens: int = 0,
-) -> SampleAnswer:
+def _answer_of(output: RequestOutput, place: int, columns: Mapping[str, int]) -> SampleAnswer:
     completion, times = output.outputs[0], output.metrics
-    flat = cast("FlatLogprobs | None", completion.logprobs)
-    kept_ids, kept_counts = None, b""
-    if kept_tokens and flat is not None:
-        kept_ids, kept_counts = _kept(flat)
-    top_ids = top_log_probs = b""
-    if top_tokens and flat is not None:
-        top_ids, top_log_probs = _top(flat, top_tokens)
+    made = {
+        name: PRODUCERS[name].make(output, argument) for name, argument in {**columns, VERSIONS: 1}.items()
+    }
     queue_s = speed = None
     if times is not None:
         if 0 < times.queued_ts <= times.scheduled_ts:
@@ -270,31 +263,20 @@ def _answer_of(
         decoded = len(completion.token_ids) - 1
         if decoded > 0 and 0 < times.first_token_ts < times.last_token_ts:
             speed = decoded / (times.last_token_ts - times.first_token_ts)
-    spans = spans_of(completion)
-    experts = None
-    if wants_experts and completion.routed_experts is not None:
-        file = io.BytesIO()
-        np.save(file, completion.routed_experts, allow_pickle=False)
-        experts = file.getvalue()
     return SampleAnswer(
         place,
         _ids(completion.token_ids),
         _log_probs(completion),
         completion.text,
         completion.finish_reason,
-        [span.version for span in spans],
+        [span.version for span in spans_of(completion)],
         len(output.prompt_token_ids or ()),
         output.num_cached_tokens or 0,
         queue_s,
         speed,
-        experts,
         _speculation(completion),
-        kept_ids=kept_ids,
-        kept_counts=kept_counts,
-        top_ids=top_ids,
-        top_log_probs=top_log_probs,
         preemptions=getattr(times, "num_preemptions", 0),  # some versions have no such field
-        version_starts=[span.start for span in spans],
+        columns={name: packed(arrays) for name, arrays in made.items() if arrays is not None},
     )
 
 
@@ -311,37 +293,8 @@ def _scores_of(output: RequestOutput, place: int, versions: list[int], start: in
         log_probs=values[firsts].tobytes(),
         weight_versions=versions,
         prompt_tokens=len(output.prompt_token_ids or ()),
-        top_ids=ids[top].tobytes(),
-        top_log_probs=values[top].tobytes(),
+        columns={TOP: packed((ids[top], values[top]))},
     )
-
-
-def _kept(flat: FlatLogprobs) -> tuple[bytes, bytes]:
-    """Returns (ids, number of ids per token), int32: the likeliest ids that are not cut off, if together they have all
-    of the probability.
-
-    `flat` lists the likeliest ids after the sampled one.
-    """
-    ids: list[int] = []
-    counts: list[int] = []
-    for first, end in zip(flat.start_indices, flat.end_indices, strict=True):
-        found = {
-            token: value
-            for token, value in zip(flat.token_ids[first:end], flat.logprobs[first:end], strict=True)
-            if value > LOWEST
-        }
-        whole = sum(map(math.exp, found.values())) > 1 - MISSING
-        ids += found if whole else ()
-        counts.append(len(found) if whole else 0)
-    return np.asarray(ids, np.int32).tobytes(), np.asarray(counts, np.int32).tobytes()
-
-
-def _top(flat: FlatLogprobs, count: int) -> tuple[bytes, bytes]:
-    """Returns (ids int32, log-probs float32) of the likeliest `count` ids per token, which `flat` lists after the
-    sampled one."""
-    places = [at for first in flat.start_indices for at in range(first + 1, first + 1 + count)]
-    ids = np.asarray(flat.token_ids, np.int32)[places]
-    return ids.tobytes(), np.maximum(np.asarray(flat.logprobs, np.float32)[places], LOWEST).tobytes()
 
 
 def _speculation(completion: CompletionOutput) -> tuple[int, int, int] | None:

@@ -23,7 +23,7 @@ from vime.sglang_api.request import ROUTES, WRAPPED
 from vime.vllm.cpu.memory import return_cache
 from vime.vllm.group_wire import SAMPLES
 from vime.vllm.worker.adapter import ServedAdapters, abort_all
-from vime.vllm.worker.token_versions import TokenVersions
+from vime.vllm.worker.columns.token_versions import TokenVersions
 
 VERSIONS_HEADER = "x-weight-versions"
 NEW_VERSION_HEADER = "x-new-weight-version"

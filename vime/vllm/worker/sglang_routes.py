@@ -23,9 +23,9 @@ from vime.sglang_api.request import GenerateRequest, OneRequest, WantedOutput, p
 from vime.vllm.versions import installed, refusals
 from vime.vllm.worker import sglang_control
 from vime.vllm.worker.adapter import ServedAdapters, abort_all
-from vime.vllm.worker.group_route import LOWEST
+from vime.vllm.worker.columns.producers import LOWEST
+from vime.vllm.worker.columns.token_versions import spans_of
 from vime.vllm.worker.settings import EngineSettings
-from vime.vllm.worker.token_versions import spans_of
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

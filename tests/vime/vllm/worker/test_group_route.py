@@ -4,7 +4,6 @@ e2e/test_engine.py."""
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import math
 from collections.abc import AsyncIterator
@@ -18,12 +17,13 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
+from slime.protocols import EXPERTS, KEPT, TOP, VERSIONS
 from vime.vllm.client import result_of
-from vime.vllm.group_wire import ADAPTER_FIELD, KEPT_FIELD, SAMPLES, TOP_FIELD
+from vime.vllm.group_wire import ADAPTER_FIELD, COLUMNS_FIELD, SAMPLES, unpacked
 from vime.vllm.versions import refusals
 from vime.vllm.worker.adapter import ServedAdapters, number_of
+from vime.vllm.worker.columns.token_versions import Span, attach
 from vime.vllm.worker.group_route import LOWEST, GroupRequest, _answer_of, answer
-from vime.vllm.worker.token_versions import Span, attach
 
 
 def body(
@@ -38,8 +38,15 @@ def test_each_sample_has_its_own_parameters_and_those_of_all() -> None:
     request = GroupRequest(body([1, 2], each, {"temperature": 0.5}, echo=False), 6, 50)
     found = [(p.seed, p.max_tokens, p.temperature, p.flat_logprobs) for p in request.samples]
     assert found == [(3, 4, 0.5, True), (5, 2, 0.5, True)]
-    assert not request.wants_experts
-    assert GroupRequest(body([1], each, {"routed_experts_prompt_start": 0}), 6, 50).wants_experts
+    assert request.columns == {}
+    asked = GroupRequest(body([1], each, {COLUMNS_FIELD: {EXPERTS: 0}}), 6, 50)
+    assert asked.columns == {EXPERTS: 0} and asked.samples[0].routed_experts_prompt_start == 0
+    for wrong, said in (
+        ([], "must map names of columns to integers"),
+        ({"margin": 1}, r"columns must be among .* got \['margin'\]"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            GroupRequest(body([1], each, {COLUMNS_FIELD: wrong}), 6, 50)
 
 
 def test_a_response_is_cut_to_a_context_that_the_client_does_not_know() -> None:
@@ -81,8 +88,8 @@ def test_a_request_names_its_adapter() -> None:
 
 
 def test_no_more_ids_than_the_vocabulary_has_are_asked_for() -> None:
-    wanted = [GroupRequest(body([1], [{}], {KEPT_FIELD: n}), 100, 50) for n in (0, 8, 64)]
-    assert [(r.kept_tokens, r.samples[0].logprobs) for r in wanted] == [(0, 0), (8, 8), (50, 50)]
+    wanted = [GroupRequest(body([1], [{}], {COLUMNS_FIELD: {KEPT: n}}), 100, 50) for n in (0, 8, 64)]
+    assert [(r.columns[KEPT], r.samples[0].logprobs) for r in wanted] == [(0, 0), (8, 8), (50, 50)]
 
 
 def test_what_sampling_kept_of_each_token() -> None:
@@ -96,12 +103,10 @@ def test_what_sampling_kept_of_each_token() -> None:
     made = CompletionOutput(0, "text", [7, 3, 5], None, flat, finish_reason="length")
     attach(made, [Span(1, 0, 3)])
     given = RequestOutput("name", None, [1], None, [made], True)
-    sent = _answer_of(given, 0, False, 3)
+    sent = _answer_of(given, 0, {KEPT: 3})
     assert np.frombuffer(sent.log_probs, np.float32).tolist() == pytest.approx([half, -1.5, 0.0])
-    assert sent.kept_ids is not None
-    found = [np.frombuffer(x, np.int32).tolist() for x in (sent.kept_ids, sent.kept_counts)]
-    assert found == [[7, 9, 5], [2, 0, 1]]
-    assert _answer_of(given, 0, False).kept_ids is None
+    assert [array.tolist() for array in unpacked(sent.columns[KEPT])] == [[7, 9, 5], [2, 0, 1]]
+    assert _answer_of(given, 0, {}).columns.keys() == {VERSIONS}
 
 
 def test_the_likeliest_ids_of_each_token() -> None:
@@ -110,12 +115,12 @@ def test_the_likeliest_ids_of_each_token() -> None:
     flat.append_fast([3, 8, 9, 2], [-4.0, -1.0, -1.2, float("-inf")], iter([9, 1, 2, 3]), iter([None] * 4))
     made = CompletionOutput(0, "text", [7, 3], None, flat, finish_reason="length")
     attach(made, [Span(1, 0, 2)])
-    sent = _answer_of(RequestOutput("name", None, [1], None, [made], True), 0, False, 0, 3)
-    found = result_of(sent, 1, None).top
-    assert found is not None and found[0].tolist() == [[7, 9, 4], [8, 9, 2]]
+    sent = _answer_of(RequestOutput("name", None, [1], None, [made], True), 0, {TOP: 3})
+    found = result_of(sent, 1, {}).columns[TOP]
+    assert found[0].tolist() == [[7, 9, 4], [8, 9, 2]]
     assert found[1].tolist() == pytest.approx(np.array([[-0.5, -1.5, -2.0], [-1.0, -1.2, LOWEST]]))
-    wanted = [GroupRequest(body([1], [{}], {KEPT_FIELD: 4, TOP_FIELD: n}), 100, 50) for n in (0, 8, 64)]
-    assert [(r.top_tokens, r.samples[0].logprobs) for r in wanted] == [(0, 4), (8, 8), (50, 50)]
+    wanted = [GroupRequest(body([1], [{}], {COLUMNS_FIELD: {KEPT: 4, TOP: n}}), 100, 50) for n in (0, 8, 64)]
+    assert [(r.columns[TOP], r.samples[0].logprobs) for r in wanted] == [(0, 4), (8, 8), (50, 50)]
 
 
 def output(log_probs: list[float], times: RequestStateStats | None = None) -> RequestOutput:
@@ -130,30 +135,32 @@ def output(log_probs: list[float], times: RequestStateStats | None = None) -> Re
 
 
 def test_log_probs_stay_as_they_are_but_for_minus_infinity() -> None:
-    sent = _answer_of(output([-0.5, float("-inf"), float("nan")]), 3, False)
+    sent = _answer_of(output([-0.5, float("-inf"), float("nan")]), 3, {})
     assert np.frombuffer(sent.token_ids, np.int32).tolist() == [0, 1, 2]
     values = np.frombuffer(sent.log_probs, np.float32)
     assert values[:2].tolist() == [-0.5, LOWEST] and np.isnan(values[2])
     assert (sent.place, sent.prompt_tokens, sent.cached_tokens) == (3, 2, 1)
-    assert (sent.weight_versions, sent.version_starts) == ([4, 5], [0, 1])
-    assert result_of(_answer_of(output([-0.5, -1.0, -2.0]), 3, False), 2, None).token_columns == {
+    assert sent.weight_versions == [4, 5]
+    assert result_of(_answer_of(output([-0.5, -1.0, -2.0]), 3, {}), 2, {}).token_columns == {
         "token_versions": [4, 5, 5]
     }
 
 
 def test_experts_travel_only_where_they_were_asked_for() -> None:
-    assert _answer_of(output([-0.5]), 0, False).experts is None
-    sent = _answer_of(output([-0.5]), 0, True).experts
-    assert sent is not None and np.load(io.BytesIO(sent)).shape == (2, 2, 1)
+    assert EXPERTS not in _answer_of(output([-0.5]), 0, {}).columns
+    (rows,) = unpacked(_answer_of(output([-0.5]), 0, {EXPERTS: 0}).columns[EXPERTS])
+    assert rows.shape == (2, 2, 1) and rows.dtype == np.uint8
+    (rows,) = unpacked(_answer_of(output([-0.5]), 0, {EXPERTS: 1}).columns[EXPERTS])
+    assert rows.shape == (1, 2, 1), "this answer of vLLM begins with the prompt"
 
 
 def test_times_are_in_seconds_and_missing_where_vllm_has_none() -> None:
     times = RequestStateStats(queued_ts=10.0, scheduled_ts=10.25, first_token_ts=11.0, last_token_ts=13.0)
-    sent = _answer_of(output([-0.5] * 5, times), 0, False)
+    sent = _answer_of(output([-0.5] * 5, times), 0, {})
     assert (sent.queue_s, sent.decode_tokens_per_s) == (0.25, 2.0)
-    short = _answer_of(output([-0.5], times), 0, False)
+    short = _answer_of(output([-0.5], times), 0, {})
     assert (short.queue_s, short.decode_tokens_per_s) == (0.25, None), "one token has no time between tokens"
-    silent = _answer_of(output([-0.5]), 0, False)
+    silent = _answer_of(output([-0.5]), 0, {})
     assert (silent.queue_s, silent.decode_tokens_per_s) == (None, None)
 
 

@@ -3,57 +3,48 @@ tokens."""
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
 
 from slime.config import FlagGroup
+from vime.vllm.group_wire import Array, unpacked
 from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.server_flags import VLLM
-from vime.vllm.worker import routed_experts
-from vime.vllm.worker.routed_experts import decode
+from vime.vllm.worker.columns import routed_experts
+from vime.vllm.worker.columns.routed_experts import check_rows
 
 ROWS = np.arange(7 * 2 * 3, dtype=np.uint8).reshape(7, 2, 3)
 
 
-def written(rows: np.ndarray) -> bytes:
-    with io.BytesIO() as file:
-        np.save(file, rows)
-        return file.getvalue()
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_all_rows(dtype):
-    read = decode(written(ROWS.astype(dtype)), tokens=8, start=0)
-    assert read.dtype == dtype and (read == ROWS).all()
-
-
-def test_from_a_start_on_whether_the_server_knows_it_or_not():
-    assert (decode(written(ROWS[5:]), tokens=8, start=5) == ROWS[5:]).all()
-    assert (decode(written(ROWS), tokens=8, start=5) == ROWS[5:]).all()
+def test_rows_of_all_tokens_and_of_the_last_ones(dtype):
+    check_rows((ROWS.astype(dtype),), tokens=8, start=0)
+    check_rows((ROWS[5:].astype(dtype),), tokens=8, start=5)
 
 
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("column", "said"),
     [
         (
             None,
             "must give the experts of each token, got none for 8 tokens; check that it runs with --enable-",
         ),
-        (written(ROWS[:5]), r"one row of experts per token that it computed, got 5 for tokens \[0, 7\)"),
-        (written(ROWS[:, 0]), r"unsigned \[tokens, layers, k\], got uint8 \[7, 3\]"),
-        (written(ROWS.astype(np.float32)), r"unsigned \[tokens, layers, k\], got float32 \[7, 2, 3\]"),
+        ((ROWS[:5],), r"one row of experts per token that it computed, got 5 for tokens \[0, 7\)"),
+        ((ROWS[:, 0],), r"unsigned \[tokens, layers, k\], got uint8 \[7, 3\]"),
+        ((ROWS.astype(np.float32),), r"unsigned \[tokens, layers, k\], got float32 \[7, 2, 3\]"),
     ],
 )
-def test_anything_else_is_an_error(file, said):
+def test_anything_else_is_an_error(column, said):
     with pytest.raises(ValueError, match=said):
-        decode(file, tokens=8, start=0)
+        check_rows(column, tokens=8, start=0)
 
 
 def test_what_is_not_plain_numbers_is_not_read():
-    with pytest.raises(ValueError, match="allow_pickle=False"):
-        decode(written(np.array([{"a": 1}], dtype=object)), tokens=8, start=0)
+    objects = np.array([{"a": 1}], dtype=object)
+    with pytest.raises(ValueError, match="OBJECT"):
+        unpacked([Array(str(objects.dtype), [1], objects.tobytes())])
+    with pytest.raises(ValueError, match="reshape"):
+        unpacked([Array("int32", [3], b"1234")])
 
 
 def test_a_server_has_the_flag_and_the_setting():

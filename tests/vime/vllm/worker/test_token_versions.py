@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 
 from vime.vllm.worker.adapter import request_for
-from vime.vllm.worker.token_versions import Span, TokenVersions, spans, spans_of
+from vime.vllm.worker.columns.token_versions import Span, TokenVersions, spans, spans_of
 
 
 class Server:

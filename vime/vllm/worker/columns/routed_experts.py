@@ -3,8 +3,8 @@
 vLLM collects the experts (--enable-return-routed-experts) and keeps them with its prefix cache, so the tokens of a
 cached prompt have experts, too. Only vLLM's newer model runner returns them, and on CPUs that runner needs a Triton for
 CPUs. So the worker on CPUs returns them for the older runner (vime.vllm.cpu.worker), and vLLM's check accepts that
-runner (`for_the_older_runner`). Only requests with `START_FIELD` get experts (see group_route). Evaluations do not
-request them.
+runner (`for_the_older_runner`). Only requests for the column get experts (see producers). Evaluations do
+not request them.
 
 Shapes: N tokens of prompt and response, L layers of the model, K experts per token. The last token of a response is
 never computed, so the rows are [N - 1, L, K]. A layer without experts has zeros.
@@ -12,47 +12,44 @@ never computed, so the rows are [N - 1, L, K]. A layer without experts has zeros
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slime.protocols import Arrays
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.outputs import ModelRunnerOutput
 
 FLAG = "--enable-return-routed-experts"
-START_FIELD = "routed_experts_prompt_start"
-"""vLLM's sampling parameter: number of first prompt tokens that need no row."""
 
 
-def decode(file: bytes | None, *, tokens: int, start: int) -> np.ndarray:
-    """Decodes the answer's `routed_experts` to rows of tokens [start, tokens - 1): uint8 or uint16 [tokens - 1 - start,
-    L, K].
+def check_rows(column: Arrays | None, *, tokens: int, start: int) -> None:
+    """Checks that an answer's column has the experts of the tokens [start, tokens - 1).
+
+    The array must be unsigned [tokens - 1 - start, L, K].
 
     Raises ValueError if the answer has no experts, if they are not such an array, and if the rows do not match the
     tokens.
     """
-    if file is None:
+    if column is None:
         raise ValueError(
             f"the engine must give the experts of each token, got none for {tokens} tokens; check that it runs "
             f"with {FLAG}"
         )
-    rows: np.ndarray = np.load(io.BytesIO(file), allow_pickle=False)
+    rows = column[0]
     if rows.ndim != 3 or rows.dtype.kind != "u":
         raise ValueError(
             f"the engine must give experts as unsigned [tokens, layers, k], got {rows.dtype} {list(rows.shape)}"
         )
-    if len(rows) == tokens - 1:  # the server ignored the start
-        rows = rows[start:]
     if len(rows) != tokens - 1 - start:
         raise ValueError(
             f"the engine must give one row of experts per token that it computed, got {len(rows)} for tokens "
             f"[{start}, {tokens - 1})"
         )
-    return rows
 
 
 def for_the_older_runner(vllms: Callable[..., object]) -> Callable[..., None]:

@@ -1,0 +1,1 @@
+"""The columns of an engine's answers: how the engine makes them."""
