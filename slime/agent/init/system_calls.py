@@ -74,6 +74,8 @@ _RULES = (
         Rule(numbers, errno.EPERM, ((0, _EQUAL, (1,)),))
         for numbers in ((144, 119), (142, 118), (314, 274), (203, 122))
     ),
+    # prctl(PR_SET_DUMPABLE): a process would hide its descriptors from the watch
+    Rule((157, 167), 0, ((0, _EQUAL, (4,)),)),
     # clone and unshare: no namespaces
     Rule((56, 220), errno.EPERM, ((0, _ANY_BIT, (_NAMESPACES,)),)),
     Rule((272, 97), errno.EPERM, ((0, _ANY_BIT, (_NAMESPACES,)),)),

@@ -21,6 +21,11 @@ FILLS = """
 """
 ENDED = {
     "unix sockets": (f"{FORKS}while True:\n    ends = socket.socketpair(){FILLS}", "memory"),
+    "unix sockets of a process that hides them": (
+        f"import ctypes\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n{FORKS}while True:\n"
+        f"    try: ends = socket.socketpair()\n    except OSError: time.sleep(30){FILLS}",
+        "memory",
+    ),
     "tcp": (
         f"{FORKS}server = socket.create_server(('127.0.0.1', 0), backlog=64)\nwhile True:\n"
         "    try:\n        first = socket.create_connection(server.getsockname())\n"
@@ -56,7 +61,7 @@ ENDED = {
         "disk",
     ),
 }
-LONG = ("pipes", "page tables", "deleted files that are mapped")
+LONG = ("unix sockets of a process that hides them", "pipes", "page tables", "deleted files that are mapped")
 REFUSED = {
     "a file in memory": "import os; os.memfd_create('x')",
     "shared memory of System V": "if libc.shmget(0, 1 << 20, 0o1600) < 0: raise OSError",
@@ -105,6 +110,14 @@ def test_the_kernel_refuses_what_nothing_counts(isolation):
             assert "Error" in result.stderr, kind
 
     run(isolation, body, limits=LIMITS)
+
+
+def test_a_process_cannot_hide_its_descriptors(isolation):
+    """The watch counts what they hold, and without root it may not look into a process that is not dumpable."""
+    code = (
+        "import ctypes; libc = ctypes.CDLL(None); print(libc.prctl(4, 0, 0, 0, 0), libc.prctl(3, 0, 0, 0, 0))"
+    )
+    assert command(isolation, f"{PYTHON} -c '{code}'").stdout == "0 1\n"
 
 
 def test_what_programs_need_still_works(isolation):
