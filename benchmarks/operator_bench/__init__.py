@@ -1,4 +1,4 @@
-"""What `vime bench op` runs: problems, contenders, timing in one hot state, targets, tables.
+"""The code of `vime bench op`: problems, contenders, timing in one hot state, targets, tables.
 
-Nothing here is loaded by `import rl_kernel`.
+`import rl_kernel` loads no module of this package.
 """

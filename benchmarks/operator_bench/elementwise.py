@@ -1,8 +1,8 @@
-"""The operators that move bytes, and beside them their PyTorch references, plain and compiled. Owns their measurement.
+"""Measures the operators that move bytes, and their PyTorch references, plain and compiled.
 
-The yardstick is a device copy: bytes read plus bytes written, divided by its time, is the bandwidth of a plain kernel.
-A rival is the call of our row itself with another implementation below it, so that inputs, arguments and gradients are
-the same by construction.
+The reference operation is a device copy: bytes read plus bytes written, divided by its time, is the bandwidth of a
+plain kernel. A rival is the same call as our row with another implementation, so inputs, arguments and gradients are
+the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rl_kernel.host import Facts
 from rl_kernel.mode import using
 
 COMPILED = ("ratio_kl", "grpo_loss", "swiglu", "rotary")
-"""Operators whose reference is one function of tensors, which torch.compile takes whole."""
+"""Operators whose reference is one function of tensors, which torch.compile compiles as a whole."""
 
 
 def run_elementwise(
@@ -34,8 +34,8 @@ def run_elementwise(
     only: Sequence[str],
     rivals: Sequence[str],
 ) -> Facts:
-    """Results of the named operators as plain data, with the copy bandwidth of the same run. `rivals`: families of
-    which "reference" and "compile" are measured beside them."""
+    """Returns the results of the named operators as plain data, with the copy bandwidth of the same run. `rivals` are
+    families; only "reference" and "compile" are measured."""
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     source = torch.ones(sizes.copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -46,7 +46,7 @@ def run_elementwise(
     copied_ms: list[float] = []
     rows: list[Facts] = []
     for build in (build for name, build in STREAMS.items() if name in operators):
-        # One operator at a time: the inputs of all of them together are tens of gigabytes.
+        # One operator at a time, because the inputs of all operators are tens of gigabytes.
         streams = [
             stream
             for stream in with_rivals(build(device, sizes), rivals)
@@ -86,13 +86,13 @@ def _entry(stream: Stream) -> Entry:
 
 
 def _largest(actual: Tensor, truth: Tensor) -> float:
-    """Largest difference, relative to truths above 1."""
+    """Returns the largest difference, relative to true values above 1."""
     off = (actual.detach().double() - truth).abs() / truth.abs().clamp(min=1)
     return off.max().item()
 
 
 def with_rivals(streams: Sequence[Stream], families: Sequence[str]) -> list[Stream]:
-    """The rows, each with those of `families` ("reference", "compile") behind it that can be measured beside it."""
+    """Returns the rows. Each row is followed by its rivals of `families` ("reference", "compile")."""
     found = []
     for stream in streams:
         found.append(stream)
@@ -114,7 +114,7 @@ def _rival(stream: Stream, family: str) -> Stream:
 
 @contextmanager
 def _compiled_reference(operator: str) -> Iterator[None]:
-    """The reference alone is compiled: what counts calls around it would be compiled anew in every call."""
+    """Compiles only the reference, because the code that counts calls would be compiled again in every call."""
     module, name = importlib.import_module(f"rl_kernel.ops.{operator}"), f"{operator}_reference"
     plain = getattr(module, name)
     setattr(module, name, _compile(plain))
@@ -126,5 +126,5 @@ def _compiled_reference(operator: str) -> Iterator[None]:
 
 @cache
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Static shapes, as those of the linear operators' rival.
+    # The shapes are static, as for the rival of the linear operators.
     return torch.compile(function, dynamic=False)

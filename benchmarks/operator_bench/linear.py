@@ -1,4 +1,4 @@
-"""One case of the linear operators: the yardstick, and a row for each contender."""
+"""Measures one case of the linear operators: the reference product, and a row per contender."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_kernel.ops.linear_logp.cases import LinearCase
 
 
 def run_case(case: LinearCase, contenders: Sequence[Contender], device: torch.device, plan: Plan) -> Facts:
-    """The result of one case as plain data: the yardstick, and one row per contender."""
+    """Returns the result of a case as plain data: the reference product, and one row per contender."""
     problem = Problem(case, device)
     problem.product()
     entries = [_entry(contender, problem) for contender in contenders]
@@ -60,7 +60,7 @@ def _entry(contender: Contender, problem: Problem) -> Entry:
 
 
 def timed(samples: CallTimes, products: int, product_ms: float) -> Facts:
-    """Time of a row, and as a multiple of `products` matrix products: median, least, largest."""
+    """Returns a row's time, also as a multiple of `products` matrix products: median, smallest, largest."""
     floor_ms = products * product_ms
     return {
         "ms": samples.each_as_json(),

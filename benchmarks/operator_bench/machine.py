@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran: the record beside every result."""
+"""The record of machine and versions that every result has."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy")
 
 
 def describe(device: torch.device, command: Sequence[str], commit: str | None = None) -> Facts:
-    """Plain data: GPU, driver, versions, commit (and whether files differ from it), command line, date.
+    """Returns plain data: GPU, driver, versions, commit (and whether files differ from it), command line, date.
 
-    `command`: what followed `python`: the script, or -m and the module, and its arguments. `commit` is for machines
-    that hold a copy of the files without their history. Arguments keep file names only, no folders of the machine.
+    `command` has the arguments of `python`: the script, or -m and the module, and its arguments. `commit` is for
+    machines that have a copy of the files without their history. Arguments keep file names only, without folders.
     """
     state = git_state(REPOSITORY) or {}
     return {
@@ -40,7 +40,7 @@ def describe(device: torch.device, command: Sequence[str], commit: str | None = 
 
 
 def gpu_facts() -> dict[str, str]:
-    """Driver, clocks, power and temperature as nvidia-smi prints them; empty where it cannot be asked."""
+    """Returns driver, clocks, power and temperature from nvidia-smi; empty if nvidia-smi does not run."""
     values = (gpu_rows(GPU_FACTS, units=True) or [[]])[0]
     return dict(zip(GPU_FACTS, values, strict=True)) if len(values) == len(GPU_FACTS) else {}
 

@@ -1,5 +1,5 @@
-"""Our contenders: `linear_logp` and `linear_token_loss`, by workspace, rounding point, use of the entropy, and where
-the weight gradient goes."""
+"""Our contenders: `linear_logp` and `linear_token_loss`, by workspace, rounding point, use of the entropy, and target
+of the weight gradient."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ UNLIMITED = float("inf")
 WORKSPACES_MIB = {"linear_logp": (UNLIMITED, 1536, 512, 256), "linear_token_loss": (512, 1536, UNLIMITED)}
 ROUNDING = {"bf16": "bfloat16", "fp32": "float32"}
 ON_TOP = {"none": "", "metric": " +entropy", "gradient": " +entropy grad", "ids": f" +{IDS} ids"}
-"""What a call computes beside log-probs: the entropy, its gradient, or log-probs of given ids with their gradient."""
+"""Results of a call in addition to log-probs: the entropy, its gradient, or log-probs of given ids with gradients."""
 
 UPSTREAM = {"gradient": "entropy", "ids": "ids"}
-"""The kinds of `Problem.upstream` that are not plain."""
+"""Use of the entropy or of ids -> kind of `Problem.upstream`, if it is not "plain"."""
 
 
 def workspace_label(mib: float) -> str:
@@ -36,8 +36,8 @@ def own_contenders(
     workspaces: Sequence[float] | None = None,
     losses: Mapping[str, MakeLoss] | None = None,
 ) -> list[Contender]:
-    """All rows of the named operators; `workspaces` (MiB) replaces the standard lists. `losses`: further ones of
-    linear_token_loss, by name."""
+    """Returns all rows of the named operators. `workspaces` (MiB) replaces the standard lists. `losses` has more losses
+    of linear_token_loss, by name."""
     found = []
     if "linear_logp" in operators:
         found += [_logp_row(None, "bf16"), _logp_row(None, "bf16", "metric"), _logp_row(None, "fp32")]
@@ -57,7 +57,7 @@ def own_contenders(
 
 
 def _logp_row(mib: float | None, rounding: str, entropy: str = "none") -> Contender:
-    """Forward and backward in a workspace of `mib`; None: the forward alone, which takes no workspace."""
+    """Returns the row of forward and backward in a workspace of `mib`; None means the forward without a workspace."""
     what = "forward" if mib is None else workspace_label(mib)
     return Contender(
         f"linear_logp {what} {rounding}{ON_TOP[entropy]}",
@@ -114,7 +114,7 @@ def _token_loss_rows(workspaces: Sequence[float], losses: Mapping[str, MakeLoss]
 
 
 def _detail(workspaces: Sequence[float]) -> float:
-    """Where the variants (rounding, entropy, losses) are measured."""
+    """Returns the workspace in which the variants (rounding, entropy, losses) are measured."""
     return DEFAULT_WORKSPACE_MIB if DEFAULT_WORKSPACE_MIB in workspaces else workspaces[0]
 
 

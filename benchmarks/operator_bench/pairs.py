@@ -1,6 +1,6 @@
-"""Which row of rl_kernel is compared with which other implementation, and what the ratio of their times shows.
+"""Pairs rows of rl_kernel with rows of other implementations, and computes the ratios of their times.
 
-The implementations took turns in one process: call k of one and call k of another belong to round k.
+The implementations took turns in one process: the k-th calls of two implementations belong to round k.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 Row = Mapping[str, Any]
 LEVEL = 0.95
 VALID = {"log_prob": 0.05, "entropy": 0.1, "d_hidden": 0.05, "d_weight": 0.05, "d_weight_other": 0.1}
-"""Largest errors of a row. A row with a larger one computes something else, so its time is not compared."""
+"""Largest allowed errors of a row. The time of a row with a larger error is not compared."""
 DEFAULT_WORKSPACE_MIB = 1536
 """The default of --rl-kernel-workspace-mib."""
 NO_KERNEL = "none: rl_kernel ran no kernel"
@@ -24,7 +24,8 @@ NO_CALLS = "none: ranges overlap, and single calls were not kept"
 
 @dataclass(frozen=True)
 class Ratio:
-    """Our time divided by the other's: the median over `rounds`; its interval at LEVEL, None with too few rounds."""
+    """Our time divided by the rival's: the median over `rounds`, and its interval at LEVEL (None with too few
+    rounds)."""
 
     value: float
     rounds: int
@@ -33,7 +34,7 @@ class Ratio:
 
     @property
     def words(self) -> str:
-        """faster, slower, or how large a difference is still possible."""
+        """Returns "faster", "slower", or the largest difference that is still possible."""
         if self.low is None or self.high is None:
             return f"none: {self.rounds} rounds are too few"
         if self.high < 1:
@@ -45,11 +46,11 @@ class Ratio:
 
 
 def median_ratio(ours: Sequence[float], others: Sequence[float]) -> Ratio | None:
-    """median(ours / others) over the rounds that both made; None without one.
+    """Returns median(ours / others) over the rounds that both made; None without such a round.
 
-    The interval is that of the sign test, between two of the sorted ratios (`sign_rank`). It supposes no shape, so one
-    delayed call moves it by one rank at most. It supposes independent rounds: with noise that lasts (a correlation of
-    0.6 from round to round) 13 to 22 % of equal pairs are called different in simulations, instead of 1 to 3 %.
+    The interval comes from the sign test, between two of the sorted ratios (`sign_rank`). It assumes no distribution,
+    so one delayed call moves it by at most one rank. It assumes independent rounds. With correlated noise (a
+    correlation of 0.6 from round to round), simulations call 13 to 22 % of equal pairs different, instead of 1 to 3 %.
     """
     ratios = sorted(a / b for a, b in zip(ours, others, strict=False))
     if not ratios:
@@ -61,10 +62,10 @@ def median_ratio(ours: Sequence[float], others: Sequence[float]) -> Ratio | None
 
 @cache
 def sign_rank(rounds: int) -> int | None:
-    """The largest k for which the k-th smallest and the k-th largest value contain the median with probability LEVEL.
+    """Returns the largest k for which the k-th smallest and the k-th largest value contain the median at LEVEL.
 
     The median is below the k-th smallest value if fewer than k values are below it: P(Binomial(rounds, 1/2) < k). None
-    under 6 values.
+    with fewer than 6 values.
     """
     below, rank = 0.0, None
     for k in range(1, rounds // 2 + 1):
@@ -84,32 +85,33 @@ class Pair:
 
     @property
     def ratio(self) -> Ratio:
-        """Of a record that kept no single calls: of the medians, without an interval."""
+        """Ratio of the two rows. If the record has no single calls, it is the ratio of the medians without an
+        interval."""
         ours, rival = self.ours["ms"], self.rival["ms"]
         found = median_ratio(ours.get("each", ()), rival.get("each", ()))
         return found or Ratio(ours["median"] / rival["median"], min(ours["calls"], rival["calls"]))
 
     @property
     def words(self) -> str:
-        """The verdict, or "none" with the reason."""
+        """Returns the verdict, or "none" with the reason."""
         ours, rival, ratio = self.ours["ms"], self.rival["ms"], self.ratio
         if not ran_kernel(self.ours):
             return NO_KERNEL
         if sign_rank(ratio.rounds) is None or ratio.low is not None:
             return ratio.words
-        if ours["max"] < rival["min"]:  # then every round agrees
+        if ours["max"] < rival["min"]:  # Then all rounds agree.
             return "faster"
         return "slower" if ours["min"] > rival["max"] else NO_CALLS
 
 
 def ran_kernel(row: Row) -> bool:
-    """Whether the operator ran its kernels. Old records of operators that move bytes do not say it: they did."""
+    """Returns whether the operator ran its kernels. Old records of operators that move bytes always used kernels."""
     found = row.get("implementation")
     return not row.get("fallbacks") and (found is None or found.get(row["operator"]) == "triton")
 
 
 def linear_pairs(rows: Sequence[Row]) -> tuple[list[Pair], list[tuple[str, str]]]:
-    """(pairs of one case of the linear operators, [(row that is not compared, why)])."""
+    """Returns (pairs of a case of the linear operators, [(row that is not compared, reason)])."""
     ours, rivals, unmatched = _parted(rows)
     pairs = []
     for operator, main_grad in dict.fromkeys((row["operator"], row["main_grad"]) for row in ours):
@@ -123,7 +125,7 @@ def linear_pairs(rows: Sequence[Row]) -> tuple[list[Pair], list[tuple[str, str]]
 
 
 def loss_pairs(rows: Sequence[Row]) -> list[Pair]:
-    """Each further loss of linear_token_loss, and grpo_loss in the same workspace."""
+    """Pairs each additional loss of linear_token_loss with grpo_loss in the same workspace."""
     fit = [row for row in rows if row["operator"] == "linear_token_loss" and not unfit(row)]
     base = next((row for row in fit if row["upstream"] == "grpo"), None)
     others = (row for row in fit if row["upstream"] not in ("plain", "entropy", "grpo"))
@@ -131,14 +133,14 @@ def loss_pairs(rows: Sequence[Row]) -> list[Pair]:
 
 
 def stream_pairs(rows: Sequence[Row]) -> tuple[list[Pair], list[tuple[str, str]]]:
-    """The same of the operators that move bytes, whose rivals name the row that they are compared with."""
+    """Returns the same for operators that move bytes. Their rivals name the row for the comparison."""
     ours, rivals, unmatched = _parted(rows)
     by_name = {row["name"]: row for row in ours}
     return [Pair(by_name[row["against"]], row) for row in rivals if row["against"] in by_name], unmatched
 
 
 def _parted(rows: Sequence[Row]) -> tuple[list[Row], list[Row], list[tuple[str, str]]]:
-    """(rows of rl_kernel, rows of the other implementations, [(row that is not compared, why)])."""
+    """Returns (rows of rl_kernel, rows of other implementations, [(row that is not compared, reason)])."""
     unmatched = [(row["name"], why) for row in rows if (why := unfit(row))]
     fit = [row for row in rows if not unfit(row)]
     ours = [row for row in fit if row["operator"] != "rival"]
@@ -146,9 +148,9 @@ def _parted(rows: Sequence[Row]) -> tuple[list[Row], list[Row], list[tuple[str, 
 
 
 def unfit(row: Row) -> str | None:
-    """Why a row is not compared: it failed, or it computes something else. None where it is.
+    """Returns the reason why a row is not compared: it failed, or its results are wrong. None if it is compared.
 
-    A row of the linear operators has `errors`, by name; one of those that move bytes has one `error`.
+    A row of a linear operator has `errors`, by name; a row of an operator that moves bytes has one `error`.
     """
     if "skipped" in row:
         return str(row["skipped"])
@@ -166,10 +168,10 @@ def unfit(row: Row) -> str | None:
 
 
 def _same_work(ours: Sequence[Row], rival: Row) -> Row | None:
-    """Our row with the same phase and use of the entropy and logits rounded to bfloat16, in the default workspace or
-    else in the largest one that was measured.
+    """Returns our row with the same phase, the same use of the entropy and logits rounded to bfloat16, in the default
+    workspace or else in the largest measured workspace.
 
-    What a row was asked to do decides, never its time: the best of several rows beats an equal rival by luck.
+    The choice never depends on the time, because the best of several rows would beat an equal rival by chance.
     """
     level = [
         row
@@ -194,7 +196,7 @@ def all_rows(results: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def check(results: object, path: object) -> None:
-    """ValueError for a file that is not a result of operator_bench, naming the file and the fault."""
+    """Raises a ValueError for a file that is not a result of operator_bench. It names the file and the fault."""
     if not isinstance(results, dict) or results.get("schema") != 1:
         raise ValueError(f"{path} must be of schema 1; measure again with this version")
     if missing := {"machine", "linear", "elementwise"} - results.keys():

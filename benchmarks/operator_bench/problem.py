@@ -1,5 +1,4 @@
-"""The problem of the linear operators: shapes, inputs, the truth in float64 to hold results against, and what a way to
-solve it says of itself.
+"""The problem of the linear operators: shapes, inputs, the true results in float64, and the record of a contender.
 
 Legend: N tokens, H hidden, V vocabulary columns.
 """
@@ -23,15 +22,15 @@ from rl_kernel.ops.logp import cases as logp_cases
 CHECKED_ROWS = 256
 CHECKED_COLUMNS = 256
 TRUTH_TOKENS = 512
-"""Rows of float64 logits at a time: 600 MiB for the largest vocabulary."""
+"""Number of rows of float64 logits at a time: 600 MiB for the largest vocabulary."""
 Upstream = tuple[Tensor, Tensor | None, Tensor | None]
-"""Of the log-probs [N], the entropy [N] and the log-probs of the ids [N, K]."""
+"""Upstream gradients of the log-probs [N], the entropy [N] and the log-probs of the ids [N, K]."""
 IDS, STRIDE = 64, 7919
-"""Ids of a token, and the distance of two: a prime, so that they differ in every vocabulary."""
+"""Number of ids per token, and distance between two ids: a prime, so that the ids differ in every vocabulary."""
 BlockLoss = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 """`loss(log_probs, rows) -> (loss, metrics)`, the `token_loss` of `linear_token_loss` without the entropy."""
 MakeLoss = Callable[[Tensor, Tensor, Tensor, float], BlockLoss]
-"""`make(old_log_probs, advantages, mask, denominator)`: the loss of a case, of [N] each and a number of tokens."""
+"""`make(old_log_probs, advantages, mask, denominator)` makes the loss of a case from columns [N] and a token count."""
 CLIP: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_high": 0.28}
 
 
@@ -47,7 +46,7 @@ CPU_CASES = (LinearCase("tiny", 37, 16, 101), LinearCase("wide", 5, 8, 1000))
 
 
 def select_cases(names: str | None, device: torch.device) -> list[LinearCase]:
-    """The cases of a comma-separated list; without one, those for the device."""
+    """Returns the cases of a comma-separated list; without a list, the cases for the device."""
     if names is None:
         return list(GPU_CASES if device.type == "cuda" else CPU_CASES)
     known = {case.name: case for case in (*GPU_CASES, *CPU_CASES)}
@@ -60,7 +59,7 @@ def select_cases(names: str | None, device: torch.device) -> list[LinearCase]:
 
 @dataclass
 class Outputs:
-    """What one call of a contender gives back, to be checked; gradients default to those of the problem's leaves."""
+    """Results of a contender's call, for the check. The default gradients are the gradients of the problem's leaves."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
@@ -68,10 +67,10 @@ class Outputs:
 
 
 class Problem:
-    """Inputs of one case: hidden ~ N(0, 1), weight ~ N(0, 0.02), random targets and upstream gradients.
+    """Inputs of a case: hidden ~ N(0, 1), weight ~ N(0, 0.02), random targets and upstream gradients.
 
-    `gain` [N] is the upstream gradient of the log-probs, `entropy_gain` [N] that of the entropy, `ids_gain` [N, K] that
-    of the log-probs of `ids` [N, K]. `leaves` are the tensors whose `.grad` a call may leave behind.
+    `gain` [N], `entropy_gain` [N] and `ids_gain` [N, K] are the upstream gradients of the log-probs, of the entropy,
+    and of the log-probs of `ids` [N, K]. `leaves` are the tensors whose `.grad` a call may set.
     """
 
     def __init__(self, case: LinearCase, device: torch.device) -> None:
@@ -94,28 +93,28 @@ class Problem:
         self.log_ratio = (torch.randint(4, (tokens,), device=device, generator=random) - 1.5) / 3
         self.leaves = [self.hidden, self.weight]
         self.truth = Truth(self)
-        # Ratios of exp(+-0.17) and exp(+-0.5) lie far from the clip bounds on both sides, so that the rounding of a
-        # log-prob never decides on which side a token falls.
+        # Ratios of exp(+-0.17) and exp(+-0.5) are far from the clip bounds, so the rounding of a log-prob never decides
+        # whether a token is clipped.
         self.old_log_probs = (self.truth.log_probs - self.log_ratio).float()
         self.denominator = float(self.mask.sum().clamp(min=1))
         self.losses: dict[str, BlockLoss] = {"grpo": self.grpo_loss}
 
     def add_loss(self, name: str, make: MakeLoss) -> None:
-        """A further loss, whose `upstream` has this name."""
+        """Adds a loss, whose `upstream` has this name."""
         self.losses[name] = make(self.old_log_probs, self.advantages, self.mask, self.denominator)
 
     @cached_property
     def logits(self) -> Tensor:
-        """[N, V] for the yardstick to write to."""
+        """Output [N, V] of the reference product."""
         return torch.empty(self.case.tokens, self.case.vocab, device=self.device, dtype=torch.bfloat16)
 
     @cached_property
     def main_grad(self) -> Tensor:
-        """[V, H] float32 that a training framework keeps for the weight gradient."""
+        """Buffer [V, H] float32 of a training framework for the weight gradient."""
         return torch.zeros(self.weight.shape, device=self.device)
 
     def product(self) -> None:
-        """The yardstick: one plain matrix product, the first of the three that any training step needs."""
+        """Runs the reference product: a plain matrix product, the first of the three products of a training step."""
         torch.mm(self.hidden.detach(), self.weight.detach().t(), out=self.logits)
 
     def clear(self) -> None:
@@ -123,12 +122,13 @@ class Problem:
             leaf.grad = None
 
     def grpo_loss(self, log_probs: Tensor, rows: slice, **terms: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """`rl_kernel.grpo_loss` of these tokens: clip-higher, mean over the counted tokens of the batch."""
+        """Computes `rl_kernel.grpo_loss` of these tokens, with clip-higher and a mean over the batch's counted
+        tokens."""
         old, gain, mask = self.old_log_probs[rows], self.advantages[rows], self.mask[rows]
         return rl_kernel.grpo_loss(log_probs, old, gain, mask, self.denominator, **CLIP, **terms)
 
     def upstream(self, kind: str) -> Upstream:
-        """Gradients of the log-probs and of the entropy that a call of this kind sends back, in float64."""
+        """Returns the upstream gradients of the log-probs and of the entropy for this kind of call, in float64."""
         gain = self.gain.double()
         if kind == "plain":
             return gain, None, None
@@ -144,16 +144,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Contender:
-    """`build(problem)` gives the call to time; an ImportError there says that the library is missing.
+    """A contender. `build(problem)` returns the call to time; it raises ImportError if the library is missing.
 
-    operator: one of ours, or "rival".
-    phase: "forward" (no gradients; the yardstick is one product) or "train" (three products).
-    upstream: which gradients the call sends back (`Problem.upstream`).
+    operator: one of our operators, or "rival".
+    phase: "forward" (no gradients; the floor is one product) or "train" (three products).
+    upstream: kind of the upstream gradients (`Problem.upstream`).
     entropy: "none", "metric" (computed, no gradient) or "gradient".
-    workspace_mib: the bound it was given; infinity for none; None where there is no such knob.
+    workspace_mib: the memory bound; infinity means no bound; None if the contender has no such setting.
     main_grad: the weight gradient goes to `Problem.main_grad` instead of `.grad`.
     make_loss: the loss that `upstream` names, unless the problem has it.
-    against: the one operator of ours that a rival is held against; None: every one that does the same.
+    against: our operator with which a rival is compared; None means every operator that does the same work.
     """
 
     name: str
@@ -198,7 +198,7 @@ class Truth:
         return log_probs, entropy
 
     def gradients(self, kind: str) -> tuple[Tensor, Tensor]:
-        """d_hidden of `rows` and d_weight of `columns` for an upstream gradient of this kind."""
+        """Returns d_hidden of `rows` and d_weight of `columns` for an upstream gradient of this kind."""
         if kind not in self._gradients:
             hidden, weight = (t.detach().double() for t in (self.problem.hidden, self.problem.weight))
             upstream = self.problem.upstream(kind)
@@ -226,8 +226,8 @@ class Truth:
         return grad
 
     def errors(self, outputs: Outputs, kind: str | None, d_weight: Tensor | None) -> dict[str, float | None]:
-        """Worst absolute errors of log-probs (checked rows, all rows) and entropy, in nats, and relative errors
-        |out - truth| / |truth| of the gradients; absent where there is nothing to check, None where not finite."""
+        """Returns the largest absolute errors of log-probs (checked rows, all rows) and entropy, in nats, and relative
+        errors |out - truth| / |truth| of the gradients. An error is absent without values, and None if not finite."""
         found: dict[str, float] = {}
         if outputs.log_probs is not None:
             off = (outputs.log_probs.detach().double() - self.log_probs).abs()

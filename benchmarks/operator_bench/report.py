@@ -1,4 +1,4 @@
-"""Results as Markdown, for the terminal and for `vime bench report`: the one renderer of operator records."""
+"""Renders operator records as Markdown, for the terminal and for `vime bench report`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOW_TO_READ = (
 
 
 def result_lines(results: Row) -> Iterator[str]:
-    """A whole file: machine, every case, and the rows that ran no kernel."""
+    """Yields the lines of a file: machine, every case, and the rows that ran no kernel."""
     yield from machine_lines(results["machine"])
     yield from ("", HOW_TO_READ)
     for result in results["linear"]:
@@ -42,7 +42,7 @@ def result_lines(results: Row) -> Iterator[str]:
 
 
 def machine_lines(machine: Row) -> Iterator[str]:
-    """Where it was measured, with which versions, by which command."""
+    """Yields the lines about machine, versions and command."""
     facts = {"driver": machine["gpu_facts"].get("driver_version", "unknown"), **machine["gpu_facts"]}
     told = [f"{name} {value}" for name, value in facts.items() if name != "driver_version"]
     names = ("python", "torch", "cuda", "triton", "liger-kernel", "cut-cross-entropy")
@@ -57,7 +57,7 @@ def machine_lines(machine: Row) -> Iterator[str]:
 
 
 def linear_lines(result: Row) -> Iterator[str]:
-    """One case of the linear operators: every row, then every comparison."""
+    """Yields the lines of a case of the linear operators: every row, then every comparison."""
     case, product = result["case"], result["product_ms"]
     yield f"#### {case['name']}: {case['tokens']:,} tokens, hidden {case['hidden']:,}, vocabulary {case['vocab']:,}"
     yield ""
@@ -73,7 +73,7 @@ def linear_lines(result: Row) -> Iterator[str]:
 
 
 def stream_lines(result: Row) -> Iterator[str]:
-    """The operators that move bytes: every row, then every comparison."""
+    """Yields the lines of the operators that move bytes: every row, then every comparison."""
     yield "#### Operators that move bytes"
     yield ""
     yield f"A device copy reads and writes {result['copy_gbs']} GB/s"
@@ -82,7 +82,7 @@ def stream_lines(result: Row) -> Iterator[str]:
 
 
 def fallback_lines(results: Row) -> Iterator[str]:
-    """Rows of rl_kernel that ran no kernel, by reason."""
+    """Yields the rows of rl_kernel that ran no kernel, by reason."""
     reasons: dict[str, list[str]] = {}
     for row in all_rows(results):
         if row["operator"] != "rival" and "ms" in row and not ran_kernel(row):
@@ -150,7 +150,7 @@ def _error(errors: Row, name: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table whose columns are aligned for a terminal: the first to the left, the others to the right."""
+    """Returns a Markdown table, aligned for a terminal: the first column to the left, all others to the right."""
     widths = [max(3, *(len(row[i]) for row in [columns, *rows])) for i in range(len(columns))]
 
     def line(cells: Sequence[str]) -> str:
@@ -162,7 +162,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def trace_text(name: str, wall_ms: float, kernels: Sequence[tuple[str, float, int]]) -> str:
-    """The 12 kernels of one call that take the most time; `idle` is the wall time in which none of them ran."""
+    """Returns the 12 kernels with the most time in a call. `idle` is the wall time without a running kernel."""
     total = sum(ms for _, ms, _ in kernels)
     head = f"{name}: {wall_ms:.3f} ms, kernels {total:.3f} ms, idle {max(wall_ms - total, 0.0):.3f} ms"
     rows = [

@@ -1,8 +1,8 @@
-"""Other ways to the same numbers, measured beside ours: plain and compiled PyTorch, the path of common RL trainers,
-and public libraries where they can be imported.
+"""Other implementations to compare with: plain and compiled PyTorch, the method of common RL trainers, and public
+libraries that can be imported.
 
-Each is a few lines over what its library offers to users. A library that is missing, or a call that fails or runs
-out of memory, is a row that says so.
+Each implementation is a few lines over its library's public functions. If a library is missing, or a call fails or runs
+out of memory, its row has the reason.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LIGER_CHUNK_TOKENS = 512
 
 
 def rival_contenders(names: str) -> list[Contender]:
-    """`all`, `none`, or a comma-separated list of families (keys of RIVALS)."""
+    """Returns the contenders of `all`, `none`, or a comma-separated list of families (keys of RIVALS)."""
     return [contender for name in rival_families(names) for contender in RIVALS[name]]
 
 
 def rival_families(names: str) -> list[str]:
-    """Those that the text names; ValueError for one that is none."""
+    """Returns the families in the text. ValueError for an unknown family."""
     if names == "none":
         return []
     wanted = list(RIVALS) if names == "all" else names.split(",")
@@ -43,7 +43,7 @@ def rival_families(names: str) -> list[str]:
 
 
 def reference(problem: Problem, *, operator: str) -> Callable[[], Outputs]:
-    """The PyTorch reference of one of our operators, as a run without kernels calls it."""
+    """Returns a call of the operator's PyTorch reference, as in a run without kernels."""
     if operator == "linear_logp":
         call = logp_step(problem, mib=DEFAULT_WORKSPACE_MIB, rounding="bf16", entropy="none")
     else:
@@ -59,13 +59,13 @@ def reference(problem: Problem, *, operator: str) -> Callable[[], Outputs]:
 
 
 def plain_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """What one writes without an operator: logits, a float32 copy, a log-softmax of all of it."""
+    """Computes log-probs without an operator: logits, a float32 copy, and a log-softmax over it."""
     logits = F.linear(hidden, weight).float()
     return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
 
 
 def torch_plain(problem: Problem, *, compiled: bool = False) -> Callable[[], Outputs]:
-    # Static shapes: a trainer may compile for dynamic ones and gets slower code.
+    # The shapes are static. A trainer may compile for dynamic shapes, with slower code.
     log_probs_of = torch.compile(plain_log_probs, dynamic=False) if compiled else plain_log_probs
 
     def step() -> Outputs:
@@ -77,8 +77,8 @@ def torch_plain(problem: Problem, *, compiled: bool = False) -> Callable[[], Out
 
 
 class _NativeLogProb(torch.autograd.Function):
-    """Log-prob from float32 logits [N, V] that it overwrites with their softmax, kept for the backward: what a
-    vocabulary-parallel cross-entropy does on one process."""
+    """Computes log-probs from float32 logits [N, V], and overwrites the logits with their softmax for the backward. A
+    vocabulary-parallel cross-entropy does the same on one process."""
 
     @staticmethod
     def forward(ctx: Context, logits: Tensor, targets: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class _NativeLogProb(torch.autograd.Function):
 
 
 class _NativeEntropy(torch.autograd.Function):
-    """Entropy from float32 logits [N, V]; keeps them and their softmax for the backward."""
+    """Computes the entropy of float32 logits [N, V], and keeps the logits and their softmax for the backward."""
 
     @staticmethod
     def forward(ctx: Context, logits: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class _NativeEntropy(torch.autograd.Function):
 
 
 def native(problem: Problem, *, entropy: str = "none") -> Callable[[], Outputs]:
-    """The path of common RL trainers: float32 logits, a copy of them that becomes the softmax; entropy beside it."""
+    """Returns the method of common RL trainers: float32 logits and a copy for the softmax, optionally an entropy."""
 
     def step() -> Outputs:
         logits = F.linear(problem.hidden, problem.weight).float()
@@ -152,8 +152,8 @@ def liger_grpo_forward(problem: Problem) -> Callable[[], Outputs]:
 
 
 def liger_grpo(problem: Problem) -> Callable[[], Outputs]:
-    """Its Triton GRPO loss on full bf16 logits. With no old log-probs the ratio is 1, so that with an advantage of 1
-    the loss of a token has the gradient of minus its log-prob."""
+    """Returns Liger's Triton GRPO loss on full bf16 logits. Without old log-probs the ratio is 1, so with an advantage
+    of 1 the loss of a token has the gradient of minus its log-prob."""
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     padded = _one_more_row(problem.hidden.detach()).requires_grad_()
@@ -172,7 +172,7 @@ def liger_grpo(problem: Problem) -> Callable[[], Outputs]:
 
 
 def liger_fused_linear_grpo(problem: Problem) -> Callable[[], Outputs]:
-    """Its chunked GRPO loss from hidden states. Every token is a sequence of its own, for per-token advantages."""
+    """Returns Liger's chunked GRPO loss from hidden states. Each token is a separate sequence, for token advantages."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     loss_of = LigerFusedLinearGRPOLoss(
@@ -204,7 +204,7 @@ def cut_cross_entropy(problem: Problem, **options: Any) -> Callable[[], Outputs]
 
 
 def _one_more_row(hidden: Tensor) -> Tensor:
-    """Liger's GRPO kernels drop the last row of the logits."""
+    """Appends a row, because Liger's GRPO kernels drop the last row of the logits."""
     return torch.cat([hidden, hidden[:1]])
 
 
@@ -236,4 +236,4 @@ RIVALS: dict[str, list[Contender]] = {
         Contender("cce exact", "rival", partial(cut_cross_entropy, filter_eps=None)),
     ],
 }
-"""Families of rivals, as `--rivals` names them."""
+"""Families of rivals, by their names in `--rivals`."""

@@ -1,7 +1,7 @@
-"""The calls of the operators that move bytes, their inputs, and the fewest bytes each can do with.
+"""The calls of the operators that move bytes, their inputs, and the minimum bytes of each call.
 
-Inputs read once, outputs written once; for a backward pass, the least that any split between saving and computing
-again needs. So moving more bytes raises no figure.
+The minimum reads inputs once and writes outputs once. For a backward pass, it is the minimum over all choices between
+saving and recomputation. Therefore an implementation that moves more bytes has no better figure.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rl_kernel.ops.rotary import cases as rotary_cases
 from rl_kernel.ops.swiglu import cases as swiglu_cases
 
 CHECKED, CHECKED_ROWS = 4096, 64
-"""Elements and rows that are held against the formula of the operator's cases."""
+"""Numbers of elements and rows that are compared with the formula of the operator's cases."""
 MASKED = ("masked_sum", "masked_mean", "masked_whiten")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of the element-wise operators, shape of the logits of `logp`, samples, bytes of the copy; of a layer its
-    tokens, the width of its MLP, heads of the query and of the key, and their size."""
+    """Sizes: elements of the element-wise operators, shape of the logits of `logp`, samples, bytes of the copy. For a
+    layer: tokens, width of the MLP, heads of query and key, and head size."""
 
     elements: int
     rows: int
@@ -45,7 +45,7 @@ class Sizes:
 
 
 GPU_SIZES = Sizes(2**26, 4096, 151936, 2**12, 2**30, 2**14, 9728, (32, 8), 128)
-"""Of the layer: Qwen3-4B."""
+"""Sizes for a GPU. The layer has the sizes of Qwen3-4B."""
 CPU_SIZES = Sizes(2**12, 8, 512, 2**10, 2**20, 2**6, 96, (4, 2), 16)
 
 
@@ -56,9 +56,10 @@ Truth = Callable[[Outputs], Iterable[tuple[Tensor, Tensor]]]
 
 @dataclass
 class Stream:
-    """One row: the call, its fewest bytes, tensors whose `.grad` it leaves, and the truth of what it returns.
+    """One row: the call, its minimum bytes, the tensors whose `.grad` it sets, and the true values of its results.
 
-    `against`: of a rival the name of our row. `repeats`: whether a later call sees the inputs of the first one.
+    `against` is the name of our row for a rival. `repeats` is true if later calls see the same inputs as the first
+    call.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Stream:
             leaf.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """Those a call left in memory of their own (an in-place backward writes them over the leaf)."""
+        """Returns the gradients in separate memory (an in-place backward writes them over the leaf)."""
         grads = [(leaf, leaf.grad) for leaf in self.leaves]
         return [grad for leaf, grad in grads if grad is not None and grad.data_ptr() != leaf.data_ptr()]
 
@@ -89,7 +90,8 @@ def _both_ways(
     moved: tuple[int, int],
     truth: Truth,
 ) -> list[Stream]:
-    """A forward without gradients, and a forward with backward. `upstream`: the gradients of the first outputs."""
+    """Returns a forward without gradients, and a forward with backward. `upstream` has gradients of the first
+    outputs."""
 
     def forward() -> Outputs:
         with torch.no_grad():
@@ -111,7 +113,7 @@ def _trained(call: Callable[[], Outputs], upstream: Sequence[Tensor | None]) -> 
 
 
 def _first(wanted: Sequence[Tensor], count: int) -> Truth:
-    """The first `count` rows of each output beside `wanted`; a scalar as it is."""
+    """Returns a function that pairs the first `count` rows of each output with `wanted`; scalars stay whole."""
 
     def truth(out: Outputs) -> Iterable[tuple[Tensor, Tensor]]:
         return [(o[:count] if o.ndim else o, want) for o, want in zip(out, wanted, strict=False)]
@@ -143,7 +145,7 @@ def _logp(device: torch.device, sizes: Sizes) -> list[Stream]:
         return step
 
     one, three = _bytes(logits) + small, 3 * _bytes(logits) + small
-    # The first call sees the logits; later ones see what the backward left, which takes as long.
+    # The first call sees the logits. Later calls see the result of the backward, which takes the same time.
     own = logits.detach().clone().requires_grad_()
     plain = _both_ways("logp", "logp", call(logits, False), [gain], [logits], (one, three), truth)
     more = _both_ways("logp", "logp", call(logits, True), [gain], [logits], (one, three), truth)
@@ -160,7 +162,7 @@ def _logp(device: torch.device, sizes: Sizes) -> list[Stream]:
 
 
 def _tokens(device: torch.device, elements: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Per-token inputs of the policy-loss operators, [N] each, and those of them that are checked."""
+    """Returns the per-token inputs of the policy-loss operators, [N] each, and the part that is checked."""
     columns = grpo_loss_cases.GrpoLossCase("benchmark", elements).inputs(device=str(device))
     checked = {name: column[:CHECKED].clone() for name, column in columns.items()}
     for name in ("log_probs", "entropy"):
@@ -196,7 +198,7 @@ def _grpo_loss(device: torch.device, sizes: Sizes) -> list[Stream]:
 def _grpo_streams(
     name: str, columns: dict[str, Tensor], checked: dict[str, Tensor], numbers: dict[str, Any]
 ) -> list[Stream]:
-    """With `numbers` the loss has all its terms, and each token a denominator of its own."""
+    """Returns the rows of grpo_loss. With `numbers`, the loss has all its terms, and a denominator per token."""
     new, old, gain, mask = (columns[key] for key in ("log_probs", "old_log_probs", "advantages", "mask"))
     terms, denominators = dict[str, Tensor](), float(len(new)) if not numbers else columns["denominators"]
     if numbers:
@@ -219,8 +221,8 @@ def _grpo_streams(
     inputs = [new, old, gain, mask, *terms.values()]
     inputs += [denominators] if isinstance(denominators, Tensor) else []
     one = _bytes(*inputs) + (5 if terms else 4) * _bytes(old)
-    # The derivative in the log-probs is saved, read, scaled by the upstream gradient and written; that in the
-    # entropy needs only mask and denominators.
+    # The derivative in the log-probs is saved, read, scaled by the upstream gradient and written. The derivative in
+    # the entropy needs only mask and denominators.
     two = one + 3 * _bytes(old)
     if terms:
         two += _bytes(mask, columns["denominators"], columns["entropy"])
@@ -244,7 +246,7 @@ def _rotary(device: torch.device, sizes: Sizes) -> list[Stream]:
         torch.arange(0, size, 2, device=device) / size
     )
     cos, sin = angles.cos(), angles.sin()
-    # The query comes out of its norm, contiguous; a key without a norm is a view of the fused row.
+    # The query comes from its norm and is contiguous. A key without a norm is a view of the fused row.
     query = _normal(device, 1, sizes.tokens, queries, size).bfloat16()
     some, rows = slice(0, CHECKED_ROWS), []
     for name, x in (("query", query), ("key in a row", row[..., -2 * size : -size])):
@@ -267,7 +269,7 @@ def _masked(device: torch.device, sizes: Sizes) -> list[Stream]:
     def stream(name: str) -> Stream:
         operator = getattr(rl_kernel, name)
         want = masked_cases.formula(name, values, mask)
-        # Whitening must know all values before it writes the first: two reads.
+        # Whitening needs all values before it writes the first value, so it reads them twice.
         moved = 2 * once + _bytes(values) if name == "masked_whiten" else once
         truth = _first([want[:CHECKED].clone() if want.ndim else want], CHECKED)
         return Stream(name, name, lambda: (operator(values, mask),), moved, truth)

@@ -1,9 +1,9 @@
-"""Measuring many contenders: each is checked with a call of its own, then all are timed in one hot state. Of one call
-its memory and its kernels.
+"""Checks each contender with a separate call, and then times all contenders in one hot state. Also reads the memory and
+the kernels of a call.
 
-A GPU runs faster cold than under its power limit, and the two differ by more than what is to be measured. So the
-yardstick (a matrix product, a copy) runs right before each timed call, all contenders take turns in every round, in
-an order that changes, and results are ratios of medians of one run.
+A cold GPU is faster than a GPU at its power limit, and this difference is larger than the measured differences.
+Therefore the reference operation (a matrix product or a copy) runs right before each timed call, all contenders take
+turns in every round in an order that changes, and results are ratios of medians in the same run.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from rl_kernel.host import Facts
 
 Step = Callable[[], object]
 Mark = TypeVar("Mark")
-"""What a clock gives for a moment."""
+"""A clock's mark of a point in time."""
 
 FILL_MS = 3.0
-"""`fill_ms` of a GPU: hides the host's launches, as the model's forward does in training. A whole one-pass call takes
-the host 1.5 ms, the smallest case takes the GPU 1.3 ms."""
+"""`fill_ms` of a GPU. It hides the host's launches, as the model's forward does in training. A one-pass call takes 1.5
+ms on the host, and the smallest case takes 1.3 ms on the GPU."""
 BUDGET_MS = 1500.0
-"""Timed milliseconds a row may use; slower ones take part in fewer rounds."""
+"""Largest timed milliseconds of a row; slower rows take part in fewer rounds."""
 LEAST_CALLS = 6
-"""As few as an interval at 95% of the ratio of two contenders takes (the sign test: 2 / 2^6)."""
+"""Smallest number of calls for a 95% interval of the ratio of two contenders (the sign test: 2 / 2^6)."""
 MIB = 2**20
 
 
 class Clock(Protocol[Mark]):
-    """Marks on a time line, read after `finish`. `fill_ms`: yardstick work queued before each timed call."""
+    """Makes marks that are read after `finish`. `fill_ms` is the reference work that is queued before a timed call."""
 
     fill_ms: float
 
@@ -69,7 +69,7 @@ class CudaClock:
 
 
 class HostClock:
-    """Wall time, for the CPU, whose launches run ahead of nothing."""
+    """Wall time for a CPU, on which no launches run ahead."""
 
     fill_ms = 0.0
 
@@ -89,7 +89,7 @@ def clock_of(device: torch.device) -> Clock[Any]:
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Milliseconds of the calls of one contender."""
+    """Milliseconds of a contender's calls."""
 
     ms: tuple[float, ...]
 
@@ -102,14 +102,15 @@ class CallTimes:
         return {**{name: round(value, 5) for name, value in values.items()}, "calls": len(self.ms)}
 
     def each_as_json(self) -> Facts:
-        """`as_json` and every call in the order of the rounds, to five digits: call k of two contenders is of one
-        round, so the ratio of the two has a spread. For contenders, whose calls the rounds bound."""
+        """Returns `as_json` and every call in the order of the rounds, with five digits. The k-th calls of two
+        contenders belong to the same round, so their ratio has a spread."""
         return self.as_json() | {"each": [float(f"{ms:.5g}") for ms in self.ms]}
 
 
 @dataclass
 class Timings:
-    """`yardstick` has one sample for each timed call; `failed` names the contenders that broke, with why."""
+    """Times of all contenders. `yardstick` has one sample per timed call. `failed` has failed contenders with
+    reasons."""
 
     yardstick: CallTimes
     contenders: dict[str, CallTimes]
@@ -118,7 +119,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Plan:
-    """How thoroughly to measure."""
+    """Settings of the measurement."""
 
     rounds: int
     heat_s: float
@@ -126,11 +127,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row: `row` are its facts, to which `measure` adds what it finds.
+    """One row. `row` has its facts, to which `measure` adds its results.
 
-    build: gives the call to time; an ImportError there says that the library is missing.
-    errors: what the row says of the outputs of a call.
-    kept: the tensors that a call with these outputs has to leave behind; their memory is not extra.
+    build: returns the call to time; it raises ImportError if the library is missing.
+    errors: computes the row's errors from the outputs of a call.
+    kept: returns the tensors that a call with these outputs must keep; their memory is not extra.
     """
 
     row: Facts
@@ -140,7 +141,7 @@ class Entry:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line for a table: why a contender has no number. Files are named without the folders of the machine."""
+    """Returns one line with the reason why a contender has no number. File names have no folders."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "out of memory"
     first = (str(error).strip().splitlines() or [""])[0]
@@ -151,7 +152,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def calls_within(budget_ms: float, one_call_ms: float, rounds: int) -> int:
-    """How many of the rounds a contender takes part in: slow ones in fewer, all in at least LEAST_CALLS."""
+    """Returns a contender's number of rounds: fewer for slow contenders, but at least LEAST_CALLS."""
     if one_call_ms * rounds <= budget_ms:
         return rounds
     return min(rounds, max(LEAST_CALLS, int(budget_ms / one_call_ms)))
@@ -160,9 +161,9 @@ def calls_within(budget_ms: float, one_call_ms: float, rounds: int) -> int:
 def measure(
     entries: Sequence[Entry], yardstick: Step, device: torch.device, plan: Plan, clear: Step
 ) -> Timings:
-    """The times by name of the row. Each row gets its errors and memory, or the reason why it has no time.
+    """Returns the times by name of the row. Each row gets its errors and memory, or the reason why it has no time.
 
-    `clear` drops the gradients of all entries.
+    `clear` drops all gradients.
     """
     clock = clock_of(device)
     steps: dict[str, Step] = {}
@@ -188,7 +189,8 @@ def measure(
 
 
 def _first_calls(entry: Entry, step: Step, device: torch.device, clock: Clock[Mark], clear: Step) -> float:
-    """A checked call (which also compiles), then one whose memory and time are read; returns its milliseconds."""
+    """Makes a checked call, which also compiles, and a call whose memory and time are read. Returns its
+    milliseconds."""
     held = _allocated(device)
     what_ran()
     outputs = step()
@@ -205,7 +207,7 @@ def _first_calls(entry: Entry, step: Step, device: torch.device, clock: Clock[Ma
 
 
 def what_ran() -> Facts:
-    """Of the calls since the last look: which implementation each operator ran, and why no kernel where none did."""
+    """Returns the implementation of each operator in the calls since the last look, with the reason for no kernel."""
     done = telemetry(reset=True)
     found: Facts = {
         "implementation": {name: ", ".join(facts["implementations"]) for name, facts in done.items()}
@@ -228,10 +230,10 @@ def take_turns(
     reset: Step,
     calls: Mapping[str, int],
 ) -> Timings:
-    """Time every contender once a round, each right after the yardstick; the host waits once a round.
+    """Times every contender once per round, right after the reference operation. The host waits once per round.
 
-    `reset` runs before each call, outside the timed span (it drops old gradients). `calls` bounds the rounds of a
-    contender. A contender that raises is out, with the reason.
+    `reset` runs before each call, outside the timed span (it drops old gradients). `calls` limits the rounds of a
+    contender. A contender that raises an error is removed, with the reason.
     """
     spans: dict[str, list[tuple[Mark, Mark]]] = {name: [] for name in contenders}
     yardsticks: list[tuple[Mark, Mark]] = []
@@ -273,14 +275,14 @@ def _once(step: Step, clock: Clock[Mark]) -> tuple[Mark, Mark]:
 
 
 def _repeats(yardstick: Step, clock: Clock[Mark]) -> int:
-    """Yardstick calls that take the clock's `fill_ms`; at least 1, the timed one."""
+    """Returns the number of reference calls that take the clock's `fill_ms`, at least 1 (the timed call)."""
     yardstick()
     one_ms = clock.elapsed_ms(*_once(yardstick, clock))
     return max(1, math.ceil(clock.fill_ms / max(one_ms, 1e-3)))
 
 
 def heat(yardstick: Step, clock: Clock[Mark], seconds: float) -> None:
-    """Run the yardstick until the chip has settled at the clock it can hold."""
+    """Runs the reference operation for `seconds`, until the GPU's clock is stable."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for _ in range(4):
@@ -291,10 +293,10 @@ def heat(yardstick: Step, clock: Clock[Mark], seconds: float) -> None:
 def probe(
     step: Step, clock: Clock[Mark], kept: Callable[[Any], Iterable[Tensor | None]]
 ) -> tuple[float, float | None]:
-    """(ms, extra MiB) of one call; the second is None on a CPU.
+    """Returns (ms, extra MiB) of a call; the second value is None on a CPU.
 
-    Extra: the largest amount of memory allocated during the call, beyond what was allocated before it and beyond
-    the tensors that it has to leave behind (`kept` of its outputs) and that did not exist before.
+    Extra memory is the peak of allocated memory during the call, minus the memory before the call, and minus new
+    tensors that the call must keep (`kept` of its outputs).
     """
     if isinstance(clock, HostClock):
         return clock.elapsed_ms(*_once(step, clock)), None
@@ -311,7 +313,8 @@ def probe(
 
 
 def trace(call: Step, device: torch.device, reset: Step) -> tuple[float, list[tuple[str, float, int]]]:
-    """(ms of one call, [(kernel, ms, launches)]); on a CPU, operators for kernels. `reset` runs between calls."""
+    """Returns (ms of a call, [(kernel, ms, launches)]); on a CPU, operators replace kernels. `reset` runs between
+    calls."""
     clock = clock_of(device)
     for _ in range(3):
         call()
@@ -328,7 +331,7 @@ def trace(call: Step, device: torch.device, reset: Step) -> tuple[float, list[tu
     found = []
     for event in profiler.key_averages():
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        # Annotations on the device's time line cover kernels that are counted already.
+        # Annotations on the device's time line cover kernels that are already counted.
         if event.device_type == kind and us > 0 and not getattr(event, "is_user_annotation", False):
             found.append((event.key, us / 1e3, event.count))
     return wall_ms, found

@@ -41,7 +41,7 @@ from vime.run.prompts import prompts
 
 
 def main(argv: Sequence[str]) -> int:
-    """One tier, or the report. ValueError for what the user can put right."""
+    """Runs one tier, or the report. ValueError for errors that the user can fix."""
     commands = {
         "op": _operators,
         "module": _runs,
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _operators(tier: str, argv: list[str]) -> int:
-    """operator_bench with all its options; its results as operators.json of --out."""
+    """Runs operator_bench with all its options, and writes its results to operators.json in --out."""
     parser = argparse.ArgumentParser(prog="vime bench op", add_help=False, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/operators"))
     given, rest = parser.parse_known_args(argv)
@@ -100,7 +100,7 @@ def _out(benchmark: Benchmark, tier: str) -> Path:
 
 
 def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
-    """The command line, and the benchmark that it and the file describe."""
+    """Returns the command line, and the benchmark that the command line and the file describe."""
     ours, flags = argv, []
     if "--" in argv:
         ours, flags = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
@@ -165,8 +165,8 @@ def _has_files(data: str) -> bool:
 
 
 def _show(plans: Sequence[BenchPlan], size: float | None) -> int:
-    """Check every flag as a run would, on a model without weights, then print the commands of `plans`. 1 when a side
-    does not fit GPUs of `size` GiB each."""
+    """Checks every flag as a run would, on a model without weights, and prints the commands of `plans`. Returns 1 if a
+    side does not fit GPUs of `size` GiB each."""
     with tempfile.TemporaryDirectory() as folder:
         stands_in = _without_weights(plans[0], Path(folder) / "model")
         told = [list(_checked(plan, stands_in, size)) for plan in plans]
@@ -184,7 +184,7 @@ def _show(plans: Sequence[BenchPlan], size: float | None) -> int:
 
 
 def _checked(plan: BenchPlan, model: Path | None, size: float | None) -> Iterator[str]:
-    """What `vime plan` says of the memory of each side, and its notes. ValueError for flags that are wrong."""
+    """Yields each side's memory estimate from `vime plan`, and its notes. ValueError for wrong flags."""
     once = make_plan(plan.tier, replace(plan.benchmark, repeats=1), plan.out, model=model)
     runs = {run.side or run.name: parse_config(run.argv) for run in once.all_runs()}
     refuse_unlike_runs(once)
@@ -203,7 +203,7 @@ def _checked(plan: BenchPlan, model: Path | None, size: float | None) -> Iterato
 
 
 def _without_weights(plan: BenchPlan, folder: Path) -> Path | None:
-    """The plan's random model without its weights, in `folder`; None where the model is somebody's own."""
+    """Makes the plan's random model without weights in `folder`. None if the user has named a model."""
     command = plan.model_command
     if command is None:
         return None

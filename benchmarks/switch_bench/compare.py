@@ -1,7 +1,7 @@
-"""May the runs of a record be compared? Configurations, environments, and which repeats make pairs.
+"""Checks whether the runs of a record can be compared, by configurations and environments, and pairs the repeats.
 
-Refuses (ValueError, every difference listed) runs that differ in anything but the switch, or ran on other hardware,
-drivers, versions or code. What may differ is in EXCEPTED, PER_PAIR and OF_A_RUN.
+Runs that differ in more than the switch, or in hardware, drivers, versions or code, are a ValueError that lists every
+difference. EXCEPTED, PER_PAIR and OF_A_RUN have the allowed differences.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from switch_bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat, Swit
 from vime.view.measures import EXCEPTED, OF_A_RUN, flags_of, flatten
 
 PER_PAIR = ("seed", "rollout_seed")
-"""Configuration: what one pair of repeats may have otherwise than the next, both of its runs alike."""
+"""Configuration fields that may differ between pairs of repeats, but not between the two runs of a pair."""
 KERNEL_SWITCHES = ("rlk_fast", "rl_kernel_ops")
 MOST_LISTED = 20
 
@@ -22,7 +22,7 @@ _ABSENT = "(absent)"
 
 
 def refuse_unlike(name: str, switch: Switch, pairs: Sequence[Pair]) -> None:
-    """ValueError, naming every difference, unless the runs of `pairs` (`pairs_of`) differ in the switch alone."""
+    """Raises a ValueError that lists every difference, unless the runs of `pairs` differ only in the switch."""
     problems = [
         *_switch_problems(switch, pairs),
         *_config_problems(switch.field, pairs),
@@ -39,9 +39,9 @@ def refuse_unlike(name: str, switch: Switch, pairs: Sequence[Pair]) -> None:
 
 
 def pairs_of(record: Record) -> tuple[list[Pair], list[str]]:
-    """(pairs of finished repeats, repeat i of a side with i of the other; what was left out and why).
+    """Returns (pairs of finished repeats, repeat i with repeat i; repeats that were left out, with reasons).
 
-    ValueError when no pair is left.
+    ValueError if no pair is left.
     """
     pairs: list[Pair] = []
     left_out = []
@@ -60,12 +60,12 @@ def pairs_of(record: Record) -> tuple[list[Pair], list[str]]:
 
 
 def in_order(pairs: Sequence[Pair]) -> list[Repeat]:
-    """The runs of `pairs` as they started."""
+    """Returns the runs of `pairs` in the order of their starts."""
     return by_order(repeat for pair in pairs for repeat in pair)
 
 
 def cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
-    """What does not forbid the comparison and yet has to be known to read it."""
+    """Returns cautions that a reader of the comparison needs."""
     found = []
     apart = [f"{a.run} and {b.run}" for a, b in pairs if abs(a.order - b.order) > 1]
     if apart:
@@ -88,7 +88,7 @@ def cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
 
 
 def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
-    """Whether the side named for the kernels ran them."""
+    """Returns cautions if the side with kernels did not run them."""
     found = []
     switch = record.switch
     steps = [step for _, repeat in pairs for step in repeat.steps[record.warm_up :]]
@@ -96,7 +96,7 @@ def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
     if ran and switch.field == "rl_kernel_ops":
         ours, theirs = set(switch.rl_kernel), set(switch.baseline)
         idle = {op for op in ours ^ theirs if not any(step.get(f"rl_kernel/{op}/calls") for step in steps)}
-        # Only an operator that the baseline does not have counts. One that fell back in every call ran no kernel.
+        # Only operators that the baseline does not have count. An operator that fell back in every call ran no kernel.
         ran = any(
             step.get(f"rl_kernel/{op}/calls", 0) > step.get(f"rl_kernel/{op}/fallbacks", 0)
             for step in steps
@@ -140,7 +140,7 @@ def _switch_problems(switch: Switch, pairs: Sequence[Pair]) -> list[str]:
 
 
 def _config_problems(field: str, pairs: Sequence[Pair]) -> list[str]:
-    """Each run against the first of all; what only a pair must share, against its partner."""
+    """Compares each run with the first run. Fields of PER_PAIR are compared within the pair."""
     excepted = (field, *PER_PAIR)
     first = pairs[0][0]
     of_all = [
@@ -165,7 +165,7 @@ def _unequal(
     leaves_of: Callable[[Repeat], dict[str, object]],
     counts: Callable[[str], bool],
 ) -> list[str]:
-    """The leaves in which two runs differ, of those whose path `counts`."""
+    """Returns the differing leaves of two runs, among the leaves whose path `counts`."""
     a, b = leaves_of(one), leaves_of(other)
     return [
         f"{path}: {_said(a, path)} in {one.run}, {_said(b, path)} in {other.run}"
@@ -175,7 +175,7 @@ def _unequal(
 
 
 def _comparable_config(repeat: Repeat) -> dict[str, object]:
-    """Leaves, with directories of the run itself by what they are."""
+    """Returns the leaves of the configuration. Directories of the run are replaced by their purpose."""
     run_dir: str = flags_of(repeat.config).get("run_dir") or ""
 
     def told(path: str, value: object) -> object:

@@ -1,6 +1,6 @@
-"""Pictures of whole runs, one colour a side: step times, memory, reward, log-prob difference.
+"""Pictures of whole runs, with one colour per side: step times, memory, reward, log-prob difference.
 
-`sides`: of each side, or run, its repeats. `warm_up`: steps of each repeat whose times do not count.
+`sides` has the repeats of each side or run. `warm_up` is the number of steps per repeat whose times do not count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REWARD = "rollout/raw_reward"
 PEAKS = tuple(f"perf/{part}{PEAK}" for part in ("trainer", "forward", "policy_loss", "backward", "optimizer"))
 Sides: TypeAlias = Mapping[str, Sequence[Repeat]]
 MIN_STEPS = 100
-"""Steps of a side from which on its 99th percentile is given."""
+"""Smallest number of steps of a side for a 99th percentile."""
 
 
 def sides_of(pairs: Sequence[Pair]) -> dict[str, list[Repeat]]:
@@ -35,14 +35,14 @@ def sides_of(pairs: Sequence[Pair]) -> dict[str, list[Repeat]]:
 
 
 def counted(warm_up: int, repeats: Sequence[Repeat], name: str) -> Array:
-    """What all repeats of a side reported of a metric, step by step; times and speeds without the warm-up."""
+    """Returns a metric's values in all repeats of a side, step by step; times and speeds without the warm-up."""
     values: Array = np.concatenate([values_of(repeat, name, warm_up) for repeat in repeats])
     finite: Array = values[np.isfinite(values)]
     return finite
 
 
 def mean_step_time(warm_up: int, sides: Sides) -> Figure | str:
-    """A bar per side, from zero, with the steps' 99th percentile where there are enough of them."""
+    """Draws a bar per side, from zero, with the steps' 99th percentile if there are enough steps."""
     times = {side: counted(warm_up, repeats, STEP) for side, repeats in sides.items()}
     if not all(map(len, times.values())):
         return "not every side recorded the time of its steps"
@@ -60,7 +60,7 @@ def mean_step_time(warm_up: int, sides: Sides) -> Figure | str:
 
 
 def peak_memory(warm_up: int, sides: Sides) -> Figure | str:
-    """Highest peaks of the trainer, whole and part by part, of both sides."""
+    """Draws the highest peaks of the trainer, in total and per part, for both sides."""
     peaks = {name: [counted(warm_up, repeats, name) for repeats in sides.values()] for name in PEAKS}
     shown = {
         name: [float(v.max()) for v in values] for name, values in peaks.items() if all(map(len, values))
@@ -82,7 +82,7 @@ def peak_memory(warm_up: int, sides: Sides) -> Figure | str:
 
 
 def step_time(warm_up: int, sides: Sides) -> Figure | str:
-    """The time of each step after the warm-up, the mean of the repeats."""
+    """Draws the time of each step after the warm-up, as the mean over the repeats."""
     return _lines(
         warm_up,
         sides,
@@ -92,7 +92,7 @@ def step_time(warm_up: int, sides: Sides) -> Figure | str:
 
 
 def raw_reward(warm_up: int, sides: Sides) -> Figure | str:
-    """The mean reward of each rollout, and of each evaluation of held-out prompts."""
+    """Draws the mean reward per rollout, and per evaluation of held-out prompts."""
     return _lines(warm_up, sides, (REWARD,), draw_reward)
 
 
@@ -118,7 +118,7 @@ def _lines(
 
 
 def _mean_run(warm_up: int, side: str, repeats: Sequence[Repeat]) -> RunMetrics:
-    """A side as one run: of each metric the mean over its repeats. Times begin after the warm-up."""
+    """Returns a side as one run, with the mean over its repeats for each metric. Times begin after the warm-up."""
     steps: dict[str, dict[int, list[float]]] = {}
     for repeat in repeats:
         for step, values in enumerate(repeat.steps):
@@ -137,7 +137,7 @@ def _mean_run(warm_up: int, side: str, repeats: Sequence[Repeat]) -> RunMetrics:
 
 
 def _rows(axes: Axes, names: Sequence[str], xlabel: str) -> None:
-    """Dress for horizontal bars from zero, one or one group a name."""
+    """Sets the axes for horizontal bars from zero, with one bar or one group of bars per name."""
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(names) - 0.5, -0.6)

@@ -1,7 +1,7 @@
-"""The runs in a record that an instrument wrote in a form of its own: any JSON file that holds numbers step by step.
+"""Reads the runs in any JSON record that has numbers step by step.
 
 Three forms count, anywhere in the file: an object with a list of numbers under the name of a metric; a list of objects,
-one a step, each with its number; an object with such a list under one of NAMES. Medians and means are no steps.
+one per step, each with its number; an object with such a list under one of NAMES. Medians and means are not steps.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ NAMES = {
     "reward": REWARD,
     "rewards": REWARD,
 }
-"""The instruments' own names -> the metrics."""
+"""Name in the record of a script -> metric."""
 MOST_OF_NAME = 16
-"""Characters of a text that names a run; a longer one is a remark."""
+"""Largest length of a text that names a run, in characters; a longer text is a remark."""
 NAMELESS = ("runs", "steps", "sessions")
-"""What says nothing of which run it is."""
+"""Keys that do not identify a run."""
 STEP_NUMBERS = ("step", "rollout/step", "rollout_id")
 KNOWN = {**{name: name for name in (*METRICS, *TIME_METRICS, *PEAKS)}, **NAMES}
 
 
 def read_runs(path: Path) -> dict[str, Repeat]:
-    """Name of a run, its place in the file -> the run; empty for a record without steps."""
+    """Returns name of a run (its path in the file) -> the run; empty for a record without steps."""
     found: dict[str, Repeat] = {}
     for order, (name, steps) in enumerate(_runs(read_json(path, "measure again"), "")):
         plain = name or path.stem
@@ -55,7 +55,7 @@ def _runs(value: object, name: str) -> Iterator[tuple[str, list[dict[str, float]
     if isinstance(value, Mapping):
         columns = _columns(value)
         inside = [item for item in value.values() if isinstance(item, Mapping) and columns]
-        for item in inside:  # such as the parts of its steps
+        for item in inside:  # For example the parts of its steps.
             columns |= _columns(item)
         if columns:
             places = range(max(map(len, columns.values())))
@@ -85,7 +85,7 @@ def _joined(name: str, part: str) -> str:
 
 
 def _told(item: Mapping[str, object]) -> str:
-    """What makes an object of a list another than the next: its short words and whole numbers."""
+    """Returns the short words and whole numbers that distinguish an object of a list from the next object."""
     told = []
     for key, value in item.items():
         if isinstance(value, int) and not isinstance(value, bool):

@@ -1,6 +1,6 @@
-"""The pictures of a report, in the look of `vime plot`. Owns two: differences, and where the time of a step goes.
+"""The pictures of a report, in the style of `vime plot`: differences, and the parts of a step.
 
-The others are of switch_bench.curves.
+switch_bench.curves draws the other pictures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vime.view.statistics import LEVEL, Difference
 def draw_pictures(
     record: Record, pairs: Sequence[Pair], found: Sequence[Comparison], out: Path, prefix: str
 ) -> tuple[dict[str, Path], list[str]]:
-    """Write `prefix`-*.png to `out`; returns ({caption: path}, what was not drawn and why)."""
+    """Writes `prefix`-*.png to `out`. Returns ({caption: path}, notes about missing pictures)."""
     interval = f"with {100 * LEVEL:.0f} % intervals" if len(pairs) > 2 else "of too few runs for intervals"
     sides = curves.sides_of(pairs)
     figures = {
@@ -52,12 +52,13 @@ def draw_pictures(
 
 
 def _say(figure: Figure, text: str) -> None:
-    """What the marks are, below the axes."""
+    """Writes a legend of the marks below the axes."""
     figure.supxlabel(text, fontsize=8, color="#555555")
 
 
 def differences(found: Sequence[Comparison]) -> Figure | str:
-    """Relative differences of all metrics that have one, with their intervals, around zero; or why there are none."""
+    """Draws all relative differences with their intervals, around zero. Returns the reason if there are no
+    differences."""
     shown = [(c, c.difference) for c in found if c.difference is not None and c.difference.relative]
     if not shown:
         return "no time, speed or memory was recorded by both sides"
@@ -81,7 +82,7 @@ def differences(found: Sequence[Comparison]) -> Figure | str:
 
 
 def _difference(axes: Axes, row: int, c: Comparison, d: Difference, ends: tuple[float, float]) -> None:
-    """One row: the pairs, the interval, the mean; a mean beyond the axis as its number with an arrow."""
+    """Draws one row: the pairs, the interval and the mean. A mean beyond the axis is a number with an arrow."""
     differs = verdict(c.metric, d)[1]
     good = c.metric.better is not None and (d.value > 0) == c.metric.better
     colour = "#4D4D4D" if not differs or c.metric.better is None else COLOURS[2] if good else COLOURS[1]
@@ -99,7 +100,7 @@ def _difference(axes: Axes, row: int, c: Comparison, d: Difference, ends: tuple[
 
 
 def _span(found: Sequence[Difference]) -> tuple[float, float]:
-    """The x-axis in percent: with zero and every difference but those beyond three times what most of them reach."""
+    """Returns the range of the x-axis in percent. It has zero and all differences except outliers."""
     reach = [100 * max(abs(x) for x in (d.value, d.low or 0, d.high or 0)) for d in found]
     most = max(3 * float(np.percentile(reach, 75)), 1.0)
     ends = [0.0, *(100 * x for d in found for x in (d.value, d.low, d.high, *d.pairs) if x is not None)]
@@ -109,7 +110,7 @@ def _span(found: Sequence[Difference]) -> tuple[float, float]:
 
 
 def _mean_parts(warm_up: int, repeats: Sequence[Repeat]) -> dict[str, float] | None:
-    """Part of a step -> mean seconds, over steps and then repeats; None when a repeat timed no part."""
+    """Returns part of a step -> mean seconds, over steps and then repeats; None if a repeat timed no part."""
     found = []
     for repeat in repeats:
         steps = repeat.steps[warm_up:]
@@ -129,7 +130,7 @@ def _mean_parts(warm_up: int, repeats: Sequence[Repeat]) -> dict[str, float] | N
 
 
 def breakdown(warm_up: int, sides: curves.Sides) -> Figure | str:
-    """One bar per side, from zero, of the mean seconds of each part of a step; or why there is none."""
+    """Draws one bar per side, from zero, with the mean seconds per part of a step. Returns a reason without times."""
     parts = {side: _mean_parts(warm_up, repeats) for side, repeats in sides.items()}
     if untimed := [side for side in sides if parts[side] is None]:
         return f"the parts of a step were not recorded by {' and '.join(untimed)}"

@@ -1,11 +1,11 @@
-"""What a benchmark of whole runs starts, in which order: command lines of `vime train`. Starts nothing itself.
+"""Plans the command lines of `vime train` for a benchmark of whole runs, and their order. Starts nothing.
 
-OUT/model-ARCH                        random weights, where the file asks for them
+OUT/model-ARCH                        random weights, if the file names an architecture
 OUT/runs/rollouts, OUT/rollouts/      module: one run that generates only, and the samples it saves
 OUT/runs/baseline-0, rl_kernel-0, baseline-1, ...     the sides in turn
 
-Repeat i of whole steps has seeds of its own, alike on both sides: runs of one seed are one sample of what a policy
-draws and learns, however often they are made. A module's repeats train on the same rollouts: they repeat times alone.
+Repeat i of whole steps has separate seeds, which are equal on both sides. Runs with the same seed would be the same
+sample of rollouts and learning. A module's repeats train on the same rollouts, so they repeat only the times.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ ROOT = Path(__file__).resolve().parents[2]
 MAKE_MODEL = ROOT / "scripts" / "make_model.py"
 SAVED = "{rollout_id}.pt"
 UNFINISHED = "unfinished"
-"""Folder beside the runs, of those that were begun anew."""
+"""Folder of unfinished runs that were started again."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One run of `vime train` with the flags `argv`. `side`: None for the run that makes the rollouts of a module."""
+    """One run of `vime train` with the flags `argv`. `side` is None for the run that makes a module's rollouts."""
 
     name: str
     side: str | None
@@ -58,18 +58,18 @@ class Planned:
 
     @property
     def log(self) -> Path:
-        """Where its standard output and error go."""
+        """File for its standard output and error."""
         return self.run_dir.with_name(f"{self.name}.log")
 
     @property
     def status(self) -> Path:
-        """Where its exit status goes, once it has ended."""
+        """File for its exit status, written after its end."""
         return self.run_dir.with_name(f"{self.name}.status")
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """A tier of a benchmark in the directory `out`. `runs` are in the order they are started."""
+    """A tier of a benchmark in the directory `out`. `runs` are in the order of their starts."""
 
     tier: str
     benchmark: Benchmark
@@ -81,7 +81,7 @@ class BenchPlan:
 
     @property
     def model_command(self) -> list[str] | None:
-        """What makes the model; None when it is somebody's own."""
+        """Command that makes the model; None if the user has named a model."""
         model = self.benchmark.model
         if model.arch is None:
             return None
@@ -97,20 +97,20 @@ class BenchPlan:
 
     @property
     def python_path(self) -> str:
-        """PYTHONPATH of every command: this package, and hooks that lie beside the file."""
+        """PYTHONPATH of every command: this package, and the folder of the file with its hooks."""
         here = [str(ROOT), str(self.benchmark.file.absolute().parent)]
         return os.pathsep.join([*here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
     @property
     def saved(self) -> list[Path]:
-        """The files of the rollouts that a module trains on."""
+        """Files of the rollouts for a module's training."""
         return [self.out / "rollouts" / SAVED.format(rollout_id=i) for i in range(self.benchmark.steps)]
 
     def all_runs(self) -> list[Planned]:
         return [*([] if self.rollouts is None else [self.rollouts]), *self.runs]
 
     def lines(self) -> Iterator[str]:
-        """Every command in order, as bash takes it, secrets masked. The flags that all runs share stand once."""
+        """Yields every command in order, in bash syntax, with masked secrets. Common flags of all runs appear once."""
         yield f"export PYTHONPATH={shlex.quote(self.python_path)}"
         if self.model_command:
             yield shlex.join(self.model_command)
@@ -126,7 +126,7 @@ class BenchPlan:
 
 
 def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None = None) -> BenchPlan:
-    """The runs of a tier, "module" or "e2e". `model` stands for the one of the file, where only flags are looked at."""
+    """Plans the runs of a tier, "module" or "e2e". `model` replaces the file's model if only flags are checked."""
     out, given = out.absolute(), benchmark.model
     if model is None:
         depth = "" if given.layers is None else f"-{given.layers}-layers"
@@ -157,7 +157,7 @@ def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None 
 
 
 def _seeds(flags: Sequence[str], repeat: int) -> tuple[str, ...]:
-    """Flags of the seeds of a repeat: those of the file, or the usual ones, plus its number."""
+    """Returns the seed flags of a repeat: the seeds of the file, or the default seeds, plus the repeat's number."""
     found: list[str] = []
     for name in PER_PAIR if repeat else ():
         given = [value for group in split_argv(flags) if group.name == name for value in group.values]
@@ -166,9 +166,9 @@ def _seeds(flags: Sequence[str], repeat: int) -> tuple[str, ...]:
 
 
 def resolved(run: Planned) -> dict[str, Any]:
-    """What the flags of a run mean, as the run will save it in config.json. ValueError for flags that are wrong.
+    """Returns the resolved flags of a run, as the run will save them in config.json. ValueError for wrong flags.
 
-    Hooks are looked up, so their folder must be on sys.path.
+    Hooks are loaded, so their folder must be on sys.path.
     """
     config = parse_config(run.argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -181,11 +181,11 @@ def resolved(run: Planned) -> dict[str, Any]:
 def refuse_unlike_runs(
     plan: BenchPlan, environments: Mapping[str, Mapping[str, object]] | None = None
 ) -> None:
-    """ValueError where a report would refuse the runs of `plan`, before they take their hours: a switch that moves more
-    than its field, or another machine, code or data than of runs that are finished.
+    """Raises a ValueError before the runs if a report would reject the runs of `plan`: if the switch changes more than
+    its field, or if finished runs had another machine, code or data.
 
-    `environments`: of finished runs by name; the others would run in this one. Variables are left to the report: what a
-    run imports sets some, before it notes them.
+    `environments` has finished runs' environments by name; the other runs would use the present environment. The report
+    checks variables, because imports of a run set some of them before the run records them.
     """
     finished = environments or {}
     now = collect_environment([], {}, [*prompt_files(plan.data), plan.model / "config.json"])
@@ -201,7 +201,7 @@ def refuse_unlike_runs(
 
 
 def switch_of(switch: Switch, sides: Mapping[str, Sequence[Repeat]]) -> Switch:
-    """The switch as the runs resolved it, or as the file says it where no run of a side has begun."""
+    """Returns the switch as the runs resolved it, or the file's value for a side without a run."""
     for side, repeats in sides.items():
         values = (flags_of(repeat.config)[switch.field] for repeat in repeats if repeat.config)
         value = next(values, switch.of(side))

@@ -1,7 +1,7 @@
-"""`vime bench plot RECORD ... | --all [DIR]`: the six pictures of each record, and what a record lacks for one.
+"""`vime bench plot RECORD ... | --all [DIR]`: draws six pictures per record, and names missing metrics.
 
-A record is a directory with bench.json, which has two sides, or a JSON file of another form that holds the steps of
-runs (switch_bench.loose_records). There every step counts, the first one too.
+A record is a directory with bench.json, which has two sides, or another JSON file with the steps of
+runs (switch_bench.loose_records). In such a file every step counts, including the first step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESULTS = Path("benchmarks/results")
 
 @dataclass(frozen=True)
 class Picture:
-    """`all_of`, and one metric of `any_of` where there are some, must be in the steps of a run that is drawn."""
+    """A picture. To be drawn, a run needs steps with all metrics of `all_of` and, if given, a metric of `any_of`."""
 
     name: str
     caption: str
@@ -41,7 +41,7 @@ class Picture:
     any_of: tuple[str, ...] = ()
 
     def lacks(self, repeats: Sequence[Repeat]) -> list[str]:
-        """The metrics that some repeat recorded in no step."""
+        """Returns the metrics that a repeat did not record in any step."""
         names = [set[str]().union(*repeat.steps) for repeat in repeats]
         missing = [name for name in self.all_of if not all(name in found for found in names)]
         if self.any_of and not all(found.intersection(self.any_of) for found in names):
@@ -63,7 +63,7 @@ WORDS = {", ".join(TIME_METRICS): "the time of a part", ", ".join(PEAKS): "a pea
 
 
 def main(argv: Sequence[str]) -> int:
-    """Entry of `vime bench plot`; ValueError for a path that is no record, and where nothing can be drawn."""
+    """Runs `vime bench plot`. ValueError for a path that is not a record, or if no picture can be drawn."""
     parser = argparse.ArgumentParser(prog="vime bench plot", description="The six pictures of records.")
     parser.add_argument(
         "records",
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def records_of(folder: Path) -> list[Path]:
-    """The records in `folder`, by name. ValueError if there are none."""
+    """Returns the records in `folder`, by name. ValueError for a folder without records."""
     found = sorted([*(path.parent for path in folder.glob(f"*/{RECORD_FILE}")), *folder.glob("*.json")])
     if not found:
         raise ValueError(
@@ -111,7 +111,7 @@ def records_of(folder: Path) -> list[Path]:
 
 
 def draw_record(path: Path, out: Path) -> tuple[list[Path], list[str]]:
-    """Write `out`/RECORD-PICTURE.png; returns what was written, and what was not drawn and why."""
+    """Writes `out`/RECORD-PICTURE.png. Returns the written files, and notes about missing pictures."""
     warm_up, sides, notes = _read(path)
     if not sides:
         return [], [*notes, "no picture, as it holds no step of a run"]
@@ -121,7 +121,7 @@ def draw_record(path: Path, out: Path) -> tuple[list[Path], list[str]]:
         lacking = {side: lacks for side, repeats in sides.items() if (lacks := picture.lacks(repeats))}
         shown = {side: repeats for side, repeats in sides.items() if side not in lacking}
         notes += _lacking(picture, lacking, len(sides))
-        # Of more runs than colours, each picture has as many as there are colours.
+        # With more runs than colours, a picture has one run per colour.
         names = list(shown)
         for page, first in enumerate(range(0, len(names), len(COLOURS)), start=1):
             of_page = names[first : first + len(COLOURS)]
@@ -137,7 +137,7 @@ def draw_record(path: Path, out: Path) -> tuple[list[Path], list[str]]:
 
 
 def _read(path: Path) -> tuple[int, Sides, list[str]]:
-    """(steps of warm-up, sides or runs, what was left out)."""
+    """Returns (steps of warm-up, sides or runs, notes about omissions)."""
     if path.is_dir():
         found = record.read(path)
         pairs, left_out = pairs_of(found)
@@ -150,7 +150,7 @@ def _read(path: Path) -> tuple[int, Sides, list[str]]:
 
 
 def _lacking(picture: Picture, lacking: dict[str, list[str]], runs: int) -> Iterator[str]:
-    """One note for all runs that lack the same."""
+    """Yields one note for all runs that lack the same metrics."""
     same: dict[str, list[str]] = {}
     for side, metrics in lacking.items():
         told = [WORDS.get(name.removeprefix("any of "), name) for name in metrics]

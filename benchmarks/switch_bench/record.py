@@ -1,7 +1,7 @@
-"""bench.json: what one benchmark of runs measured, baseline beside rl_kernel. Owns the schema.
+"""bench.json: the measurements of a benchmark with runs, for baseline and rl_kernel. This module defines the schema.
 
-A benchmark directory holds bench.json and, for tiers of whole runs, the run directories it was read from. Every number
-is kept as it was measured, step by step; means and percentiles are the report's (switch_bench.report).
+A benchmark directory has bench.json and, for tiers of whole runs, the run directories. The record has every number step
+by step; the report (switch_bench.report) computes means and percentiles.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ SIDES = (BASELINE, RL_KERNEL)
 
 NEVER_NEGATIVE = ("s", "ms", "GiB")
 NEVER_ZERO = ("perf/step_time", "perf/rollout_time", "perf/actor_train_time")
-"""What speeds are taken over. A speed of zero is no speed either."""
+"""Times from which speeds are computed. They, and speeds, must not be zero."""
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """One run of one side.
+    """A run of a side.
 
-    `order`: its place among all runs of the benchmark as they started, from 0. `steps`: {metric: value} a step, the
-    warm-up first; a metric that a step did not report is not in it. `config`: what the run was resolved to.
-    `fallbacks`: {operator: calls that ran no kernel}, all steps together. `finished`: every step asked for is there.
-    `evaluations`: {rollouts that were trained on before: {evaluation set: mean reward}}, of runs that evaluate.
+    `order` is its index among all runs of the benchmark in the order of their starts. `steps` has {metric: value} per
+    step, with the warm-up first; a step has only the metrics that it reported. `config` is the resolved configuration.
+    `fallbacks` is {operator: calls that ran no kernel} over all steps. `finished` is true if all steps exist.
+    `evaluations` is {number of trained rollouts: {evaluation set: mean reward}} for runs that evaluate.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -52,7 +52,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Switch:
-    """The configuration field in which the sides differ, and its value on each."""
+    """The configuration field in which the sides differ, and its value per side."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -67,12 +67,12 @@ class Switch:
 
 @dataclass(frozen=True)
 class Record:
-    """One benchmark. `switch`: the one thing that differs.
+    """A benchmark. `switch` is the only difference between its sides.
 
-    `sides`: of each as many repeats, the i-th of one pairs with the i-th of the other, whenever they ran.
-    `warm_up`: steps of each repeat that count for nothing. `claim`: what a difference may be called, a title of the
-    report ("R3 against R3 + rl_kernel"). `notes`: what is reduced, and other things a reader has to know. `experts`:
-    routed ones of a layer, 0 of a dense model. `preset`: of the file that describes it, None for the file as it stands.
+    `sides` has the repeats per side; repeat i pairs with repeat i of the other side. `warm_up` is the number of steps
+    per repeat that do not count. `claim` is the name of a difference, for the title of the report ("R3 against R3 +
+    rl_kernel"). `notes` has reductions of the model and other facts for readers. `experts` is the number of routed
+    experts of a layer, 0 for a dense model. `preset` is the preset of the benchmark's file, None without a preset.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -98,7 +98,7 @@ class Record:
 
 
 def read(directory: Path) -> Record:
-    """The record in `directory`. ValueError when it is not one, naming file and field."""
+    """Reads the record in `directory`. ValueError, with file and field, if it is not a record."""
     path = directory / RECORD_FILE
     if not path.is_file():
         raise ValueError(f"{directory} must hold {RECORD_FILE}, got none; `vime bench` writes it")
@@ -119,7 +119,7 @@ def read(directory: Path) -> Record:
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """The content of a file. ValueError, with the remedy, when it is no JSON."""
+    """Reads a JSON file. ValueError, with the remedy, for other content."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -130,7 +130,7 @@ _TYPES = TypeAdapter(Record)
 
 
 def check(record: Record, path: Path | str) -> None:
-    """ValueError for a record that no report could read."""
+    """Raises a ValueError for a record that a report cannot read."""
     if record.tier not in TIERS:
         raise ValueError(f"{path}: tier must be one of {', '.join(TIERS)}, got {record.tier!r}")
     sizes = {side: len(repeats) for side, repeats in record.sides.items()}
@@ -157,7 +157,7 @@ def check(record: Record, path: Path | str) -> None:
 
 
 def all_repeats(record: Record) -> list[Repeat]:
-    """Those of both sides, in the order they ran."""
+    """Returns both sides' repeats, in the order of their starts."""
     return by_order(repeat for repeats in record.sides.values() for repeat in repeats)
 
 

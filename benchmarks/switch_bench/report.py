@@ -1,7 +1,7 @@
-"""`vime bench report DIR [DIR ...] [--out DIR]`: bench.json -> report.md with pictures. Owns the report's text.
+"""`vime bench report DIR [DIR ...] [--out DIR]`: writes report.md with pictures from bench.json.
 
-Operators, modules and full steps have a section each: what an operator gains is not what a step gains. Runs that differ
-in more than the switch are an error (switch_bench.compare), before anything is written.
+Operators, modules and full steps have separate sections, because an operator's gain differs from a step's gain. Runs
+that differ in more than the switch are an error (switch_bench.compare), before any file is written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TIERS = {
     "e2e": ("Full steps", "Whole steps: rollout, training and weight transfer."),
 }
 MOST_PAIRS = 6
-"""Pairs that a row lists; of more it gives the least and the largest difference."""
+"""Largest number of pairs that a row lists. With more pairs, it has the smallest and the largest difference."""
 INTERVAL = f"{100 * LEVEL:.0f} % interval"
 HOW_TO_READ = (
     f"**Difference** is {RL_KERNEL} minus {BASELINE}, of means: of times and speeds over the steps after the warm-up, "
@@ -53,7 +53,7 @@ PACKAGES = ("torch", "triton", "vllm", "vllm-router", "megatron-core", "transfor
 
 
 def main(argv: Sequence[str]) -> int:
-    """Entry of `vime bench report`; ValueError for directories whose runs may not be compared."""
+    """Runs `vime bench report`. ValueError for directories whose runs cannot be compared."""
     parser = argparse.ArgumentParser(
         prog="vime bench report", description="Baseline compared with rl_kernel, as Markdown with pictures."
     )
@@ -88,7 +88,8 @@ def main(argv: Sequence[str]) -> int:
 def write_report(
     benchmarks: Sequence[Record], out: Path, operators: Sequence[Mapping[str, Any]] = ()
 ) -> list[Path]:
-    """Write report.md and the pictures to `out`; returns what was written. ValueError for a record not to compare."""
+    """Writes report.md and the pictures to `out`, and returns the files. ValueError for runs that cannot be
+    compared."""
     judged = [(record, *pairs_of(record)) for record in benchmarks]
     for record, pairs, _ in judged:
         refuse_unlike(record.name, record.switch, pairs)
@@ -117,7 +118,7 @@ def write_report(
 def record_lines(
     record: Record, pairs: Sequence[Pair], left_out: Sequence[str], found: Sequence[Comparison]
 ) -> Iterator[str]:
-    """One record, from its title to its table."""
+    """Yields the lines of a record, from its title to its table."""
     yield from ("", f"### {record.claim}", "")
     yield from (f"- **{name}** {text}" for name, text in _facts(record, pairs))
     yield from (f"- **Note** {note}" for note in record.notes)
@@ -141,7 +142,7 @@ def record_lines(
 
 
 def _facts(record: Record, pairs: Sequence[Pair]) -> Iterator[tuple[str, str]]:
-    """Switch, rollouts, counts, order, machine and versions: what a reader of any number has to know."""
+    """Yields the facts for readers: switch, rollouts, counts, order, machine and versions."""
     switch, first = record.switch, pairs[0][0]
     preset = "" if record.preset is None else f", preset {record.preset}"
     typed = {side: ",".join(map(str, v)) if isinstance(v := switch.of(side), list) else v for side in SIDES}
@@ -177,7 +178,7 @@ def _facts(record: Record, pairs: Sequence[Pair]) -> Iterator[tuple[str, str]]:
 
 
 def used_hardware(environment: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """What a run was given of its machine: a host may have more GPUs, and a run on a CPU any number of them."""
+    """Returns the hardware that a run used. The host may have more GPUs, also for a run on a CPU."""
     flags = flags_of(config)
     if flags["device"] == "cpu":
         cpu = environment["cpu"]
@@ -193,7 +194,7 @@ def used_hardware(environment: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def _judged(c: Comparison) -> list[str]:
-    """Cells: difference, interval, pairs, verdict (bold where a difference is shown)."""
+    """Returns the cells difference, interval, pairs and verdict (bold if a difference is shown)."""
     d, metric = c.difference, c.metric
     if d is None:
         whole = WHOLE_OF.get(metric.name)
@@ -216,7 +217,7 @@ def _pairs(c: Comparison, d: Difference) -> str:
 
 
 def _value(c: Comparison, summary: Summary | None) -> str:
-    """Mean and spread, and in how many steps it was recorded where that is not all."""
+    """Returns mean and spread, and the number of recorded steps if some steps lack the metric."""
     if summary is None:
         return "not recorded"
     spread = "" if summary.spread is None else f" ± {number(summary.spread, digits=2)}"
@@ -225,7 +226,7 @@ def _value(c: Comparison, summary: Summary | None) -> str:
 
 
 def in_full(record: Record, pairs: Sequence[Pair]) -> Iterator[str]:
-    """Configuration and environment in full, of the first baseline: the others are equal but for paths."""
+    """Yields configuration and environment of the first baseline. The other runs are equal except for paths."""
     repeat, excepted = pairs[0][0], ", ".join(EXCEPTED)
     yield from folded(
         f"Resolved configuration of {repeat.run} (equal in all runs, but for {record.switch.field}, the seeds "

@@ -1,4 +1,4 @@
-"""What the runs of a benchmark left in their directories, as switch_bench.record.Record. Starts and judges nothing."""
+"""Reads the run directories of a benchmark into a switch_bench.record.Record. Starts no runs."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ NOT_OF_A_TRAINER = (
 """Of a run on saved rollouts the first two time the reading of a file and a transfer to nobody; the others are those of
 the file."""
 MADE_FILE = "make_model.json"
-"""What scripts/make_model.py says of a model that it made."""
+"""File in which scripts/make_model.py describes its model."""
 SYSTEM_PREFIXES = (Path("/usr"), Path("/usr/local"))
-"""Where a system's Python lies, beside much else: CUDA, say."""
+"""Prefixes of a system's Python, which also have other software, such as CUDA."""
 SO_FAR = tuple(f"_p{p}" for p in PERCENTILES)
 """How figures end that a run gives of its steps so far: of them the report has its own, from enough steps on."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The whole steps of a run, from its first, and what they could not say: (step, metric, "nan" or "inf")."""
+    """The complete steps of a run, and their values that are not finite: (step, metric, "nan" or "inf")."""
 
     values: list[dict[str, float]]
     broken: list[tuple[int, str, str]]
 
 
 def read_steps(run_dir: Path, *, trained: bool = True) -> Steps:
-    """One mapping a rollout: its own metrics, and those of its optimizer steps as their mean (`*_max`: the largest).
+    """Returns a mapping per rollout with its metrics, and with means over its optimizer steps (`*_max`: the largest).
 
-    A step is whole when each of its optimizer steps is logged (`trained`; else when its rollout is), which is how a run
-    ends one. Values that are not finite are in no mapping.
+    With `trained`, a step is complete if all its optimizer steps are logged; else if its rollout is logged. Values that
+    are not finite are left out.
     """
     rollouts: dict[int, dict[str, float]] = {}
     optimizer: dict[int, dict[str, float]] = {}
@@ -85,7 +85,7 @@ def _over_optimizer_steps(parts: Sequence[Mapping[str, float]]) -> dict[str, flo
 
 
 def read_evaluations(run_dir: Path) -> dict[str, dict[str, float]]:
-    """Rollouts trained on before an evaluation, as text -> {evaluation set: mean reward}. No step's time holds one."""
+    """Returns number of trained rollouts, as text -> {evaluation set: mean reward}. Step times have no evaluations."""
     found = dict[str, dict[str, float]]()
     for line in MetricLines(run_dir / METRICS_FILE):
         scores = {name.removeprefix("eval/"): line[name] for name in line if is_score(name, line)}
@@ -96,24 +96,24 @@ def read_evaluations(run_dir: Path) -> dict[str, dict[str, float]]:
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """The object in a file that a run writes, {} when it is not there yet. ValueError when it is no JSON."""
+    """Returns the object in a file of a run, {} if the file does not exist yet. ValueError if it is not JSON."""
     return read_object(path.parent, path.name)
 
 
 def is_whole(run: Planned, plan: BenchPlan) -> bool:
-    """Whether every step of a run is there, and every file that others need of it."""
+    """Returns whether a run has all steps, and all files that other runs need."""
     if run.side is None and not all(path.is_file() for path in plan.saved):
         return False
     return len(read_steps(run.run_dir, trained=run.side is not None).values) >= run.steps
 
 
 def ended_well(run: Planned) -> bool:
-    """Whether a run's exit status was 0, or is not known, as where this process was killed."""
+    """Returns whether a run's exit status was 0 or is unknown, for example because this process was killed."""
     return not run.status.exists() or run.status.read_text(encoding="utf-8").strip() == "0"
 
 
 def how_it_ended(run: Planned) -> str:
-    """One line on how far a run got and why no further."""
+    """Returns one line with a run's progress and the reason of its end."""
     steps = len(read_steps(run.run_dir, trained=run.side is not None).values)
     if not run.run_dir.exists() and not run.status.exists():
         return f"{run.name} was not started"
@@ -125,7 +125,7 @@ def how_it_ended(run: Planned) -> str:
 
 
 def read_repeat(run: Planned, order: int, root: Path) -> Repeat:
-    """A run as far as it got; one that left nothing has no steps."""
+    """Reads a run up to its end; a run without files has no steps."""
     steps = read_steps(run.run_dir).values[: run.steps]
     fallbacks: Counter[str] = Counter()
     start, end = FALLBACKS
@@ -146,7 +146,7 @@ def read_repeat(run: Planned, order: int, root: Path) -> Repeat:
 
 
 def _without_prefix(environment: dict[str, Any]) -> dict[str, Any]:
-    """Paths into Python's own installation say nothing but where it lies: PREFIX stands for it."""
+    """Replaces the folder of the Python installation in paths by PREFIX."""
     python = environment.get("python")
     executable = python.get("executable") if isinstance(python, dict) else None
     parents = Path(executable).parents if isinstance(executable, str) else ()
@@ -159,7 +159,7 @@ def _without_prefix(environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def collect(plan: BenchPlan, command: str) -> Record:
-    """The record of a plan's runs as they are now, with remarks on what is missing."""
+    """Returns the record of a plan's present runs, with remarks about missing runs."""
     sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
     # A run that was begun anew is later than the plan had it; one that was not begun comes last. The sort is stable.
     as_begun = sorted(plan.runs, key=lambda run: _begun(run.run_dir))
@@ -186,18 +186,18 @@ def collect(plan: BenchPlan, command: str) -> Record:
 
 
 def _begun(run_dir: Path) -> str:
-    """When a run began, as text that sorts; one that was not begun comes last."""
+    """Returns the start of a run as text that sorts; a run without a start comes last."""
     return str(read_saved(run_dir / ENVIRONMENT_FILE).get("time", "~"))
 
 
 def _experts(model: Path) -> int:
-    """Routed experts per layer of the model in a directory, 0 for a dense one."""
+    """Returns the number of routed experts per layer of the model in a directory, 0 for a dense model."""
     experts = decoder_of(read_hf_config(model)).experts
     return experts.count if experts else 0
 
 
 def _remarks(plan: BenchPlan) -> Iterator[str]:
-    """Whatever of the runs is not in the numbers."""
+    """Yields remarks about the runs that the numbers do not show."""
     for run in plan.all_runs():
         if not is_whole(run, plan) or not ended_well(run):
             yield how_it_ended(run)
@@ -213,7 +213,7 @@ def _remarks(plan: BenchPlan) -> Iterator[str]:
 
 
 def _conditions(plan: BenchPlan) -> list[str]:
-    """What a reader of any number has to know."""
+    """Returns the conditions that a reader of the numbers needs."""
     found = []
     made = read_saved(plan.model / MADE_FILE)
     if made.get("weights") == "random":

@@ -1,8 +1,8 @@
-"""Starts the runs of a plan one after the other, and goes on where an earlier call stopped.
+"""Starts the runs of a plan one after the other, and resumes where an earlier call stopped.
 
-A run that is whole is kept if its flags still mean the same, and never run again; one that is not is moved to
-runs/unfinished and starts anew. Whatever happens, bench.json says what is there after each run. What was started ends
-with this process: in order on Ctrl-C and SIGTERM, and by its supervisor when this process is killed outright.
+A complete run is kept if its flags are unchanged, and never run again. An incomplete run is moved to runs/unfinished
+and starts again. bench.json is written after each run. All started processes end with this process: regularly on
+Ctrl-C and SIGTERM, and by their supervisor if this process is killed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from vime.run.lock import lock
 from vime.view.measures import flags_of
 
 GRACE_S = 120.0
-"""How long a run may take to end by itself: a trainer in the middle of a step, engines, Ray."""
+"""Seconds in which a run may end regularly, with a trainer in the middle of a step, engines and Ray."""
 LOG_LINES = 5
 
 
 def execute(plan: BenchPlan, command: str) -> int:
-    """Run what is missing. 0 when every run is whole and ended well, 1 when one did not, 128 + the number of
-    the signal when interrupted.
+    """Makes the missing runs. Returns 0 if every run is complete and succeeded, 1 if a run failed, and 128 + the
+    signal's number if interrupted.
 
-    ValueError, before anything but the folder and the model is made, for flags that are wrong and for runs that are
-    there and were made with others.
+    ValueError, before the first run, for wrong flags and for existing runs with other flags.
     """
     with sigterm_interrupts(), ExitStack() as held:
-        # A second benchmark would take this one's runs for unfinished ones, and move them away while they write.
+        # A second benchmark would treat these runs as unfinished, and move them while they write.
         lock("--out", plan.out, held)
         try:
             _make_model(plan)
@@ -49,8 +48,8 @@ def execute(plan: BenchPlan, command: str) -> int:
 
 
 def whats_missing(plan: BenchPlan) -> list[Planned]:
-    """The runs that are not whole, in order. ValueError for whole ones that were made with other flags, and for runs
-    that could not be compared."""
+    """Returns the incomplete runs, in order. ValueError for complete runs with other flags, and for runs that could not
+    be compared."""
     missing = []
     for run in plan.all_runs():
         expected = flags_of(resolved(run))  # of all: wrong flags show before the first run starts
@@ -73,7 +72,7 @@ def whats_missing(plan: BenchPlan) -> list[Planned]:
 
 
 def _refuse_unnamed_gpus(flags: Mapping[str, object]) -> None:
-    """ValueError for runs on GPUs that nothing names, which no report compares."""
+    """Raises a ValueError for runs on GPUs without a name, because a report cannot compare them."""
     if flags["device"] == "cuda" and not collect_environment([], {})["gpus"]:
         raise ValueError(
             "nvidia-smi must say which GPUs are here, got no answer: runs on unknown ones are not compared"
@@ -92,7 +91,7 @@ def _check_same(run: Planned, found: Mapping[str, object], expected: Mapping[str
 
 
 def _make_model(plan: BenchPlan) -> None:
-    """Write the random model, unless an earlier call has."""
+    """Writes the random model, unless an earlier call has written it."""
     command = plan.model_command
     if command is None or (plan.model / "config.json").is_file():
         return
@@ -107,7 +106,7 @@ def _make_model(plan: BenchPlan) -> None:
 
 
 def _run_all(plan: BenchPlan, missing: Sequence[Planned], command: str) -> bool:
-    """Run `missing`, writing bench.json after each run; whether all went well."""
+    """Makes the runs of `missing`, and writes bench.json after each run. Returns whether all runs succeeded."""
     runs, good = plan.all_runs(), True
     for number, run in enumerate(runs, start=1):
         title = f"[{number}/{len(runs)}] {run.name}"
@@ -126,7 +125,7 @@ def _run_all(plan: BenchPlan, missing: Sequence[Planned], command: str) -> bool:
             good = False
             print(f"{title}: {how_it_ended(run)}\nthe end of {run.log}:\n{_last(run.log)}", flush=True)
             if run.side is None:
-                return False  # there is nothing to train on
+                return False  # There are no rollouts to train on.
         if run.side is not None:
             collect(plan, command).write(plan.out)
     print(
@@ -137,7 +136,7 @@ def _run_all(plan: BenchPlan, missing: Sequence[Planned], command: str) -> bool:
 
 
 def _set_aside(run: Planned) -> None:
-    """Move what an unfinished run left to runs/unfinished, with its log and status."""
+    """Moves the directory of an unfinished run to runs/unfinished, with its log and status."""
     if not run.run_dir.exists():
         return
     folder = run.run_dir.parent / UNFINISHED
@@ -149,7 +148,7 @@ def _set_aside(run: Planned) -> None:
 
 
 def _run(command: Sequence[str], log: Path, python_path: str) -> int:
-    """Exit status of a command. It has ended, and all that it started, when this returns or raises."""
+    """Runs a command and returns its exit status. The command and its descendants have ended when this returns."""
     log.unlink(missing_ok=True)
     process = SupervisedProcess(command, {**os.environ, "PYTHONPATH": python_path}, str(log), grace_s=GRACE_S)
     try:

@@ -64,7 +64,7 @@ TAKEN = {
 
 @dataclass(frozen=True)
 class Model:
-    """A Hugging Face directory (`path`), or an architecture of scripts/make_model.py, all its layers or `layers`."""
+    """A Hugging Face directory (`path`), or an architecture of scripts/make_model.py with all layers or `layers`."""
 
     path: str | None = None
     arch: str | None = None
@@ -73,7 +73,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One file, with its preset and what the command line said. `flags` are tokens of `vime train`; later ones win."""
+    """A benchmark's file with its preset and the command line. `flags` are tokens of `vime train`; later tokens win."""
 
     file: Path
     name: str
@@ -89,11 +89,11 @@ class Benchmark:
     notes: tuple[str, ...] = ()
 
     def with_line(self, *, flags: Sequence[str] = (), notes: Sequence[str] = (), **given: Any) -> Benchmark:
-        """What the command line says wins: flags, notes, and `steps`, `repeats`, `model` and `data` that are not None.
-        ValueError for what it must not say."""
+        """Returns the benchmark with the command line's flags, notes, `steps`, `repeats`, `model` and `data`, if they
+        are not None. ValueError for values that the command line must not set."""
         said = {name: value for name, value in given.items() if value is not None}
         here = [f"{name} {Path(said[name]).absolute().name}" for name in ("model", "data") if name in said]
-        if here:  # a title that speaks of layers or random weights is not of another model
+        if here:  # A title about layers or random weights does not fit another model.
             of_file = "model" not in said or self.model.path is not None
             title = self.claim if of_file else f"{self.name} {self.preset}"
             said["claim"] = f"{title}; here with {' and '.join(here)}"
@@ -105,7 +105,7 @@ class Benchmark:
 
 
 def read_settings(path: Path, preset: str | None = None) -> Benchmark:
-    """The benchmark that a file describes. ValueError naming file and key."""
+    """Reads the benchmark that a file describes. A ValueError names file and key."""
     content = _mapping(_load(path), str(path), KEYS)
     for key in NEEDED:
         if key not in content:
@@ -138,7 +138,7 @@ def _chosen(presets: Mapping[str, dict[str, object]], preset: str, path: Path) -
 
 
 def tokens(name: str, value: object) -> list[str]:
-    """A flag of `vime train` and its value, as typed: ("colocate", True) -> ["--colocate"]."""
+    """Returns a flag of `vime train` and its value as typed: ("colocate", True) -> ["--colocate"]."""
     group = yaml_group(name, value)
     return [group.typed, *group.values]
 
@@ -155,7 +155,7 @@ def _load(path: Path) -> object:
 
 
 def _mapping(value: object, what: str, keys: Sequence[str] | None = None) -> dict[str, Any]:
-    """`value` as a mapping with no key but `keys` (None: any)."""
+    """Returns `value` as a mapping whose keys are in `keys` (None allows any key)."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} must be a mapping, got {value!r}")
     if keys is not None:
@@ -212,7 +212,7 @@ def _switch(of_file: object, of_preset: object, path: Path) -> Switch:
 
 
 def _check(benchmark: Benchmark, where: str) -> None:
-    """What holds whoever said it."""
+    """Checks rules that hold for the file and the command line."""
     if not re.fullmatch(r"[\w.-]+", str(benchmark.name)):
         raise ValueError(
             f"{where}: name must be of letters, digits, '.', '-' and '_', got {benchmark.name!r}"

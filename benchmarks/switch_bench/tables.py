@@ -1,4 +1,4 @@
-"""Tables of a report besides the comparison: percentiles over steps, and scores on held-out prompts."""
+"""Tables of a report in addition to the comparison: percentiles over steps, and scores on held-out prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from vime.view.measures import SPEEDS, TIMES, number
 
 
 def percentile_lines(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) -> Iterator[str]:
-    """Percentiles of times, speeds and log-prob differences over the counted steps of all repeats, from 100 on."""
+    """Yields percentiles of times, speeds and log-prob differences over all repeats' counted steps, from 100 steps
+    on."""
     steps = sum(len(repeat.steps) - record.warm_up for repeat, _ in pairs)
     if steps < MIN_STEPS:
         yield from ("", f"Percentiles need {MIN_STEPS} steps a side; there are {steps}.")
@@ -44,7 +45,7 @@ def percentile_lines(record: Record, pairs: Sequence[Pair], found: Sequence[Comp
 
 
 def evaluation_lines(pairs: Sequence[Pair]) -> Iterator[str]:
-    """The mean reward of each evaluation set, each time it was evaluated: the mean of the repeats, and its gain."""
+    """Yields the mean reward per evaluation set and evaluation: the mean over the repeats, and its gain."""
     sides = sides_of(pairs)
     every = [e for repeats in sides.values() for repeat in repeats for e in repeat.evaluations.items()]
     for name in sorted({name for _, scores in every for name in scores}):

@@ -1,4 +1,4 @@
-"""Metric by metric: what both sides recorded, the difference, and the words for it. Owns names, units and wording."""
+"""Compares both sides metric by metric: values, difference and verdict. Defines names, units and wording."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ TRAINER_PEAK = f"perf/trainer{PEAK}"
 WHOLE_OF = dict.fromkeys((*PASS_PARTS, "rl_kernel/ratio_kl/ms", "rl_kernel/grpo_loss/ms"), PASS_TIME) | {
     part.replace("_time", PEAK): TRAINER_PEAK for part in PASS_PARTS
 }
-"""Part -> the metric that is compared in its place, where it was recorded. The LM head's log-probs are in the forward
-of one path and in the loss of the other, so only the sum of forward, loss and backward is comparable."""
+"""Part -> the metric that is compared instead, if it was recorded. The LM head's log-probs are in the forward on one
+side and in the loss on the other side, so only the sum of forward, loss and backward is comparable."""
 UNEQUAL = 0.001
-"""The share of memory below which a difference is an allocator's rounding: neither less nor more."""
+"""Share of memory below which a difference is rounding by the allocator, and not a difference."""
 STEP, TRAINING = "perf/step_time", "perf/actor_train_time"
 
 
 @dataclass(frozen=True)
 class Metric:
-    """`better`: whether more is better; None where neither is."""
+    """A metric. `better` is true if more is better, and None if neither direction is better."""
 
     name: str
     label: str
@@ -38,8 +38,9 @@ class Metric:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric. `sides`: None for a side that did not record it. `difference`: None unless both sides recorded it,
-    and for what is compared only as a part of WHOLE_OF. `steps`: how many either side could have reported."""
+    """The comparison of one metric. `sides` has None for a side that did not record it. `difference` is None unless
+    both sides recorded the metric, and for parts that are compared only in WHOLE_OF. `steps` is the number of steps
+    per side."""
 
     metric: Metric
     sides: dict[str, Summary | None]
@@ -59,9 +60,9 @@ def metric_of(name: str) -> Metric:
 
 
 def values_of(repeat: Repeat, name: str, warm_up: int) -> Array:
-    """[S], NaN where a step did not report the metric. Times and speeds leave the warm-up out, numbers do not.
+    """Returns the values [S], NaN for steps without the metric. Times and speeds leave the warm-up out, numbers do not.
 
-    Of peak memory [1], the largest of all steps: what runs out of memory is not the mean.
+    For peak memory, it returns [1] with the largest value over all steps, because the peak decides about a failure.
     """
     if name.endswith(PEAK):
         return np.array([max((step[name] for step in repeat.steps if name in step), default=np.nan)])
@@ -73,14 +74,14 @@ def values_of(repeat: Repeat, name: str, warm_up: int) -> Array:
 
 
 def weights_of(repeat: Repeat, name: str, warm_up: int) -> Array:
-    """[S], like `values_of`: what share of the metric's mean a step is; NaN where that is not known."""
+    """Returns each step's share of the metric's mean [S], like `values_of`; NaN if it is unknown."""
     if name in SPEED_OVER:
         return values_of(repeat, SPEED_OVER[name], warm_up)
     return np.ones(len(values_of(repeat, name, warm_up)))
 
 
 def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
-    """Every metric of METRICS and every part of a step that either side reported, in that order."""
+    """Compares every metric of METRICS, and then every part of a step that a side reported."""
     reported = {
         name for pair in pairs for repeat in pair for step in repeat.steps[record.warm_up :] for name in step
     }
@@ -113,12 +114,12 @@ def _compare(record: Record, pairs: Sequence[Pair], name: str) -> Comparison:
 
 
 def _copies(difference: Difference) -> bool:
-    """Whether pairs that differ all differ alike, as runs of one seed do: a sample of one, without an interval."""
+    """Returns whether all pairs have the same difference, as runs with the same seed do. They are one sample."""
     return len(difference.pairs) > 1 and len(set(difference.pairs)) == 1 and difference.value != 0
 
 
 def verdict(metric: Metric, difference: Difference) -> tuple[str, bool]:
-    """(in words what the interval shows, whether it is that the sides differ)."""
+    """Returns (the interval's meaning in words, whether it shows a difference)."""
     direction = WORDS.get(metric.unit, ("lower", "higher"))[difference.value > 0]
     if _is_rounding(metric, difference):
         return f"same within {100 * UNEQUAL:.1f} %", False
@@ -136,7 +137,7 @@ def verdict(metric: Metric, difference: Difference) -> tuple[str, bool]:
 
 
 def _is_rounding(metric: Metric, difference: Difference) -> bool:
-    """Memory that differs by less than UNEQUAL, by the interval or alike in every repeat; not what is equal."""
+    """Returns whether memory differs by less than UNEQUAL, by the interval or equally in every repeat, but not by 0."""
     if metric.unit not in SIZES or not difference.relative:
         return False
     within = abs(difference.value) if _copies(difference) else difference.within
@@ -144,13 +145,13 @@ def _is_rounding(metric: Metric, difference: Difference) -> bool:
 
 
 def amount(metric: Metric, difference: Difference, value: float, sign: str = "") -> str:
-    """A share in percent, anything else in its unit. `sign`: "+" or ""."""
+    """Returns a relative value in percent, and any other value in its unit. `sign` is "+" or ""."""
     text = bare(difference, value, sign)
     return f"{text} %" if difference.relative else with_unit(text, metric)
 
 
 def bare(difference: Difference, value: float, sign: str = "") -> str:
-    """`amount` without its unit."""
+    """Returns `amount` without its unit."""
     if not difference.relative or value == 0:
         return number(value, sign)
     percent = 100 * value
