@@ -167,8 +167,8 @@ def _mapping(value: object, what: str, keys: Sequence[str] | None = None) -> dic
 
 
 def _flags(of_file: object, of_preset: object, path: Path) -> list[str]:
-    """Tokens of flags, a mapping of them or a list of them as they are typed. What a preset's mapping names takes the
-    place of the file's; a list comes after, where the later one wins."""
+    """Returns the tokens of the file's and the preset's flags. Each is a mapping or a list of typed flags. If both are
+    mappings, the preset's entries replace the file's. Otherwise the preset's tokens follow, and the later flag wins."""
     if isinstance(of_file, Mapping) and isinstance(of_preset, Mapping):
         both = (*of_file.items(), *of_preset.items())
         of_file, of_preset = {str(name).replace("_", "-"): value for name, value in both}, []

@@ -89,7 +89,7 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
         reported.add(PASS_TIME)
     order = dict.fromkeys((*METRICS, *TIME_METRICS))
     found = [_compare(record, pairs, name) for name in order if name in reported]
-    # A sum whose parts no side has whole is no metric.
+    # Leave out a metric that every side lacks: for example, a sum with parts that no side reported completely.
     found = [c for c in found if len(c.missing) < len(SIDES)]
     wholes = {c.metric.name for c in found} & set(WHOLE_OF.values())
     return [replace(c, difference=None) if WHOLE_OF.get(c.metric.name) in wholes else c for c in found]
