@@ -10,6 +10,7 @@ from pathlib import Path
 import docs_algorithms
 import docs_configuration
 import docs_errors
+import docs_extensions
 import docs_families
 import docs_models
 import docs_peers
@@ -85,8 +86,8 @@ def test_broken_links_end_the_build(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [docs_configuration, docs_algorithms, docs_families],
-    ids=["configuration", "algorithms", "families"],
+    [docs_configuration, docs_algorithms, docs_families, docs_extensions],
+    ids=["configuration", "algorithms", "families", "extensions"],
 )
 def test_generated_pages_are_up_to_date(module) -> None:
     assert (ROOT / module.PAGE).read_text() == module.page(), (
