@@ -14,8 +14,8 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status of the benchmark's command. Raises ValueError outside of a checkout."""
     if not (BENCHMARKS / "switch_bench").is_dir():
         raise ValueError(
-            "vime bench must run in a checkout of vime, got an installed package without benchmarks; in a checkout, "
-            f"run `bash scripts/setup.sh && .venv/bin/vime {' '.join(['bench', *argv])}`"
+            "vime bench must run in a checkout of vime, got an installed package without benchmarks; clone the "
+            f"repository, set it up as its README describes, and run `vime {' '.join(['bench', *argv])}` there"
         )
     if str(BENCHMARKS) not in sys.path:
         sys.path.insert(0, str(BENCHMARKS))
