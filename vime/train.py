@@ -19,7 +19,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -311,11 +311,10 @@ def _start_engines(
     watch.callback(control.close)
     logs = Path(config.logging.run_dir) / "logs"
 
-    def built(check: Callable[[], None]) -> None:
-        wait.on = f"the trainer and the rollout manager ({logs}/trainer-0.log, rollout.log)"
-        rollout_actor.wait_built(config, trainer, rollout, check)
-        wait.on = f"the engines ({logs}/engine-*.log)"
-
-    pool.start(built)
+    pool.launch()
+    wait.on = f"the trainer and the rollout manager ({logs}/trainer-0.log, rollout.log)"
+    rollout_actor.wait_built(config, trainer, rollout, pool.check_launched)
+    wait.on = f"the engines ({logs}/engine-*.log)"
+    pool.wait_ready()
     control.start()
     return pool, rollout

@@ -148,9 +148,16 @@ class EnginePool(Protocol):
         """What the rollout manager sends its requests to; None without engines."""
         ...
 
-    def start(self, meanwhile: Callable[[Callable[[], None]], object]) -> None:
-        """Start the engines; returns when they serve. `meanwhile` runs while they start; it gets a function to call now
-        and then, which raises when an engine has ended."""
+    def launch(self) -> None:
+        """Starts the processes of the engines. Those that share a device with a trainer wait until `wait_ready`."""
+        ...
+
+    def check_launched(self) -> None:
+        """Raises an error if a process of an engine or of its router has ended. For use between the two other calls."""
+        ...
+
+    def wait_ready(self) -> None:
+        """Returns when the engines serve."""
         ...
 
     def publish(self, version: int) -> Mapping[str, float]:
@@ -184,8 +191,11 @@ class NoEngines:
 
     def client(self) -> None: ...
 
-    def start(self, meanwhile: Callable[[Callable[[], None]], object]) -> None:
-        meanwhile(lambda: None)
+    def launch(self) -> None: ...
+
+    def check_launched(self) -> None: ...
+
+    def wait_ready(self) -> None: ...
 
     def publish(self, version: int) -> Mapping[str, float]:
         return {}

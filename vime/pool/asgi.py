@@ -1,19 +1,21 @@
-"""What an engine server requires of a request before it keeps anything: the run's key, and a body that is not too
-large. Owns the answers to requests that are refused, and the proof that this server has the key. The types are those of
-ASGI, by which a server calls the middleware: https://asgi.readthedocs.io/en/latest/specs/main.html.
+"""The run's key, which every route of every server needs, and the size of a request that a server accepts.
+
+Owns the answers to requests without the key or with a body that is too large, and the proof that this server has the
+key. The types are those of ASGI, by which a server calls the middleware:
+https://asgi.readthedocs.io/en/latest/specs/main.html.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
 
-from slime.config.child_environment import NO_KEY
+from slime.config.child_environment import NO_KEY, RUN_KEY
 from slime.peers.proof import proof
-from vime.pool.run_key import LARGEST_BODY_BYTES
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -21,8 +23,17 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-
+KEY_VARIABLE = RUN_KEY
+"""The environment variable that passes the key. It is never on a command line."""
+LARGEST_BODY_BYTES = 128 << 20
+"""The largest body that engines, routers and the gateway accept: a prompt of 10 million token ids, or 90 MiB of images.
+"""
 _TOO_LARGE = f"a body must have at most {LARGEST_BODY_BYTES} bytes, got more; send less in one request"
+
+
+def health_prefix(run_key: str) -> str:
+    """Path under which a router may ask for /health: "/" + the first 32 hex digits of HMAC-SHA256(key, "health")."""
+    return "/" + hmac.new(run_key.encode(), b"health", hashlib.sha256).hexdigest()[:32]
 
 
 class TooLargeError(Exception):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import http.client
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.weight_sync.transfer import WeightTransfer
 from vime.pool import external
 from vime.pool.engine_server import EngineSpec
 from vime.pool.member import Member
-from vime.pool.router import RouterServer
+from vime.pool.state import PoolState
 
 if TYPE_CHECKING:
     from vime.pool.places import Places
@@ -39,18 +37,9 @@ Say = Callable[[str], None]
 
 @dataclass
 class Changes:
-    """`make` makes the pool's entry of a new engine, which `launch` starts. `admit` lets it serve. `record` writes an
-    event of an engine. `tell` gets the number of engines that take new requests, whenever it changes."""
+    """Changes of the engines in `state`. `tell` gets the number of engines that take new requests after each change."""
 
-    members: list[Member]
-    transfer: WeightTransfer
-    router: RouterServer
-    places: Places | None
-    stopping: threading.Event
-    make: Callable[[EngineSpec], Member]
-    launch: Callable[[Member], None]
-    admit: Callable[[Member], None]
-    record: Callable[..., None]
+    state: PoolState
     tell: Callable[[int], None] = lambda count: None
 
     def add(self, count: int, say: Say) -> list[str]:
@@ -63,12 +52,12 @@ class Changes:
         places = self._places()
         where = external.split(address, "--address")
         url = f"http://{where['host']}:{where['port']}"
-        if any(member.control.url == url for member in self.members):
+        if any(member.control.url == url for member in self.state.members):
             raise ValueError(
                 f"--address must be that of another engine, got {address}, which is in the run; "
                 "start one at another address"
             )
-        external.require_joinable(places.config, url, trained=self.transfer.has_source)
+        external.require_joinable(places.config, url, trained=self.state.transfer.has_source)
         self._require_model(places, url)
         return self._join([places.add(where)], say)
 
@@ -76,42 +65,42 @@ class Changes:
         """The engine with this name or address leaves, after at most `wait_s` seconds for its requests; returns what
         was done. ValueError if it does not serve, or if no other one does."""
         places = self._places()
-        with self.transfer.lock:
+        with self.state.transfer.lock:
             member = self._find(title)
-            others = sum(other.serving and not other.leaving for other in self.members) - 1
+            others = sum(other.serving and not other.leaving for other in self.state.members) - 1
             if not others:
                 raise ValueError(
                     f"a run must keep one engine that serves, got {title}, the last one; add one first"
                 )
-            self.router.remove(member.control.url)
+            self.state.router.remove(member.control.url)
             member.leaving = True
-            self.record(member, "leaving")
+            self.state.record(member, "leaving")
         self.tell(others)
         say(f"{member.title} gets no new requests")
         left = self._drain(member, wait_s)
-        with self.transfer.lock:
+        with self.state.transfer.lock:
             member.serving = False
-            self.members.remove(member)
+            self.state.members.remove(member)
         member.stop()
         apart = places.is_apart(member.spec.index)
         places.give_back(member.spec.index)
-        self.record(member, "removed")
+        self.state.record(member, "removed")
         kept = "it was started apart, and runs on" if apart else "its server has ended, and its place is free"
         return f"{member.title} has left{left}; {kept}"
 
     def has(self, title: str) -> bool:
         """Whether an engine of this pool has that name or address."""
-        return any(_is(member, title) for member in self.members)
+        return any(_is(member, title) for member in self.state.members)
 
     def _places(self) -> Places:
-        if self.places is None:
+        if self.state.places is None:
             raise ValueError(
                 "engines must have places to join and leave, got a pool without them; report this as a bug"
             )
-        return self.places
+        return self.state.places
 
     def _find(self, title: str) -> Member:
-        for member in filter(lambda member: _is(member, title), self.members):
+        for member in filter(lambda member: _is(member, title), self.state.members):
             if member.leaving:
                 raise ValueError(
                     f"ENGINE must serve to be removed, got {title}, which leaves already; wait for it"
@@ -121,14 +110,14 @@ class Changes:
                     f"ENGINE must serve to be removed, got {title}, which is starting; try again when it serves"
                 )
             return member
-        known = ", ".join(f"{member.title} at {member.control.url}" for member in self.members)
+        known = ", ".join(f"{member.title} at {member.control.url}" for member in self.state.members)
         raise ValueError(f"ENGINE must be one of {known}, got {title}; `vime engines list` shows them")
 
     def _drain(self, member: Member, wait_s: float) -> str:
         """Wait until the engine has no requests. Returns what the user must know of those that are left."""
         end = time.monotonic() + wait_s
         quiet = 0
-        while not self.stopping.is_set():
+        while not self.state.stopping.is_set():
             try:
                 load = member.control.load()
             except _FAULTS as error:
@@ -161,11 +150,11 @@ class Changes:
 
     def _join(self, specs: Sequence[EngineSpec], say: Say) -> list[str]:
         """Start the engines side by side. RuntimeError when all are done and one of them does not serve."""
-        members = [self.make(spec) for spec in specs]
-        with self.transfer.lock:
+        members = [self.state.make(spec) for spec in specs]
+        with self.state.transfer.lock:
             for member in members:
                 member.starting = True
-            self.members.extend(members)
+            self.state.members.extend(members)
         with ThreadPoolExecutor(len(members)) as threads:
             failed = [
                 text for text in threads.map(lambda member: self._bring_in(member, say), members) if text
@@ -177,8 +166,8 @@ class Changes:
     def _bring_in(self, member: Member, say: Say) -> str | None:
         """None once the engine serves, or why it does not. Then nothing of it is left."""
         try:
-            self.launch(member)
-            if self.stopping.is_set():  # `stop` has not seen this server
+            self.state.launch(member)
+            if self.state.stopping.is_set():  # `stop` has not seen this server
                 raise RuntimeError(
                     "an engine must join before its run ends, got a run that ends; add it when the run goes on again"
                 )
@@ -186,19 +175,19 @@ class Changes:
             say(f"{member.title} starts at {member.control.url}; log: {member.spec.log_path}")
             member.handle.wait_ready()
             say(f"{member.title} gets the weights")
-            self.transfer.join(member, lambda: self.admit(member))
+            self.state.transfer.join(member, lambda: self.state.admit(member))
         except Exception as error:  # the border of this engine's thread
             logger.warning("engine %s did not join: %s", member.title, error)
-            with self.transfer.lock:
+            with self.state.transfer.lock:
                 member.serving = False
-                self.members.remove(member)
+                self.state.members.remove(member)
             member.stop()
             self._places().give_back(member.spec.index)
-            self.record(member, "failed")
+            self.state.record(member, "failed")
             return f"{member.title} did not join: {error}"
         finally:
             member.starting = False
-        self.tell(sum(other.serving and not other.leaving for other in self.members))
+        self.tell(sum(other.serving and not other.leaving for other in self.state.members))
         say(f"{member.title} serves")
         return None
 

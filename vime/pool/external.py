@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 from slime.config import Config
 from slime.peers.proof import NotProvenError, is_strangers
 from slime.records.errors import FlagError
+from vime.pool.asgi import KEY_VARIABLE
 from vime.pool.control import ControlError, MakeControl, answers, request
 from vime.pool.engine_server import EngineSpec
 from vime.pool.process import accepts
-from vime.pool.run_key import KEY_VARIABLE
 
 ENGINES, ROUTER = "--rollout-external-engine-addrs", "--vllm-router-ip and --vllm-router-port"
 LEAST_KEY = 32

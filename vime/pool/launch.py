@@ -17,8 +17,9 @@ from slime.tracking.events import Events
 from vime.pool import external
 from vime.pool.engine_server import EngineSpec
 from vime.pool.places import LOOPBACK, EnginePlace, Places
-from vime.pool.pool import Kind, ServerPool
+from vime.pool.pool import ServerPool
 from vime.pool.router import RouterSpec
+from vime.pool.state import Kind
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement

@@ -12,22 +12,22 @@ import http.client
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from slime.protocols import RolloutEngine, WeightSource, WeightUpdate
+from slime.protocols import RolloutEngine, WeightSource
 from slime.roles.served import POLICY
 from slime.tracking.events import Events
-from slime.weight_sync.transfer import Engine, WeightTransfer
 from vime.pool.changes import Changes
-from vime.pool.control import ControlError, Load, MakeControl, PauseMode
-from vime.pool.engine_server import EngineServer, EngineSpec
+from vime.pool.control import PauseMode
+from vime.pool.engine_server import EngineSpec
 from vime.pool.health_watch import HealthWatch
 from vime.pool.member import Member, Spawn
 from vime.pool.process import Started, ended_how, require_running
-from vime.pool.router import RouterServer, RouterSpec
+from vime.pool.router import RouterSpec
+from vime.pool.state import Kind, PoolState, each
 
 if TYPE_CHECKING:
     from vime.pool.places import Places
@@ -36,21 +36,9 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.25
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What the engines of one backend are made of. `workers`: route of the router that lists the engines.
-    `worker_path`: what the paths of their URLs there begin with, by the run's key."""
-
-    control: MakeControl
-    client: Callable[..., RolloutEngine]
-    router: Callable[[RouterSpec], RouterServer]
-    server: type[EngineServer]
-    workers: str
-    worker_path: Callable[[str], str]
-
-
 class ServerPool:
-    """EnginePool over the servers of a subclass. Call `start` first; any thread of the driver may call every method.
+    """EnginePool over the servers of a subclass. Call `launch` and `wait_ready` first. All threads of the driver may
+    call every method.
 
     `pause_mode`: what happens to running requests while weights change. With "keep" they continue afterwards on the new
     weights, with keys and values computed again. `gives_memory`: `sleep` frees the device's memory (vLLM's level 2,
@@ -86,39 +74,35 @@ class ServerPool:
             raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
         if kind is not None:
             self.kind = kind
-        self._pause_mode: PauseMode = pause_mode
-        self._members = [self._member(spec) for spec in specs]
-        self._router = self.kind.router(router)
-        self._spawn: Spawn = self.kind.server if spawn is None else spawn
+        self.state = PoolState(
+            kind=self.kind,
+            router=self.kind.router(router),
+            spawn=self.kind.server if spawn is None else spawn,
+            pause_mode=pause_mode,
+            places=places,
+            events=Events("engines", None) if events is None else events,
+            model=model,
+            patience_s=health_check_timeout_s,
+        )
+        self.state.follow(source, gives_memory=gives_memory)
+        self.state.members.extend(map(self.state.make, specs))
+        self._members, self._router, self._transfer = (
+            self.state.members,
+            self.state.router,
+            self.state.transfer,
+        )
         self._dtype = dtype
         self._max_restarts = max_restarts
         self._interval_s, self._timeout_s = health_check_interval_s, health_check_timeout_s
         self._first_wait_s = health_check_first_wait_s
-        self._transfer = WeightTransfer(
-            self, source, gives_memory=gives_memory, told=self._record_part
-        )  # its lock guards membership, too
-        self._lost: str | None = None
-        self._stopping = threading.Event()
         self._health_watch = HealthWatch(
             self._members,
-            self._stopping,
+            self.state.stopping,
             health_check_interval_s + health_check_timeout_s,
-            self._record_load,
+            self.state.record_load,
         )
         self._monitor = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
-        self._model, self._places = model, places
-        self._events = Events("engines", None) if events is None else events
-        self.changes = Changes(
-            self._members,
-            self._transfer,
-            self._router,
-            places,
-            self._stopping,
-            self._member,
-            self._launch,
-            self._admit,
-            self._record,
-        )
+        self.changes = Changes(self.state)
 
     @property
     def router_url(self) -> str:
@@ -159,33 +143,45 @@ class ServerPool:
         spec = self._router.spec
         return self.kind.client(spec.url, spec.run_key, held=not spec.external)
 
-    def start(self, meanwhile: Callable[[Callable[[], None]], object] | None = None) -> None:
-        """Start the router and all engines; returns when they serve. `meanwhile` is called once their processes run,
-        and before those that wait (`EngineSpec.waits`) take their devices. It gets a function to call now and then,
-        which raises when one of them has ended.
-
-        On any failure everything is stopped and the failure raised: ValueError (port taken), RuntimeError with the
-        last log lines (never healthy).
-        """
-        try:
+    def launch(self) -> None:
+        """Start the processes of the router and of all engines. Those that wait (`EngineSpec.waits`) do not take their
+        devices yet. On a failure, such as ValueError for a port that is taken, everything is stopped first."""
+        with self._stopped_on_failure():
             self._router.start()
             for member in self._members:
-                self._launch(member)
-            if meanwhile is not None:
-                started: list[Started] = [self._router]
-                started += [member.handle for member in self._members if member.handle]
-                meanwhile(functools.partial(require_running, started))
-            self._each(self._members, _open_gate)
+                self.state.launch(member)
+
+    def check_launched(self) -> None:
+        """Raise if a process that `launch` started has ended, with its last log lines."""
+        started: list[Started] = [self._router]
+        started += [member.handle for member in self._members if member.handle]
+        require_running(started)
+
+    def wait_ready(self) -> None:
+        """Let the engines take their devices; returns when they serve. On a failure, such as RuntimeError for an engine
+        that does not serve, everything is stopped first."""
+        with self._stopped_on_failure():
+            each(self._members, _open_gate)
             self._router.wait_ready()
             # One after the other and in this thread, so that Ctrl-C ends the wait; the servers start side by side.
             for member in self._members:
                 self._wait_ready(member)
-                self._admit(member)
+                self.state.admit(member)
+        self._monitor.start()
+        self._health_watch.start()
+
+    def start(self) -> None:
+        """`launch` and `wait_ready`, where nothing else starts at the same time."""
+        self.launch()
+        self.wait_ready()
+
+    @contextmanager
+    def _stopped_on_failure(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.stop()
             raise
-        self._monitor.start()
-        self._health_watch.start()
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Load the trainer's weights as `version` on every serving engine, see slime.weight_sync.transfer.
@@ -195,14 +191,14 @@ class ServerPool:
         """
         with self._transfer.lock:
             self._transfer.publish(version)
-            titles = [member.title for member in self._serving()]
-            self._events.add("weights", model=self._model, engines=titles, version=version)
+            titles = [member.title for member in self.state.serving_members()]
+            self.state.events.add("weights", model=self.state.model, engines=titles, version=version)
             self.allow_restarts()
             return self._transfer.figures
 
     def allow_restarts(self) -> None:
         """Let each engine of a frozen model restart as often again as it may between two updates of the policy."""
-        for member in self._serving():
+        for member in self.state.serving_members():
             member.restarts = 0
 
     def sleep(self) -> None:
@@ -215,46 +211,19 @@ class ServerPool:
 
     def check_health(self) -> None:
         """RuntimeError, with its last log lines, when an engine or the router is lost for good."""
-        if self._lost is not None:
-            raise RuntimeError(self._lost)
+        self.state.check_health()
 
     def stop(self) -> None:
         """End everything that was started. May be called again."""
-        self._stopping.set()
+        self.state.stopping.set()
         self._stop_servers()
         while self._monitor.is_alive():  # it may be starting a server just now
             self._monitor.join(timeout=1)
             self._stop_servers()
 
     def _stop_servers(self) -> None:
-        self._each(self._members, Member.stop)
+        each(self._members, Member.stop)
         self._router.stop()
-
-    def _serving(self) -> list[Member]:
-        return [member for member in self._members if member.serving]
-
-    def serving(self) -> list[Engine]:
-        """The engines that serve at the moment, for the transfer."""
-        return [*self._serving()]
-
-    def on_serving(self, act: Callable[[Engine], None]) -> None:
-        """`act` on all serving engines at the same time. An engine that no longer runs or answers is given up, and the
-        monitor replaces it, even if it answers later: how much of the call it has done is not known."""
-
-        def acted(member: Member) -> None:
-            try:
-                act(member)
-            except (ControlError, OSError, http.client.HTTPException):
-                if member.is_alive(self._timeout_s):
-                    raise
-                member.serving, member.doomed = False, True
-                logger.warning("engine %s died during a control call", member.control.url)
-
-        self._each(self._serving(), acted)
-
-    def stop_starting(self) -> None:
-        """Stop the servers that are starting: they have the device's memory. They start again after the wake-up."""
-        self._each([member for member in self._members if member.starting], Member.stop)
 
     def _wait_ready(self, member: Member) -> None:
         assert member.handle is not None
@@ -264,7 +233,7 @@ class ServerPool:
     def _watch(self) -> None:
         """The monitor thread: restarts what died, until the pool stops or something is lost for good."""
         try:
-            while not self._stopping.wait(_POLL_S):
+            while not self.state.stopping.wait(_POLL_S):
                 if self._router.poll() is not None:
                     self._restart_router()
                 for member in [*self._members]:
@@ -273,8 +242,8 @@ class ServerPool:
                     if not self._transfer.is_trainers_turn and self._is_due_and_dead(member):
                         self._restart(member)
         except Exception as error:  # the border of this thread: the driver sees it at check_health
-            if not self._stopping.is_set():
-                self._lost = f"{type(error).__name__}: {error}"
+            if not self.state.stopping.is_set():
+                self.state.lost = f"{type(error).__name__}: {error}"
                 logger.exception("an engine is lost")
 
     def _is_due_and_dead(self, member: Member) -> bool:
@@ -289,7 +258,7 @@ class ServerPool:
 
     def _restart(self, member: Member) -> None:
         """Replace a dead server; a replacement that dies before it serves counts as the next death."""
-        while not self._stopping.is_set():
+        while not self.state.stopping.is_set():
             assert member.handle is not None
             how = ended_how(member.handle.poll()) or "it did not answer"
             tail = self._take_out(member)
@@ -324,7 +293,7 @@ class ServerPool:
             if member.leaving:
                 return None
             member.serving = False
-            self._record(member, "dead")
+            self.state.record(member, "dead")
             try:
                 self._router.remove(member.control.url)
             except (RuntimeError, OSError, http.client.HTTPException) as error:
@@ -341,35 +310,11 @@ class ServerPool:
                 if self._transfer.is_trainers_turn:
                     raise RuntimeError("no engine may start while the trainer has the memory")
                 member.starting = True
-                self._launch(member)
+                self.state.launch(member)
             self._wait_ready(member)
-            self._transfer.join(member, functools.partial(self._admit, member))
+            self._transfer.join(member, functools.partial(self.state.admit, member))
         finally:
             member.starting = False
-
-    def _admit(self, member: Member) -> None:
-        self._router.add(member.control.url)
-        member.doomed, member.serving = False, True
-        self._record(member, "serving", version=self._transfer.version)
-
-    def _member(self, spec: EngineSpec) -> Member:
-        return Member(spec, spec.index, self._pause_mode, self.kind.control)
-
-    def _launch(self, member: Member) -> None:
-        member.launch(self._spawn)
-        place = self._places.where(member.spec.index) if self._places else ""
-        self._record(member, "starting", address=member.control.url, place=place)
-
-    def _record(self, member: Member, state: str, **more: object) -> None:
-        self._events.add("engine", model=self._model, engine=member.title, state=state, **more)
-
-    def _record_load(self, member: Member, load: Load) -> None:
-        fields = {"running": load.running, "waiting": load.waiting, "kv_cache": round(load.kv_cache, 4)}
-        self._events.add("load", model=self._model, engine=member.title, **fields)
-
-    def _record_part(self, part: WeightUpdate, place: int, seconds: float) -> None:
-        fields = {"version": part.version, "part": place, "bytes": part.size_bytes}
-        self._events.add("part", model=self._model, seconds=round(seconds, 4), **fields)
 
     def _restart_router(self) -> None:
         how, lines = ended_how(self._router.poll()), self._router.tail_log()
@@ -378,17 +323,9 @@ class ServerPool:
             self._router.stop()
             self._router.start()
             self._router.wait_ready()
-            for member in self._serving():
+            for member in self.state.serving_members():
                 if not member.leaving:
                     self._router.add(member.control.url)
-
-    @staticmethod
-    def _each(members: Sequence[Member], act: Callable[[Member], None]) -> None:
-        """`act` on all of them at the same time; raises the first failure when all are done."""
-        if not members:
-            return
-        with ThreadPoolExecutor(len(members)) as threads:
-            list(threads.map(act, members))
 
 
 def _open_gate(member: Member) -> None:

@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 
 from slime.cluster.watchdog import descendants, is_stopped
 from slime.import_path import ROOT, SAFE_PATH, UTF8, entries
+from vime.pool.asgi import KEY_VARIABLE
 from vime.pool.control import answers
 from vime.pool.log_cause import cause_of
-from vime.pool.run_key import KEY_VARIABLE
 from vime.run.surroundings import without_proxies
 
 TAIL_LINES = 30

@@ -6,7 +6,7 @@ A frozen model keeps the weights of its checkpoint and has devices of its own. U
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,10 +99,6 @@ def _settings(config: Config, model: ServedModel, backend: RolloutBackend) -> Co
     )
 
 
-Start = Callable[[Callable[[Callable[[], None]], object]], None]
-"""The type of `EnginePool.start`."""
-
-
 class ServedModels:
     """EnginePool of the policy and of frozen models. The loop drives the policy's engines; all of them are started,
     supervised and ended together."""
@@ -110,6 +106,7 @@ class ServedModels:
     def __init__(self, policy: EnginePool, frozen: Mapping[str, EnginePool], name: str = "default") -> None:
         """`name`: of the policy, for hooks."""
         self._policy, self._frozen, self._name = policy, dict(frozen), name
+        self._all = (policy, *frozen.values())
 
     @property
     def pools(self) -> Mapping[str, EnginePool]:
@@ -136,12 +133,29 @@ class ServedModels:
     def client(self) -> RolloutEngine | None:
         return self._policy.client()
 
-    def start(self, meanwhile: Callable[[Callable[[], None]], object]) -> None:
-        """The processes of all models start before any is waited for. See EnginePool."""
-        start: Start = self._policy.start
-        for pool in self._frozen.values():
-            start = _around(pool, start)
-        start(meanwhile)
+    def launch(self) -> None:
+        """Start the processes of all models. If one model's do not start, those of the others are stopped."""
+        with self._stopped_on_failure():
+            for pool in self._all:
+                pool.launch()
+
+    def check_launched(self) -> None:
+        for pool in self._all:
+            pool.check_launched()
+
+    def wait_ready(self) -> None:
+        """Returns when the engines of all models serve. See EnginePool."""
+        with self._stopped_on_failure():
+            for pool in self._all:
+                pool.wait_ready()
+
+    @contextmanager
+    def _stopped_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
 
     def publish(self, version: int) -> Mapping[str, float]:
         figures = self._policy.publish(version)
@@ -149,7 +163,7 @@ class ServedModels:
         return figures
 
     def allow_restarts(self) -> None:
-        for pool in (self._policy, *self._frozen.values()):
+        for pool in self._all:
             pool.allow_restarts()
 
     def sleep(self) -> None:
@@ -159,28 +173,9 @@ class ServedModels:
         return self._policy.wake()
 
     def check_health(self) -> None:
-        for pool in (self._policy, *self._frozen.values()):
+        for pool in self._all:
             pool.check_health()
 
     def stop(self) -> None:
-        pools = [self._policy, *self._frozen.values()]
-        with ThreadPoolExecutor(len(pools)) as threads:
-            list(threads.map(lambda pool: pool.stop(), pools))
-
-
-def _around(pool: EnginePool, inner: Start) -> Start:
-    """Start `pool`, and all that `inner` starts while its servers load. A server of either that has ended is noticed
-    by the wait for the trainer."""
-
-    def start(meanwhile: Callable[[Callable[[], None]], object]) -> None:
-        def then(check: Callable[[], None]) -> None:
-            inner(lambda other: meanwhile(functools.partial(_both, check, other)))
-
-        pool.start(then)
-
-    return start
-
-
-def _both(one: Callable[[], None], other: Callable[[], None]) -> None:
-    one()
-    other()
+        with ThreadPoolExecutor(len(self._all)) as threads:
+            list(threads.map(lambda pool: pool.stop(), self._all))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vime.pool.pool import Kind, ServerPool
+from vime.pool.pool import ServerPool
+from vime.pool.state import Kind
 from vime.sglang.client import SglangEngineClient
 from vime.sglang.control import SglangControl
 from vime.sglang.router import SglangRouter

@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import TypedDict
 from urllib.parse import urlsplit
 
+from vime.pool.asgi import LARGEST_BODY_BYTES, health_prefix
 from vime.pool.control import answers
 from vime.pool.process import Server
 from vime.pool.router import NEVER, REQUEST_S, RouterServer, RouterSpec
-from vime.pool.run_key import LARGEST_BODY_BYTES, health_prefix
 
 _POLL_S = 0.1
 

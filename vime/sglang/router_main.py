@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from sglang_router.router import Router
 from sglang_router.router_args import RouterArgs
 
+from vime.pool.asgi import KEY_VARIABLE
 from vime.pool.process import hold_port
-from vime.pool.run_key import KEY_VARIABLE
 
 
 def main(argv: Sequence[str]) -> None:

@@ -17,8 +17,7 @@ import uvicorn
 
 from slime import bridges
 from slime.peers.proof import PROOF_PATH
-from vime.pool.asgi import App, Receive, Scope, Send, prove
-from vime.pool.run_key import KEY_VARIABLE
+from vime.pool.asgi import KEY_VARIABLE, App, Receive, Scope, Send, prove
 from vime.sglang.patches import PROOF
 
 MODULE = "sglang.launch_server"

@@ -32,8 +32,8 @@ from multidict import CIMultiDict
 from slime.config.child_environment import NO_KEY
 from slime.peers.proof import PROOF_PATH, proof
 from slime.peers.proven_connector import ProvenConnector, RunKey
+from vime.pool.asgi import KEY_VARIABLE, LARGEST_BODY_BYTES
 from vime.pool.control import ADAPTER_HEADER, SERVED_MODEL_NAME
-from vime.pool.run_key import KEY_VARIABLE, LARGEST_BODY_BYTES
 from vime.sglang_api.request import WRAPPED, parse
 
 _TO_ALL = ("/abort_request", "/abort_requests", "/flush_cache")

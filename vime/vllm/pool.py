@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from vime.pool.pool import Kind, ServerPool
+from vime.pool.asgi import health_prefix
+from vime.pool.pool import ServerPool
 from vime.pool.router import RouterSpec
-from vime.pool.run_key import health_prefix
+from vime.pool.state import Kind
 from vime.vllm.client import VllmEngineClient
 from vime.vllm.control import VllmControl
 from vime.vllm.external_router import ExternalRouter

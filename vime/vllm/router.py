@@ -8,8 +8,8 @@ import sys
 from dataclasses import replace
 from urllib.parse import quote
 
+from vime.pool.asgi import LARGEST_BODY_BYTES, health_prefix
 from vime.pool.router import NEVER, REQUEST_S, RouterServer, RouterSpec
-from vime.pool.run_key import LARGEST_BODY_BYTES, health_prefix
 
 
 class VllmRouter(RouterServer):

@@ -23,8 +23,8 @@ import vllm_router_rs
 from vllm_router.router import policy_from_str
 from vllm_router.router_args import RouterArgs
 
+from vime.pool.asgi import KEY_VARIABLE
 from vime.pool.process import hold_port
-from vime.pool.run_key import KEY_VARIABLE
 from vime.pool.supervise import die_with_parent
 from vime.sglang_api import gateway
 

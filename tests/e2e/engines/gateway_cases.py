@@ -27,7 +27,7 @@ from slime.rollout.on_policy_distillation import teach
 from slime.rollout.state import GenerateState
 from slime.types import Sample
 from slime.utils.http_utils import get, post
-from vime.pool.run_key import health_prefix
+from vime.pool.asgi import health_prefix
 
 KEY = Stack.key
 PROMPT = [14, 5, 8, 13, 21, 30]

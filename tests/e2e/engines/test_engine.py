@@ -25,8 +25,8 @@ from transformers import AutoTokenizer
 
 from slime.protocols import GenerateResult, WeightUpdate
 from slime.weight_sync.transfer import load
+from vime.pool.asgi import health_prefix
 from vime.pool.control import ControlError
-from vime.pool.run_key import health_prefix
 from vime.vllm.cpu.engine import MOST_CACHE_BYTES
 
 pytestmark = pytest.mark.e2e

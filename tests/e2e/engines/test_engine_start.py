@@ -124,9 +124,11 @@ def test_an_engine_that_dies_beside_a_trainer_ends_the_wait_for_it(tmp_path: Pat
         config = Config.from_flat({"run_dir": str(tmp_path)})
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"(?s)got exit status 1; .*max_model_len .*the last lines of"):
-            pool.start(lambda check: first_failure_or_all(config, calls, check=check))
+            pool.launch()
+            first_failure_or_all(config, calls, check=pool.check_launched)
         assert time.monotonic() - began < 120
         assert ray.wait(list(calls), timeout=0)[0] == [], "the trainer was not waited for"
+        pool.stop()
         assert (tmp_path / "engine.log").read_text().count("the engine waits") == 0
     finally:
         ray.shutdown()

@@ -21,11 +21,11 @@ from vime.backends import parse_config
 from vime.members import command
 from vime.members.control_socket import ControlSocket
 from vime.members.table import read_fleet, table
+from vime.pool.asgi import KEY_VARIABLE
 from vime.pool.control import request
 from vime.pool.places import EnginePlace, Places
 from vime.pool.process import free_port
 from vime.pool.router import RouterSpec
-from vime.pool.run_key import KEY_VARIABLE
 from vime.vllm.control import GAUGES, VllmControl
 from vime.vllm.pool import VllmEnginePool
 from vime.vllm.server import VllmSpec

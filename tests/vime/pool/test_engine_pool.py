@@ -117,66 +117,6 @@ def doubles(tmp_path: Path) -> Iterator[Callable[..., Doubles]]:
         one.pool.stop()
 
 
-class Told(DoubleServer):
-    """A double that records its calls in a list that all doubles share."""
-
-    calls: list[tuple[str, int, bool]] = []
-
-    def start(self) -> str:
-        self.calls.append(("start", self.spec.index, self.spec.waits))
-        return super().start()
-
-    def open_gate(self) -> None:
-        self.calls.append(("open", self.spec.index, self.gate_is_open))
-        super().open_gate()
-        assert self.gate_is_open == self.spec.waits
-
-    def wait_ready(self) -> None:
-        self.calls.append(("ready", self.spec.index, self.gate_is_open))
-        super().wait_ready()
-
-    @property
-    def gate_is_open(self) -> bool:
-        return Path(f"{self.spec.log_path}.gate").exists()
-
-
-def test_gates_open_between_meanwhile_and_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All engines start, the work before their gates runs, then all take their devices. Later engines do not wait."""
-    monkeypatch.setattr(Told, "calls", calls := [])
-    doubles = Doubles(tmp_path, 2, spawn=Told, waits=True)
-    try:
-        doubles.pool.start(lambda check: calls.append(("meanwhile", 0, False)))
-        assert sorted(calls[:2]) == [("start", 0, True), ("start", 1, True)]
-        assert calls[2] == ("meanwhile", 0, False)
-        assert sorted(calls[3:5]) == [("open", 0, False), ("open", 1, False)]
-        assert sorted(calls[5:]) == [("ready", 0, True), ("ready", 1, True)]
-        die(doubles.pool.engine_urls[1])
-        wait_for(lambda: ("start", 1, False) in calls)
-        wait_for(lambda: len(doubles.pool.engine_urls) == 2)
-        assert calls[-1] == ("ready", 1, False) and ("open", 1, True) not in calls
-    finally:
-        doubles.pool.stop()
-    assert not list(tmp_path.glob("*.gate"))
-
-
-def test_what_goes_wrong_meanwhile_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Told, "calls", calls := [])
-    before = set(psutil.Process().children(recursive=True))
-    doubles = Doubles(tmp_path, 2, spawn=Told, waits=True)
-    started: set[psutil.Process] = set()
-
-    def fail(check: Callable[[], None]) -> None:
-        started.update(set(psutil.Process().children(recursive=True)) - before)
-        raise RuntimeError("no trainer")
-
-    with pytest.raises(RuntimeError, match="no trainer"):
-        doubles.pool.start(fail)
-    assert {call for call, *_ in calls} == {"start"}
-    assert len(started) >= 3, "the router and two servers ran"
-    _, alive = psutil.wait_procs(started, timeout=5)
-    assert not alive
-
-
 def file_parts(receivers: dict[str, int]) -> Iterator[WeightUpdate]:
     yield UPDATE
 

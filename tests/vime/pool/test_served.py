@@ -265,13 +265,11 @@ def test_pools_start_together_and_end_together(tmp_path: Path) -> None:
     all_of_them = ServedModels(math, {"teacher-code": code}, "actor")
     seen: list[bool] = []
 
-    def meanwhile(check: object) -> None:
-        assert callable(check)
-        check()
-        seen.extend(one._members[0].handle is not None for one in (math, code))
-
     try:
-        all_of_them.start(meanwhile)
+        all_of_them.launch()
+        all_of_them.check_launched()
+        seen.extend(one._members[0].handle is not None for one in (math, code))
+        all_of_them.wait_ready()
         assert seen == [True, True] and len(math.engine_urls) == len(code.engine_urls) == 1
         facts = all_of_them.facts
         (client,) = facts["frozen_engines"].values()
@@ -298,14 +296,13 @@ def test_pools_start_together_and_end_together(tmp_path: Path) -> None:
 
 
 def test_a_failed_start_ends_all(tmp_path: Path) -> None:
-    def fails(check: object) -> None:
-        raise RuntimeError("the trainer failed")
-
     spec = VllmSpec(model_path="", run_key=KEY, log_path=str(tmp_path / "t.log"), weight_dir=str(tmp_path))
     router = RouterSpec(run_key=KEY, log_path=str(tmp_path / "r.log"))
     teacher = VllmEnginePool([spec], router, spawn=DoubleServer)
     pools = ServedModels(NoEngines(), {"teacher-default": teacher})
-    with pytest.raises(RuntimeError, match="the trainer failed"):
-        pools.start(fails)
-    assert teacher._members[0].handle.poll() is not None
+    pools.launch()
+    psutil.Process(teacher._members[0].handle._process.pid).kill()
+    with pytest.raises(RuntimeError, match="SIGKILL"):
+        pools.wait_ready()
+    assert teacher._members[0].handle.poll() is not None and teacher._router.poll() is not None
     pools.stop()

@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from vime.pool.asgi import health_prefix
 from vime.pool.router import RouterSpec
-from vime.pool.run_key import health_prefix
 from vime.sglang.client import PARAMETERS, SglangEngineClient
 from vime.sglang.router import SglangRouter
 from vime.sglang_api.request import parse

@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from vime.pool.asgi import LARGEST_BODY_BYTES
 from vime.pool.control import ADAPTER_HEADER
 from vime.pool.router import RouterSpec
-from vime.pool.run_key import LARGEST_BODY_BYTES
 from vime.sglang_api.gateway import with_model, wrap
 from vime.sglang_api.request import WRAPPED
 from vime.vllm.router import VllmRouter

@@ -5,7 +5,7 @@ vime.vllm.worker.middleware.RunKeyMiddleware` instead. A header of the answer ha
 while the request was served. The version is kept in this process, so the server must have one API process.
 
 vllm-router sends GET /health without any key. Its workers are therefore registered under a path that holds a secret
-derived from the key (`vime.pool.run_key.health_prefix`). Below that path, only /health answers without the key. The
+derived from the key (`vime.pool.asgi.health_prefix`). Below that path, only /health answers without the key. The
 proof that this server has the key (`slime.peers.proof`) needs no key either. Every other request is read only after its
 key is checked, and a request larger than LARGEST_BODY_BYTES is not kept.
 """
@@ -16,9 +16,21 @@ import functools
 import os
 
 from slime.peers.proof import PROOF_PATH
-from vime.pool.asgi import App, Message, Receive, Scope, Send, answer, bounded, has_key, prove, refuse
+from vime.pool.asgi import (
+    KEY_VARIABLE,
+    App,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    answer,
+    bounded,
+    has_key,
+    health_prefix,
+    prove,
+    refuse,
+)
 from vime.pool.control import ADAPTER_HEADER
-from vime.pool.run_key import KEY_VARIABLE, health_prefix
 from vime.sglang_api.request import ROUTES, WRAPPED
 from vime.vllm.cpu.memory import return_cache
 from vime.vllm.group_wire import SAMPLES

@@ -14,7 +14,7 @@ import pytest
 from vllm.v1.engine.output_processor import RequestState
 
 from slime.peers.proof import proof
-from vime.pool.run_key import LARGEST_BODY_BYTES, health_prefix
+from vime.pool.asgi import LARGEST_BODY_BYTES, health_prefix
 from vime.vllm.worker import adapter
 from vime.vllm.worker.middleware import RunKeyMiddleware
 

@@ -1,0 +1,135 @@
+"""The state of an engine pool: its engines, router, weight updates and events.
+
+Supervision (`vime.pool.pool`), engines that join and leave (`vime.pool.changes`) and weight updates
+(`slime.weight_sync.transfer`) work on one `PoolState`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slime.protocols import RolloutEngine, WeightSource, WeightUpdate
+from slime.tracking.events import Events
+from slime.weight_sync.transfer import Engine, WeightTransfer
+from vime.pool.control import ControlError, Load, MakeControl, PauseMode
+from vime.pool.engine_server import EngineServer, EngineSpec
+from vime.pool.member import Member, Spawn
+from vime.pool.router import RouterServer, RouterSpec
+
+if TYPE_CHECKING:
+    from vime.pool.places import Places
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The classes from which one backend makes its engines. `workers` is the router's route that lists the engines.
+    `worker_path` returns the beginning of the paths of their URLs there, by the run's key."""
+
+    control: MakeControl
+    client: Callable[..., RolloutEngine]
+    router: Callable[[RouterSpec], RouterServer]
+    server: type[EngineServer]
+    workers: str
+    worker_path: Callable[[str], str]
+
+
+@dataclass(kw_only=True)
+class PoolState:
+    """The state of one pool. It is the `slime.weight_sync.transfer.Fleet` of the pool's weight updates.
+
+    The lock of `transfer` also guards `members`. `patience_s` is the time after which an engine that does not answer
+    counts as dead.
+    """
+
+    kind: Kind
+    router: RouterServer
+    spawn: Spawn
+    pause_mode: PauseMode
+    places: Places | None
+    events: Events
+    model: str
+    patience_s: float
+    members: list[Member] = field(default_factory=list)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    lost: str | None = None
+    """The error after which the run cannot go on."""
+    transfer: WeightTransfer = field(init=False)
+
+    def follow(self, source: WeightSource | None, *, gives_memory: bool) -> None:
+        """Set up the weight updates of this pool. `source` is the trainer; None for frozen weights."""
+        self.transfer = WeightTransfer(self, source, gives_memory=gives_memory, told=self.record_part)
+
+    def make(self, spec: EngineSpec) -> Member:
+        """A new entry of the pool, whose server is not started and which is not yet in `members`."""
+        return Member(spec, spec.index, self.pause_mode, self.kind.control)
+
+    def launch(self, member: Member) -> None:
+        """Start the engine's server."""
+        member.launch(self.spawn)
+        place = self.places.where(member.spec.index) if self.places else ""
+        self.record(member, "starting", address=member.control.url, place=place)
+
+    def admit(self, member: Member) -> None:
+        """Let the router send requests to the engine."""
+        self.router.add(member.control.url)
+        member.doomed, member.serving = False, True
+        self.record(member, "serving", version=self.transfer.version)
+
+    def serving_members(self) -> list[Member]:
+        return [member for member in self.members if member.serving]
+
+    def serving(self) -> list[Engine]:
+        """The engines that serve at the moment, for the transfer."""
+        return [*self.serving_members()]
+
+    def on_serving(self, act: Callable[[Engine], None]) -> None:
+        """`act` on all serving engines at the same time. An engine that no longer runs or answers is given up, and the
+        monitor replaces it, even if it answers later: how much of the call it has done is not known."""
+
+        def acted(member: Member) -> None:
+            try:
+                act(member)
+            except (ControlError, OSError, http.client.HTTPException):
+                if member.is_alive(self.patience_s):
+                    raise
+                member.serving, member.doomed = False, True
+                logger.warning("engine %s died during a control call", member.control.url)
+
+        each(self.serving_members(), acted)
+
+    def stop_starting(self) -> None:
+        """Stop the servers that are starting: they have the device's memory. They start again after the wake-up."""
+        each([member for member in self.members if member.starting], Member.stop)
+
+    def check_health(self) -> None:
+        """RuntimeError, with its last log lines, when an engine or the router is lost for good."""
+        if self.lost is not None:
+            raise RuntimeError(self.lost)
+
+    def record(self, member: Member, state: str, **more: object) -> None:
+        """Write an event of an engine."""
+        self.events.add("engine", model=self.model, engine=member.title, state=state, **more)
+
+    def record_load(self, member: Member, load: Load) -> None:
+        fields = {"running": load.running, "waiting": load.waiting, "kv_cache": round(load.kv_cache, 4)}
+        self.events.add("load", model=self.model, engine=member.title, **fields)
+
+    def record_part(self, part: WeightUpdate, place: int, seconds: float) -> None:
+        fields = {"version": part.version, "part": place, "bytes": part.size_bytes}
+        self.events.add("part", model=self.model, seconds=round(seconds, 4), **fields)
+
+
+def each(members: Sequence[Member], act: Callable[[Member], None]) -> None:
+    """`act` on all of them at the same time; raises the first failure when all are done."""
+    if not members:
+        return
+    with ThreadPoolExecutor(len(members)) as threads:
+        list(threads.map(act, members))
