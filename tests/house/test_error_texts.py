@@ -9,7 +9,6 @@ from error_texts import readers
 from house_tree import package_files, parse
 
 FOREIGN = {
-    "benchmarks/operator_bench/timing.py:reason_of": "shows the first line of an error of CUDA or Triton",
     "slime/checkpoints/hub.py:local_checkpoint": "shows the first line of an error of huggingface_hub",
     "slime/cluster/ray_start.py:_start": "Ray raises a plain Exception when its start took too long",
     "slime/data/files.py:_csv_lines": "cuts advice for programmers from an error of Python's csv",
