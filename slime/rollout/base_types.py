@@ -1,4 +1,4 @@
-"""What a rollout function returns (`--rollout-function-path`, `--eval-function-path`)."""
+"""This module defines the results of rollout functions (`--rollout-function-path`, `--eval-function-path`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class RolloutFnTrainOutput:
 
 
 class EvalResult(TypedDict):
-    """The responses of one evaluation dataset. `rewards` and `truncated` have one entry per trajectory, and leave out
-    responses without a reward. With `samples` alone, the trainer computes their loss."""
+    """The responses of a single evaluation dataset. `rewards` and `truncated` have one entry per trajectory, and leave
+    out responses without a reward. If only `samples` is given, the trainer computes the samples' loss."""
 
     rewards: NotRequired[list[float]]
     truncated: NotRequired[list[bool]]
@@ -27,12 +27,12 @@ class EvalResult(TypedDict):
 
 
 EvalData: TypeAlias = dict[str, EvalResult]
-"""Name of an evaluation dataset -> its responses."""
+"""Maps the name of an evaluation dataset to its responses."""
 
 
 @dataclass
 class RolloutFnEvalOutput:
-    """What an evaluation gives, and metrics under their full names."""
+    """The responses of an evaluation per dataset, and metrics under their full names."""
 
     data: EvalData
     metrics: dict[str, float] | None = None
@@ -53,7 +53,7 @@ def call_rollout_fn(
 def call_rollout_fn(
     fn: Hook, *args: object, evaluation: bool, **kwargs: object
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a rollout function. A plain list of groups, or a plain dict of datasets, is wrapped in its record."""
+    """Calls a rollout function. Wraps a plain list of groups, or a plain dict of datasets, in its record."""
     output = fn(*args, **kwargs, evaluation=evaluation)
     if isinstance(output, RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput):
         return output

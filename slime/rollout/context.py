@@ -1,10 +1,10 @@
-"""The record that generation, rewards, sessions, distillation and data read: the flags and the state of a run.
+"""This module defines the record that generation, rewards, sessions, distillation and data read: flags and run state.
 
     args of a plug-in's call --context_of--> RunContext --> the functions of this project
                                              RunContext.hook_args --> functions of the user
 
-A plug-in calls functions of slime's names with `args`. Each turns them into a context at once, and this project's own
-functions get the context. `args` are read nowhere else.
+A plug-in calls functions under slime's names with `args`. Each such function converts `args` into a context at once,
+and passes the context to this project's functions. No other function reads `args`.
 """
 
 from __future__ import annotations
@@ -77,17 +77,17 @@ _own_loop: asyncio.AbstractEventLoop | None = None
 
 
 def context_of(args: Namespace) -> RunContext:
-    """Returns the context of a plug-in's call: the flags that its `args` have, and the state of this process's run.
+    """Returns the context of a plug-in's call: the flags in its `args`, and the state of this process's run.
 
-    A flag that `args` lack has its default. The state is None in a process without a run.
+    A flag that is missing in `args` has its default. The state is None in a process without a run.
     """
     return RunContext(Config.of_args(args), args, entered())
 
 
 def run_in_process(coroutine: Coroutine[object, object, T]) -> T:
-    """Runs the coroutine to its end in the loop of this process's rollout, or in another loop where no rollout runs.
+    """Runs the coroutine to its end in the loop of this process's rollout, or in a new loop if no rollout runs.
 
-    RuntimeError in a coroutine of that loop, which would wait for itself.
+    RuntimeError if a coroutine in the rollout's loop calls this, because it would wait for itself.
     """
     global _own_loop
     state = entered()

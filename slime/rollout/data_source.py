@@ -1,5 +1,5 @@
-"""The default --data-source-path: the prompts of slime.data.source, with labels that the run's reward can use. And what
-data sources of plug-ins are made of."""
+"""This module holds the default --data-source-path: the prompts of slime.data.source, whose labels are checked for the
+run's reward. It also holds the classes that data sources of plug-ins use."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ __all__ = [
 
 
 class RolloutDataSourceWithBuffer(PromptDataSource):
-    """Import path of existing slime scripts and subclasses."""
+    """The default data source, under the name that existing slime scripts and subclasses import."""
 
     def label_check(self, config: Config) -> LabelCheck | None:
         return training_label_check(config)
 
 
 RolloutDataSource = RolloutDataSourceWithBuffer
-"""slime's has no buffer; this one's is empty until `add_samples`."""
+"""In slime, this class has no buffer. Here its buffer is empty until `add_samples`."""
 
 
 def training_label_check(c: Config) -> LabelCheck | None:
-    """The check of the labels of --prompt-data. None without rewards, as in SFT."""
+    """Returns the check of the labels in --prompt-data, or None if the run computes no rewards, as in SFT."""
     return label_check(c, c.data.label_key) if loss_of(c.algorithm).rewarded else None
 
 
 class Dataset:
     """The prompts of a file as samples, for data sources and evaluations of plug-ins.
 
-    `origin_samples`: in the order of the file. `samples`: in that of the last `shuffle`, at first the file's. Both hold
-    the same objects, so copy a sample before it is generated. `path` and the keys are those of `load_prompts`, whose
-    errors come from here. `max_length`: prompts with more tokens are left out. `processor` is not read: prompts are
-    text.
+    `origin_samples` are in the order of the file. `samples` are in the order of the last `shuffle`, at first the file's
+    order. Both lists hold the same objects, so copy a sample before it is generated. `path`, the keys and the errors
+    are those of `load_prompts`. Prompts with more than `max_length` tokens are left out. `processor` is not read,
+    because prompts are text.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Dataset:
         self.samples = self.origin_samples
 
     def shuffle(self, new_epoch_id: int) -> None:
-        """Put `samples` into the order of an epoch, which is that of --rollout-shuffle."""
+        """Sorts `samples` into the order that --rollout-shuffle gives the epoch."""
         if new_epoch_id == self.epoch_id:
             return
         places = shuffled(len(self.origin_samples), self.seed + new_epoch_id)

@@ -1,5 +1,5 @@
-"""Samples of a rollout saved for replay (`--save-debug-rollout-data`, `--load-debug-rollout-data`), and what each rank
-made of them (`--save-debug-train-data`).
+"""This module saves and loads a rollout's samples (`--save-debug-rollout-data`, `--load-debug-rollout-data`), and saves
+each rank's train data (`--save-debug-train-data`).
 
 Files hold plain values only. Loading a file runs no code.
 """
@@ -27,9 +27,9 @@ def save_debug_rollout_data(
     evaluation: bool = False,
     facts: dict[str, object] | None = None,
 ) -> Path:
-    """Write all samples to the path `template`, with {rollout_id} replaced ("eval_3" for evaluation 3).
+    """Writes all samples to the path `template`, with {rollout_id} replaced ("eval_3" for evaluation 3).
 
-    `facts`: how the samples were drawn, as plain values (slime.rollout.facts). An audit of the file needs them.
+    `facts` describe the sampling in plain values (slime.rollout.facts). An audit of the file needs the facts.
     """
     path = _path(
         template, f"eval_{rollout_id}" if evaluation else str(rollout_id), "--save-debug-rollout-data"
@@ -41,8 +41,8 @@ def save_debug_rollout_data(
 
 
 def save_debug_train_data(template: str, rollout_id: int, rank: int, data: Mapping[str, object]) -> Path:
-    """Write the columns of a trainer rank to the path `template`, with {rollout_id} and {rank} replaced, as slime does:
-    `{"rollout_id", "rank", "rollout_data": {column: one entry per sample}}`. Tensors are those of the host."""
+    """Writes a trainer rank's columns to the path `template`, with {rollout_id} and {rank} replaced, in slime's format:
+    `{"rollout_id", "rank", "rollout_data": {column: one entry per sample}}`. All tensors are on the host."""
     path = Path(template.format(rollout_id=rollout_id, rank=rank))
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = {name: _on_host(value) for name, value in data.items()}
@@ -51,7 +51,7 @@ def save_debug_train_data(template: str, rollout_id: int, rank: int, data: Mappi
 
 
 def _on_host(value: object) -> object:
-    """`value` with its tensors on the host, and its arrays as tensors: a file that loads without code."""
+    """Returns `value` with tensors on the host and arrays as tensors, so that loading the file runs no code."""
     if isinstance(value, list | tuple):
         return [_on_host(item) for item in value]
     if isinstance(value, np.ndarray):
@@ -62,14 +62,14 @@ def _on_host(value: object) -> object:
 def load_debug_rollout_data(
     template: str, rollout_id: int, *, evaluation: bool = False, subsample: float | None = None
 ) -> list[SampleGroup]:
-    """The groups that `save_debug_rollout_data` wrote, or the first `subsample` of them, a fraction in (0, 1]."""
+    """Returns the groups that `save_debug_rollout_data` wrote, or their first share `subsample`, in (0, 1]."""
     return load_with_facts(template, rollout_id, evaluation=evaluation, subsample=subsample)[0]
 
 
 def load_with_facts(
     template: str, rollout_id: int, *, evaluation: bool = False, subsample: float | None = None
 ) -> tuple[list[SampleGroup], dict[str, object] | None]:
-    """The groups of a file, and how they were drawn (None if the file does not record it).
+    """Returns a file's groups and the facts about their sampling (None if the file does not record the facts).
 
     Consecutive samples with the same `group_index` form a group. ValueError if the file is missing or holds
     more than plain values and tensors.
@@ -81,7 +81,7 @@ def load_with_facts(
             f"{flag} must name a saved rollout, got no file {path}; check {{rollout_id}} in the template"
         )
     try:
-        record: dict[str, Any] = torch.load(path, weights_only=True)  # ok: runs no code
+        record: dict[str, Any] = torch.load(path, weights_only=True)  # ok: `weights_only` runs no code
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
             f"{flag} must hold plain values, got a file that does not load: {path} ({error})"

@@ -1,7 +1,8 @@
-"""Evaluation datasets: --eval-config and --eval-prompt-data -> checked settings and prompts.
+"""This module reads evaluation datasets from --eval-config and --eval-prompt-data into checked settings and prompts.
 
-The first value found counts: the dataset's entry in --eval-config, the `defaults` there, the --eval-* flags,
-the training flags. `null` in the file means none where none is a value (_NULLABLE), else that the key is not given.
+A setting is searched in this order: the dataset's entry in --eval-config, the `defaults` in that file, the --eval-*
+flags, the training flags. `null` in the file is the value None for the keys of _NULLABLE; for other keys it means that
+the key is not set.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class EvalDatasetConfig:
     custom_generate_function_path: str | None = None
     metadata_overrides: Metadata = field(default_factory=dict)
     extra: dict[str, object] = field(default_factory=dict)
-    """Other keys. Each is an attribute, for functions of the user; sampling parameters also go to the engine."""
+    """Other keys, which are attributes for functions of the user. Sampling parameters are also sent to the engine."""
 
     def __getattr__(self, name: str) -> Any:
         if name in (extra := vars(self).get("extra", {})):
@@ -113,9 +114,9 @@ _OTHERS: dict[str, tuple[str, sampling.Check]] = {
     "metadata_overrides": ("be a mapping from names", _is_record),
     "rm_type": ("be a text or a list of texts", _is_text_or_texts),
 }
-"""Setting -> (what its value must be, whether a value is that). All settings in neither table are texts."""
+"""Maps a setting to (description of a valid value, check). Settings that are in neither table are texts."""
 
-# Setting -> the flags that give its default, in order.
+# Maps a setting to the flags that hold its default, in order.
 _FALLBACKS = {
     "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt",),
     "temperature": ("eval_temperature", "rollout_temperature"),
@@ -139,7 +140,7 @@ _FALLBACKS = {
 
 
 def resolve_eval_datasets(c: Config, *, masked: bool | None = None) -> list[EvalDatasetConfig]:
-    """The datasets of --eval-config (a YAML file), else of --eval-prompt-data (name path pairs), else none.
+    """Returns the datasets of --eval-config (a YAML file), or else of --eval-prompt-data (name path pairs), or else [].
 
     The file holds `datasets`, a list or a mapping from names, and optionally `defaults`. Both are at the top
     level or under `eval`. `masked`: see `read_eval_prompts`.
@@ -184,13 +185,14 @@ def resolve_eval_datasets(c: Config, *, masked: bool | None = None) -> list[Eval
 def build_eval_dataset_configs(
     args: Namespace, raw_config: list[Values], defaults: Values
 ) -> list[EvalDatasetConfig]:
-    """The settings of each entry of `raw_config`, for plug-ins. Errors: see `_resolved`."""
+    """Returns the settings for every entry in `raw_config`, for plug-ins. Errors: see `_resolved`."""
     return _resolved(Config.of_args(args), raw_config, defaults)
 
 
 def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[EvalDatasetConfig]:
-    """Resolve the settings of each entry. An unknown key becomes an attribute of its record. ValueError, with dataset
-    and key, for a key that is spelled nearly as a setting, for missing and wrong settings, and for duplicate names."""
+    """Resolves the settings for every entry. An unknown key becomes an attribute of the dataset's record. ValueError,
+    with dataset and key, for a key that is nearly the name of a setting, for missing or wrong settings, and for
+    duplicate names."""
     if not isinstance(raw_config, list) or not all(isinstance(e, dict) for e in (*raw_config, defaults)):
         raise FlagError(
             "--eval-config",
@@ -225,7 +227,7 @@ def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[Eva
 
 
 def _require_no_typing_error(where: str, settings: Values, known: frozenset[str]) -> None:
-    """Keys that are no settings are for the user's functions, but not one that is spelled nearly as a setting."""
+    """ValueError for an unknown key that is nearly the name of a setting. Users' functions read other unknown keys."""
     for key in settings:
         near = difflib.get_close_matches(str(key), known | sampling.RULES.keys(), n=1, cutoff=NEAR)
         misplaced = key in ("name", "path") and key not in known
@@ -261,12 +263,12 @@ def _check_setting(where: str, key: str, value: object) -> None:
 
 
 def _check_dataset(reward: RewardConfig, where: str, config: EvalDatasetConfig) -> None:
-    """ValueError for a reward or a function that is not there."""
+    """ValueError for a reward or a function that does not exist."""
     rewards = {
         "rm_type": config.rm_type,
         "rm_type in metadata_overrides": config.metadata_overrides.get("rm_type"),
     }
-    own = config.custom_rm_path or reward.custom_rm_path  # knows its own names
+    own = config.custom_rm_path or reward.custom_rm_path  # a function of the user may accept any name
     for key, name in rewards.items() if not own else ():
         names = reward_names(name)
         if names:
@@ -300,7 +302,7 @@ def _check_lengths(where: str, config: EvalDatasetConfig) -> None:
 
 
 def check_evaluation(c: Config) -> None:
-    """ValueError for a wrong setting of an evaluation dataset: a rule of a run's start."""
+    """ValueError for a wrong setting of an evaluation dataset. The start of a run calls this rule."""
     resolve_eval_datasets(c)
 
 
@@ -312,8 +314,8 @@ def read_eval_prompts(
     masked: bool | None = None,
     most_bytes: int | None = None,
 ) -> Prompts:
-    """The prompts of a dataset, checked. ValueError with file and line for a wrong one. `masked`: read conversations or
-    pairs, as training does (None: if `held_out`). `most_bytes`: see `load_prompts`."""
+    """Returns the checked prompts of a dataset. ValueError with file and line for a wrong prompt. `masked` reads
+    conversations or pairs, as training does (None: if `held_out`). `most_bytes`: see `load_prompts`."""
     checkpoint, masked = c.rollout.hf_checkpoint, held_out(c) if masked is None else masked
     limit = (min_of if masked else prompt_limit)(config.max_prompt_len, config.max_context_len)
     if checkpoint and config.apply_chat_template_kwargs:
@@ -344,7 +346,7 @@ def read_eval_prompts(
 
 
 def eval_label_check(c: Config, config: EvalDatasetConfig) -> LabelCheck | None:
-    """The check of a dataset's labels, for the reward that scores them."""
+    """Returns the check of a dataset's labels for the dataset's reward."""
     reward = config.rm_type or config.metadata_overrides.get("rm_type")
     if config.custom_rm_path or (config.custom_generate_function_path and config.label_key is None):
         return None

@@ -1,4 +1,4 @@
-"""Evaluation: several datasets, each with its own columns, sampling and reward, in one pass."""
+"""This module evaluates several datasets in one pass. Each dataset has its own columns, sampling and reward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def load_eval_datasets(
     state: GenerateState, *, masked: bool | None = None
 ) -> list[tuple[EvalDatasetConfig, Sequence[Prompt]]]:
-    """Settings and prompts of every evaluation dataset. Each file is read once per run. `masked`: see
+    """Returns the settings and prompts of every evaluation dataset. Each file is read once per run. `masked`: see
     `read_eval_prompts`.
 
     The rollout manager calls this at the start of a run, so that a bad file is an error at the start.
@@ -50,9 +50,9 @@ def load_eval_datasets(
 
 
 async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOutput:
-    """Generate and score `n_samples_per_eval_prompt` responses to every prompt of every dataset.
+    """Generates and scores `n_samples_per_eval_prompt` responses to every prompt of every dataset.
 
-    Deterministic if the engine is: the random stream of a response is "eval/{name}/{rollout_id}/{index}".
+    The result is deterministic if the engine is: a response's random stream is "eval/{name}/{rollout_id}/{index}".
     An error of a reward or generate function names the sample. TimeoutError if every response of a dataset
     passes --rollout-deadline-s. If only some responses are late, the rewards exclude them and a warning
     counts them.
@@ -112,7 +112,7 @@ async def _eval_dataset(
 
 
 def eval_group(config: EvalDatasetConfig, number: int, prompt: Prompt) -> SampleGroup:
-    """The samples of a prompt of a dataset, without responses."""
+    """Returns the samples of a prompt of a dataset, without responses."""
     metadata = {**prompt.metadata, **config.metadata_overrides}
     if config.rm_type is not None:
         metadata["rm_type"] = config.rm_type

@@ -1,7 +1,7 @@
-"""How every sample was drawn. The audit needs these facts to compare rollout log-probs with the trainer's.
+"""This module records how every sample was drawn. The audit uses these facts to compare log-probs of both sides.
 
-This file records the facts during generation, and owns the rule for whether two log-probs of a token are
-comparable. The trainer gets one record per sample in the column `rollout_facts` (None if nothing is known).
+It also owns the rule that decides whether the rollout's and the trainer's log-prob of a token are comparable. The
+trainer gets one record per sample in the column `rollout_facts` (None without a record).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ REASONS = (
     "tokenizer",
     "later_step",
 )
-"""Why a token is not comparable. The first reason that applies is reported. `later_step`: the trainer computed
+"""Reasons why a token is not comparable. The first reason that applies is reported. `later_step`: the trainer computed
 the token's log-prob after its first update of the rollout. `sampling`: the request had a parameter that changes
-the distribution and that the trainer does not know."""
+the distribution and that the trainer does not apply."""
 
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 """The engines' defaults. The trainer's full softmax corresponds to the same values."""
@@ -56,8 +56,8 @@ _OTHER_SAMPLING = (
 
 
 def run_facts(config: Config, engine_dtype: str | None = None) -> Facts:
-    """The facts that all samples of a run share: distribution, tokenizer, and the dtype of the engine's model, which is
-    the trainer's without `engine_dtype`."""
+    """Returns the facts that all samples of a run share: distribution, tokenizer, and the dtype of the engine's model.
+    Without `engine_dtype`, the engine has the trainer's dtype."""
     return {
         "temperature": config.rollout.rollout_temperature,
         "top_p": config.rollout.rollout_top_p,
@@ -84,7 +84,7 @@ def note_sampling(flags: RolloutConfig, sample: Sample, params: SamplingParams) 
 
 
 def sample_facts(sample: Sample, run: Facts | None) -> Facts | None:
-    """The record of one sample, with its tokens and mask at the end of the rollout. None without the run's facts."""
+    """Returns one sample's record, with its tokens and mask at the end of the rollout. None without the run's facts."""
     if run is None:
         return None
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
@@ -101,8 +101,8 @@ def sample_facts(sample: Sample, run: Facts | None) -> Facts | None:
 
 
 def attach(ranks: Sequence[TrainData], samples: Sequence[Sample], run: Facts | None) -> None:
-    """Add the column `rollout_facts` to the data of each rank. `sample_indices` finds the sample of a row; tokens
-    find the right one among samples with the same index. A sample that a conversion hook made has no record."""
+    """Adds the column `rollout_facts` to every rank's data. `sample_indices` identifies the sample of a row; its tokens
+    distinguish samples with the same index. A sample that a conversion hook made has no record."""
     known: dict[int | None, list[Facts | None]] = {}
     for sample in samples:
         known.setdefault(sample.index, []).append(sample_facts(sample, run))
@@ -123,24 +123,24 @@ def _of_sample(candidates: list[Facts | None], tokens: list[int] | Tensor) -> Fa
 
 
 def first_difference(rollout: Facts | None, trainer: Facts) -> str | None:
-    """The first of REASONS why log-probs of the two sides are not comparable, or None if they are."""
+    """Returns the first entry of REASONS that makes the two sides' log-probs not comparable, or None."""
     if rollout is None:
         return "unrecorded"
     return next((name for name in REASONS if name in trainer and rollout.get(name) != trainer[name]), None)
 
 
 def replay_template(config: Config) -> str:
-    """Where a run that stops saves its batch: a path template for --load-debug-rollout-data."""
+    """Returns the path template where a run that stops saves its batch, for --load-debug-rollout-data."""
     run_dir = Path(config.logging.run_dir).resolve()
     folder = str(run_dir / "audit").replace("{", "{{").replace("}", "}}")
     return folder + "/{rollout_id}.pt"
 
 
 def token_checksum(tokens: list[int] | Tensor) -> int:
-    """CRC-32 of token ids, a list or an int64 tensor on the host."""
+    """Returns the CRC-32 of token ids, a list or an int64 tensor on the host."""
     return zlib.crc32(array("q", tokens) if isinstance(tokens, list) else tokens.numpy().tobytes())
 
 
 def mask_checksum(mask: list[int] | Tensor) -> int:
-    """CRC-32 of a loss mask, a list or an int32 tensor on the host."""
+    """Returns the CRC-32 of a loss mask, a list or an int32 tensor on the host."""
     return zlib.crc32(array("i", mask) if isinstance(mask, list) else mask.numpy().tobytes())

@@ -1,7 +1,7 @@
-"""Import path of slime scripts for rollouts that overlap training.
+"""Existing slime scripts import this module for rollouts that overlap training.
 
-`train_async.py` and `--max-staleness` make the default rollout function generate without end, so that this one is the
-same.
+With `train_async.py` or `--max-staleness`, the default rollout function generates without pause, so this module exports
+the default function.
 """
 
 from slime.rollout.vllm_rollout import generate_rollout

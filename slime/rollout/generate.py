@@ -1,4 +1,4 @@
-"""Generation of one sample, of a sample with its reward, and of a group. Owns seeds, token budgets and status.
+"""This module generates single samples and groups with their rewards. It owns seeds, token budgets and status.
 
 A custom generate function (`--custom-generate-function-path`) replaces `generate` only.
 """
@@ -29,13 +29,13 @@ from slime.user_code import blamed
 T = TypeVar("T")
 
 EVALUATION = "eval/"
-"""The random streams of an evaluation begin with it."""
+"""Prefix of the names of an evaluation's random streams."""
 
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED)
 
 
 async def run_together(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T]:
-    """The results of all coroutines, in order. If one fails, the others are cancelled and its error is raised."""
+    """Returns the results of all coroutines, in order. If a coroutine fails, cancels the rest and raises its error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -54,18 +54,18 @@ def GenerateState(args: Namespace) -> state.GenerateState:
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
-    """Continue `sample` with one request. Sets its tokens, response, log-probs, status and weight versions.
+    """Continues `sample` with one request, and sets its tokens, response, log-probs, status and weight versions.
 
     A sample that already has a response continues after its last token. `max_new_tokens`, --rollout-max-context-len
     and the engine's context bound the whole response; a sample with no tokens left becomes TRUNCATED without a
-    request. If the request passes --rollout-deadline-s, the sample keeps what it had and becomes ABORTED.
+    request. If the request passes --rollout-deadline-s, the sample keeps its earlier tokens and becomes ABORTED.
     ValueError, with the sample's name, if the prompt leaves no room or the engine rejects it.
     """
     return await _continue(context_of(args), sample, sampling_params)
 
 
 async def _continue(context: RunContext, sample: Sample, sampling_params: SamplingParams) -> Sample:
-    """See `generate`."""
+    """Implements `generate`."""
     own, flags = context.run, context.config.rollout
     assert own.engine is not None, "generation needs an engine"
     if not sample.tokens:
@@ -132,7 +132,7 @@ def _token_budget(
 
 
 def _within(params: SamplingParams, sample: Sample, budget: int) -> SamplingParams:
-    """The parameters of a request that may add `budget` tokens to the sample."""
+    """Returns the parameters of a request that may add `budget` tokens to the sample."""
     params = {name: value for name, value in params.items() if name != "max_context_len"}
     if least := params.get("min_new_tokens"):
         params["min_new_tokens"] = min(max(least - sample.response_length, 0), budget)
@@ -175,15 +175,15 @@ async def generate_and_rm(
     *,
     rollout_id: int | None = None,
 ) -> Sample | list[Sample]:
-    """Generate an unfinished sample, run the sample hooks, and score samples that have no reward yet.
+    """Generates an unfinished sample, runs the sample hooks, and scores samples that have no reward yet.
 
     Returns a list if a custom generate function returned several samples; they share a rollout_id. Aborted
     samples are not scored. With --group-rm, `generate_and_rm_group` scores the samples instead.
 
-    `args` that a plug-in made have the default of each flag that they lack (`slime.config.section_of`).
+    If a plug-in made `args`, missing flags have their defaults (`slime.config.section_of`).
 
-    In an evaluation, every function called here sees `args.use_rollout_routing_replay` and `use_score_centering` as
-    False: no training uses the samples, and all of them are in memory at once.
+    In an evaluation, functions called here see `args.use_rollout_routing_replay` and `use_score_centering` as False,
+    because training does not use the samples, and an evaluation holds all its samples in memory.
     """
     context = context_of(args)
     if evaluation:
@@ -198,7 +198,7 @@ async def _sample(
     evaluation: bool,
     rollout_id: int | None,
 ) -> Sample | list[Sample]:
-    """See `generate_and_rm`. `context` is already that of the evaluation."""
+    """Implements `generate_and_rm`. In an evaluation, `context` is already the evaluation's context."""
     own, flags, rewards = context.run, context.config.rollout, context.config.reward
     finished = sample.status in FINISHED
     old = sample.response_length if flags.partial_rollout and flags.mask_offpolicy_in_partial_rollout else 0
@@ -217,7 +217,7 @@ async def _sample(
     for one in made if old else ():
         if one.status in FINISHED and not any(one.loss_mask or [1]):
             one.remove_sample = (
-                True  # the present weights wrote none of its tokens; the group's statistics include it
+                True  # no token is from the current weights; the group's statistics include it
             )
     if not evaluation:
         with blamed("--use-opd", sample):
@@ -242,9 +242,9 @@ async def generate_and_rm_group(
     rollout_id: int | None = None,
     stream: str = "rollout",
 ) -> SampleGroup:
-    """Generate all samples of a group concurrently. With --group-rm, one call scores the whole group.
+    """Generates all samples of a group concurrently. With --group-rm, one call scores the whole group.
 
-    If a sample fans out to several, they take its place in the group. Sets each sample's random stream in
+    If a sample fans out to several samples, these replace it in the group. Sets each sample's random stream in
     `session_id`: "{stream}/{index}". A sample from the buffer keeps its `session_id`.
     """
     context = context_of(args)
@@ -262,7 +262,7 @@ async def finish_group(
     rollout_id: int | None,
     stream: str = "rollout",
 ) -> SampleGroup:
-    """Generates and scores a group, see `generate_and_rm_group`. `context` is already that of the evaluation."""
+    """Generates and scores a group, see `generate_and_rm_group`. In an evaluation, `context` is the evaluation's."""
     if (own := replaced("generate_and_rm_group")) is not None:
         made: SampleGroup = await own(
             *(context.hook_args, group, sampling_params, evaluation), rollout_id=rollout_id, stream=stream

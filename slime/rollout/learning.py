@@ -1,6 +1,7 @@
-"""Whether the samples of a rollout can teach anything: the figures that `slime.tracking.concerns` watches.
+"""This module computes the figures that show whether a rollout can train the policy. `slime.tracking.concerns` checks
+them.
 
-They are no metrics: a function of --custom-rollout-log-function-path that replaces the metrics leaves them as they are.
+The figures are not metrics: --custom-rollout-log-function-path may replace the metrics, but not these figures.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from slime.types import Sample, SampleGroup
 
 
 def learning_texts(groups: list[SampleGroup]) -> dict[str, str]:
-    """session_ends: why sessions failed. Empty without one."""
+    """Returns `session_ends`, the reasons why sessions failed, or an empty dict if no session failed."""
     found = failures([sample for group in groups for sample in group])
     return {} if found is None else {"session_ends": found[1]}
 
 
 def learning_figures(c: Config, groups: list[SampleGroup]) -> dict[str, float]:
-    """untrained: the share of samples without a token that is trained on. With sessions also failed_sessions, the share
-    of those that nothing is trained on.
+    """Returns `untrained`, the share of samples without a trained token, and further figures.
 
-    With rewards also truncated, the share of answers that were cut; reward_mean and reward_range (largest minus
-    smallest); text_labels, 1 where each label is a text; and without_spread, the share of groups whose rewards are
-    equal. Where a reward does not count relative to its group, the rollout is one group.
+    With sessions, it adds failed_sessions, the share of sessions without a trained token. With rewards, it adds
+    truncated, the share of truncated responses; reward_mean and reward_range (largest minus smallest); text_labels,
+    which is 1 if each label is a text; and without_spread, the share of groups whose rewards are equal. If a reward
+    does not count relative to its group, the whole rollout counts as one group.
     """
     samples = [sample for group in groups for sample in group]
     if not samples:
@@ -39,7 +40,7 @@ def learning_figures(c: Config, groups: list[SampleGroup]) -> dict[str, float]:
     if not loss_of(c.algorithm).rewarded:
         return figures
     figures["truncated"] = statistics.fmean(truncated_trajectories(samples))
-    if c.distillation.use_opd:  # a teacher decides what is learned
+    if c.distillation.use_opd:  # the teacher's log-probs train the policy, not the rewards
         return figures
     key = c.reward.reward_key
     rewards = trajectory_rewards(samples, key)
@@ -55,7 +56,7 @@ def learning_figures(c: Config, groups: list[SampleGroup]) -> dict[str, float]:
 
 
 def spread(group: SampleGroup, reward_key: str | None) -> float:
-    """The standard deviation of the rewards of a group's trajectories, 0 where fewer than two have a number."""
+    """Returns the standard deviation of the rewards of a group's trajectories, 0 with fewer than two numbers."""
     rewards = []
     for parts in trajectories(group):
         numbers = [number_of_reward(sample.reward, reward_key) for sample in parts]
@@ -71,7 +72,7 @@ def _is_untrained(sample: Sample) -> bool:
 
 
 def _knows_what_counts(c: Config) -> bool:
-    """Whether the rewards of samples alone make the advantages, without a function of the user or rewards of turns."""
+    """Returns True if only the samples' rewards determine the advantages, without a user's function or turn rewards."""
     hooks = (
         c.reward.custom_reward_post_process_path,
         c.reward.custom_convert_samples_to_train_data_path,

@@ -1,7 +1,8 @@
-"""The rollout manager: prompts in, training data out. One per run, in its own process.
+"""The rollout manager turns prompts into training data. A run has one manager, in its own process.
 
-Owns the data source, the generation state and the conversion to train data. The engine is an object with the
-protocol's methods. Ray is only the `put` function, which stores a rank's data for the trainers.
+It owns the data source, the generation state and the conversion to train data. The engine is any object with the
+methods of `slime.protocols.RolloutEngine`. Ray enters only as the `put` function, which stores a rank's data for the
+trainers.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ REWARD = "rollout/raw_reward"
 
 
 class RolloutManager:
-    """Draws, generates, scores and converts rollouts. One rollout at a time, in call order. `evaluate` may
-    run beside one.
+    """Draws, generates, scores and converts rollouts, one rollout at a time in call order. `evaluate` may run at the
+    same time as a rollout.
 
-    Arguments: the configuration, an engine client (None for SFT and replay), the number of the policy's data-parallel
-    ranks, and run-time values that hooks may read from `args` (the router's address). `own_servers` among them are the
-    fields of `slime.http.OwnServers`, and `frozen_engines` the clients of the run's frozen models by their names.
+    `engine` is an engine client, None for SFT and replay. `dp_size` is the number of the policy's data-parallel ranks.
+    `facts` are run-time values that hooks may read from `args`, such as the router's address. In `facts`,
+    `own_servers` holds the fields of `slime.http.OwnServers`, and `frozen_engines` maps the names of the run's frozen
+    models to their clients. `put` stores a rank's data and returns a reference.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class RolloutManager:
         outbox.begin()
         further = [group.config.data_parallel_size for group in groups_of(config)[1:]]
         self.dp_sizes = [dp_size, *further]
-        """Of each group of trainer ranks, first that of the policy."""
+        """The number of data-parallel ranks in each group of trainer ranks; the policy's group is first."""
         http.set_own_servers(*(http.OwnServers(**fields) for fields in facts.get("own_servers", ())))
         others: Mapping[str, RolloutEngine] = facts.get("frozen_engines", {})
         hidden = ("own_servers", "frozen_engines")
@@ -100,14 +102,15 @@ class RolloutManager:
             load_eval_datasets(self.state)  # so that a bad evaluation file fails at the start
 
     def load(self, start_rollout_id: int) -> None:
-        """Continue the data after the checkpoint whose next rollout is `start_rollout_id`."""
+        """Restores the data position of the checkpoint whose next rollout is `start_rollout_id`."""
         self.data_source.load(start_rollout_id - 1)
 
     def generate(self, rollout_id: int, saves: bool = False, *, may_be_last: bool = False) -> RolloutBatch:
-        """Generate, score, convert and split one rollout.
+        """Generates, scores, converts and splits one rollout.
 
-        `saves`: a checkpoint follows this rollout. The data position is saved here, because generation may be a
-        rollout ahead by the time the model is saved. `may_be_last`: a checkpoint follows if the user ends the run now.
+        `saves` means that a checkpoint follows this rollout. The data position is saved here, because generation may
+        be a rollout ahead when the model is saved. `may_be_last` means that a checkpoint follows if the user ends the
+        run now.
         """
         began = time.perf_counter()
         with self.state.events.phase("rollout", rollout=rollout_id):
@@ -127,7 +130,7 @@ class RolloutManager:
         kept = self._keep_samples(rollout_id, groups)
         of_size, rows = self._rank_data(rollout_id, groups, facts)
         ranks = of_size[self.dp_sizes[0]]
-        if rows == sum(map(len, groups)):  # a conversion hook may make other rows
+        if rows == sum(map(len, groups)):  # A conversion hook may change the number of rows.
             mark_kept(ranks, kept)
         metrics |= self._left_out(rollout_id, groups, rows, ranks)
         put = {dp_size: [self.put(data) for data in split] for dp_size, split in of_size.items()}
@@ -143,7 +146,7 @@ class RolloutManager:
         return replace(batch, learning=learning, learning_texts=texts, sample=shown_sample(groups))
 
     def _keep_samples(self, rollout_id: int, groups: list[SampleGroup]) -> list[int]:
-        """Some samples for people who look at the run (--save-samples), and their places in the rollout."""
+        """Writes some samples for people to read (--save-samples), and returns their positions in the rollout."""
         keep, run_dir = self.config.logging.save_samples, self.config.logging.run_dir
         if not (keep and run_dir):
             return []
@@ -154,7 +157,7 @@ class RolloutManager:
         return places
 
     def _save_position(self, rollout_id: int) -> None:
-        """Save the data position. Groups that were drawn ahead are part of it: a run that resumes draws them first."""
+        """Saves the data position. It includes groups that were drawn ahead: a run that resumes draws them first."""
         drawn = stream.outstanding(self.state)
         known = accepted(self.data_source.save, outstanding=drawn)
         if drawn and not known:
@@ -167,8 +170,8 @@ class RolloutManager:
         self.state.events.add("position", rollout=rollout_id)
 
     def _drop_older_positions(self, rollout_id: int) -> None:
-        """Remove positions without a checkpoint that are older than any checkpoint to come. When rollout N is made, the
-        loop has trained all rollouts before N - `rollouts_ahead`."""
+        """Removes positions without a checkpoint that are older than any future checkpoint. When rollout N is
+        generated, the loop has trained all rollouts before N - `rollouts_ahead`."""
         self._spare.append(rollout_id)
         while self._spare[0] < rollout_id - self.config.rollouts_ahead - 1:
             state_path(self.args.save, self._spare.popleft()).unlink(missing_ok=True)
@@ -176,8 +179,11 @@ class RolloutManager:
     def _log(
         self, rollout_id: int, groups: list[SampleGroup], metrics: dict[str, float], seconds: float
     ) -> tuple[dict[str, float], list[Logged]]:
-        """The metrics of a rollout with those of its function, and what --custom-rollout-log-function-path has logged.
-        Its return value disables the run's own metrics; slime's trainer logs the reward then, too."""
+        """Returns the metrics of a rollout and the metrics that --custom-rollout-log-function-path has logged.
+
+        A true return value of that function removes the run's own metrics. The reward stays, because slime's trainer
+        logs it in this case too, unless the function has logged a reward.
+        """
         if loss_of(self.config.algorithm).rewarded:
             metrics = {**rollout_metrics(self._with_hooks(), groups, seconds), **metrics}
         else:
@@ -201,7 +207,7 @@ class RolloutManager:
         ranks: list[RankData],
         logged: list[Logged],
     ) -> RolloutBatch:
-        """What training gets. Counts the ranks' data only, without the samples of `_left_out`."""
+        """Returns the rollout for the trainers. Its counts exclude the samples of `_left_out`."""
         totals = [n for data in ranks for n in data["total_lengths"]]
         flops, old = (sum(self._forward_flops(data, old=old) for data in ranks) for old in (False, True))
         ahead = 0.0
@@ -222,7 +228,7 @@ class RolloutManager:
         return RunContext.of_state(self.state).config
 
     def _forward_flops(self, data: RankData, *, old: bool) -> float:
-        """Of a pass over all samples of a rank, or of the one for old log-probs."""
+        """Returns the FLOPs of a forward pass over a rank's samples. `old` selects the pass for old log-probs."""
         carried = columns.carried(data, self.config, training=True, policy=True)
         return forward_flops(
             data,
@@ -233,7 +239,7 @@ class RolloutManager:
         )
 
     def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float], Facts | None]:
-        """Groups, their metrics, and how they were drawn (None if a saved rollout does not record it)."""
+        """Returns groups, their metrics, and the facts about their sampling (None if a saved rollout lacks them)."""
         if template := self.config.debug.load_debug_rollout_data:
             share = self.config.debug.load_debug_rollout_data_subsample
             groups, facts = load_with_facts(template, rollout_id, subsample=share)
@@ -259,7 +265,7 @@ class RolloutManager:
     def _rank_data(
         self, rollout_id: int, groups: list[SampleGroup], facts: Facts | None
     ) -> tuple[dict[int, list[RankData]], int]:
-        """Train data of each rank, by number of data-parallel ranks; and the number of rows that it was made of.
+        """Returns the train data per rank, keyed by the number of data-parallel ranks, and the number of its rows.
 
         With --rlk-consistency, the policy's data contains each sample's facts.
         """
@@ -279,7 +285,7 @@ class RolloutManager:
     def _refused_is_saved(
         self, rollout_id: int, groups: list[SampleGroup], facts: Facts | None
     ) -> Iterator[None]:
-        """With --rlk-consistency, a rollout that fails the border check is saved before the run ends."""
+        """Saves a rollout that fails the check of its samples before the run ends, with --rlk-consistency."""
         try:
             yield
         except ValueError as error:
@@ -293,7 +299,7 @@ class RolloutManager:
     def _left_out(
         self, rollout_id: int, groups: list[SampleGroup], rows: int, ranks: list[RankData]
     ) -> dict[str, float]:
-        """Count samples at the end of a batch that fill no optimizer step, and are not trained on."""
+        """Counts samples at the end of a batch that do not fill an optimizer step and are not trained on."""
         trained = {row for rank in ranks for row in rank["partition"]}
         samples = [(number_of(group), sample) for group in groups for sample in group]
         if not (count := rows - len(trained)):
@@ -311,8 +317,8 @@ class RolloutManager:
         return {"rollout/samples_left_out": float(count)}
 
     def evaluate(self, rollout_id: int) -> Evaluated:
-        """The eval/* metrics with the current weights, and the data of held-out sets. The rollout function of a plug-in
-        does not run at the same time."""
+        """Returns the eval/* metrics of the current weights, and the data of held-out sets. The rollout function of a
+        plug-in does not run at the same time."""
         phase = self.state.events.phase("eval", rollout=rollout_id)
         with self._naming_checkpoint(), self._turn, phase:
             output = call_rollout_fn(
@@ -339,7 +345,7 @@ class RolloutManager:
         return Evaluated(metrics, [*outbox.take(), *logged], held_out)
 
     def _held_out(self, name: str, samples: list[Sample] | None) -> list[object]:
-        """References to the data of a held-out set, one per data-parallel rank."""
+        """Returns references to the data of a held-out set, one per data-parallel rank."""
         if not samples:
             raise ValueError(
                 f"--eval-function-path must return rewards or samples for dataset {name}, got neither; return the "

@@ -1,8 +1,8 @@
-"""Samples -> metrics under slime's names. Pure functions: no engine, no tracker.
+"""This module computes metrics from samples, under slime's names. Its functions use no engine and no tracker.
 
-Rewards, pass@k, zero_std and the truncated ratio count trajectories: siblings that a generate function fanned out are
-one, with the mean of their rewards. Lengths, speeds and repetition count samples, which are the sequences that are
-trained. `sample_metrics` returns names without a prefix. `rollout_metrics` and `eval_metrics` add the prefixes
+Rewards, pass@k, zero_std and the truncated ratio count trajectories: siblings that a generate function fanned out count
+as one trajectory with the mean of their rewards. Lengths, speeds and repetition count samples, which are the sequences
+that are trained. `sample_metrics` returns names without a prefix. `rollout_metrics` and `eval_metrics` add the prefixes
 rollout/, perf/ and eval/.
 """
 
@@ -34,7 +34,7 @@ _REPEATED_CHARS, _REPEATED_TIMES, _LONGEST_UNIT = 100, 4, 200
 
 
 def statistics_of(values: Sequence[float]) -> dict[str, float]:
-    """mean, median, max and min. `values` has at least one entry."""
+    """Returns mean, median, max and min. `values` has at least one entry."""
     return {
         "mean": statistics.fmean(values),
         "median": statistics.median(values),
@@ -44,7 +44,7 @@ def statistics_of(values: Sequence[float]) -> dict[str, float]:
 
 
 def rollout_metrics(c: Config, groups: list[SampleGroup], rollout_time_s: float) -> dict[str, float]:
-    """rollout/* and perf/* metrics of the groups to train on. `rollout_time_s` is wall time."""
+    """Returns the rollout/* and perf/* metrics of the groups to train on. `rollout_time_s` is wall time."""
     key = c.reward.reward_key
     samples = [sample for group in groups for sample in group]
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(c.logging, key, groups).items()}
@@ -63,8 +63,8 @@ def rollout_metrics(c: Config, groups: list[SampleGroup], rollout_time_s: float)
 
 
 def data_source_metrics(reward_key: str | None, groups: list[SampleGroup]) -> dict[str, float]:
-    """raw_reward/{source} and group_share/{source} of each `data_source` of the samples' metadata: the mean reward, and
-    the share of the groups."""
+    """Returns raw_reward/{source}, the mean reward, and group_share/{source}, the share of the groups. The source is
+    `data_source` in the samples' metadata."""
     each: dict[str, list[SampleGroup]] = {}
     for group in groups:
         each.setdefault(str(group[0].metadata.get(SOURCE)), []).append(group)
@@ -77,10 +77,11 @@ def data_source_metrics(reward_key: str | None, groups: list[SampleGroup]) -> di
 
 
 def teacher_metrics(c: Config, samples: list[Sample]) -> dict[str, float]:
-    """opd_reverse_kl/{source} and opd_samples/{source} of each served teacher: the mean over samples of the mean over
-    trained tokens of the sampler's log-prob minus the teacher's, and the number of samples.
+    """Returns opd_reverse_kl/{source} and opd_samples/{source} for every served teacher.
 
-    opd_reverse_kl, of all teachers, comes from the trainer, whose log-probs may differ a little from the sampler's.
+    The first is the sampler's log-prob minus the teacher's, averaged over a sample's trained tokens, then over samples.
+    The second is the number of samples. The trainer computes opd_reverse_kl over all teachers. Its log-probs may differ
+    a little from the sampler's.
     """
     flags = c.distillation
     sources = list(teachers(c) or by_name("opd_teacher_url", flags.opd_teacher_url))
@@ -97,7 +98,7 @@ def teacher_metrics(c: Config, samples: list[Sample]) -> dict[str, float]:
 
 
 def _reverse_kl(sample: Sample) -> list[float]:
-    """Of each trained token."""
+    """Returns the sampler's log-prob minus the teacher's for each trained token."""
     ours, theirs = sample.rollout_log_probs, sample.teacher_log_probs
     if sample.remove_sample or ours is None or theirs is None:
         return []
@@ -106,8 +107,8 @@ def _reverse_kl(sample: Sample) -> list[float]:
 
 
 def eval_metrics(c: Config, data: EvalData) -> dict[str, float]:
-    """eval/{name} (mean reward), eval/{name}/..., eval/{name}-truncated_ratio and, with --log-passrate,
-    -pass@k.
+    """Returns eval/{name} (mean reward), eval/{name}/..., eval/{name}-truncated_ratio and, with --log-passrate,
+    eval/{name}-pass@k.
 
     `data` is `RolloutFnEvalOutput.data`. Responses that passed their deadline have no reward, and the means
     exclude them. If there are such responses, eval/{name}-aborted_ratio is their share.
@@ -135,7 +136,7 @@ def eval_metrics(c: Config, data: EvalData) -> dict[str, float]:
 def sample_metrics(
     logging: LoggingConfig, reward_key: str | None, groups: list[SampleGroup]
 ) -> dict[str, float]:
-    """The metrics that training and evaluation share. `reward_key`: the entry of a reward that is a record.
+    """Returns the metrics that training and evaluation share. `reward_key` selects the entry of a reward record.
 
     response_len/* counts trained tokens. zero_std/count_{r} is the number of groups whose rewards are all r (to
     one decimal). repetition_frac is the share of responses for which `ends_in_repetition` is true.
@@ -167,7 +168,7 @@ def sample_metrics(
 
 
 def perf_metrics(gpus: int, samples: list[Sample], rollout_time_s: float) -> dict[str, float]:
-    """Tokens per second, per GPU of the engines and of the longest sample. "effective" counts only trained tokens.
+    """Returns tokens per second, per GPU of the engines and for the longest sample. "effective" counts trained tokens.
 
     longest_sample_non_generation_time is the mean time in seconds that the longest samples spent outside the engine
     (in tools). ..._tokens_per_sec_without_non_generation is their speed in the rest of the rollout. Both are
@@ -197,9 +198,9 @@ def perf_metrics(gpus: int, samples: list[Sample], rollout_time_s: float) -> dic
 
 
 def pass_rate(rewards: Iterable[Sequence[float]]) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4, ... up to the smallest group: `1 - comb(n - c, k) / comb(n, k)`.
+    """Returns pass@k for k = 1, 2, 4, ... up to the size of the smallest group: `1 - comb(n - c, k) / comb(n, k)`.
 
-    n rewards in a group, c of them equal to 1 (Chen et al., 2107.03374, equation 1).
+    A group has n rewards, and c rewards equal 1 (Chen et al., 2107.03374, equation 1).
     """
     counts = [(len(group), sum(reward == 1 for reward in group)) for group in rewards]
     rates, k = {}, 1
@@ -210,7 +211,7 @@ def pass_rate(rewards: Iterable[Sequence[float]]) -> dict[str, float]:
 
 
 def ends_in_repetition(text: str) -> bool:
-    """Whether the text ends in a loop: 1 to 200 characters, 4 or more times, over at least 100 characters."""
+    """Returns True if the text ends in a loop: 1 to 200 characters, 4 or more times, over at least 100 characters."""
     last = at = len(text) - 1
     # A unit ends at an earlier occurrence of the last character. `rfind` steps back through these occurrences.
     while at >= 0 and (at := text.rfind(text[last], max(last - _LONGEST_UNIT, 0), at)) >= 0:
@@ -224,7 +225,7 @@ def ends_in_repetition(text: str) -> bool:
 
 
 def group_by(iterable: Iterable[T], key: Callable[[T], Hashable] | None = None) -> dict[Hashable, list[T]]:
-    """`key(item)` (without a key, the item itself) -> its items, in order of first appearance."""
+    """Maps `key(item)` (without a key, the item) to a list of its items, in order of first appearance."""
     groups: dict[Hashable, list[T]] = {}
     for item in iterable:
         groups.setdefault(item if key is None else key(item), []).append(item)
@@ -232,7 +233,7 @@ def group_by(iterable: Iterable[T], key: Callable[[T], Hashable] | None = None) 
 
 
 def group_samples(samples: Iterable[Sample]) -> list[SampleGroup]:
-    """Samples by `group_index`, in order of first appearance."""
+    """Returns the samples grouped by `group_index`, in order of first appearance."""
     return list(group_by(samples, lambda sample: sample.group_index).values())
 
 
@@ -263,7 +264,7 @@ def _cache_and_speculation(samples: list[Sample]) -> dict[str, float]:
 
 
 def _multi_turn(samples: list[Sample]) -> dict[str, float]:
-    """Lengths with and without tool tokens, and the number of turns that the model wrote."""
+    """Returns lengths with and without tool tokens, and the number of turns that the model wrote."""
     masks = [s.loss_mask if s.loss_mask is not None else [1] * s.response_length for s in samples]
     values = {
         "raw_response_len": [sample.response_length for sample in samples],

@@ -1,10 +1,10 @@
-"""On-policy distillation from served teachers: they score the token ids of finished samples (--opd-type sglang, vllm).
+"""On-policy distillation from served teachers, which score the token ids of finished samples (--opd-type sglang, vllm).
 
     with --custom-rm-path slime.rollout.on_policy_distillation.reward_func      reward_func       the reward is 0
     with a reward of the run                                                    teach             the reward stays
 
-`post_process_rewards` is the reward post-processing that scripts of slime give beside `reward_func`. The teachers are
-engines of the run (--opd-teacher-model) or servers of one's own (--opd-teacher-url, --rm-url).
+`post_process_rewards` is the reward post-processing that slime's scripts use together with `reward_func`. The teachers
+are engines of the run (--opd-teacher-model) or servers that the user has started (--opd-teacher-url, --rm-url).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from slime.rollout.teachers.servers import SERVERS, Scorer
 from slime.types import Sample
 
 _MAX_REQUESTS = 64
-"""At a time, to each engine of a teacher or to its server."""
+"""Maximum number of concurrent requests to each engine of a teacher, or to its server."""
 
 
 async def teach(context: RunContext, samples: Sequence[Sample]) -> None:
-    """Sets `teacher_log_probs` of samples that have none, unless --custom-reward-post-process-path brings them."""
+    """Sets missing `teacher_log_probs` of samples, unless --custom-reward-post-process-path sets the log-probs."""
     flags = context.config.distillation
     served = flags.use_opd and flags.opd_type in SERVERS
     if served and not context.config.reward.custom_reward_post_process_path:
@@ -39,8 +39,8 @@ async def teach(context: RunContext, samples: Sequence[Sample]) -> None:
 
 
 async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: object) -> object:
-    """--custom-rm-path of pure distillation: sets `sample.teacher_log_probs` and returns a reward of 0. A list of
-    samples (--group-rm) gives a list."""
+    """Sets `sample.teacher_log_probs` and returns a reward of 0: the --custom-rm-path of pure distillation. For a list
+    of samples (--group-rm) it returns a list."""
     samples: list[Sample] = sample if isinstance(sample, list) else [sample]
     context = context_of(args)
     await asyncio.gather(*(_teach(context, one) for one in samples if one.teacher_log_probs is None))
@@ -51,10 +51,10 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
 def post_process_rewards(
     args: Namespace, samples: list[Sample], **kwargs: object
 ) -> tuple[list[float], list[float]]:
-    """--custom-reward-post-process-path of pure distillation: rewards of 0, before and after normalization.
+    """Returns rewards of 0, before and after normalization: the --custom-reward-post-process-path of pure distillation.
 
-    A sample whose reward is an answer of SGLang's /generate, of a reward function of a plug-in, gets its
-    `teacher_log_probs` from that.
+    If a plug-in's reward function returned a response of SGLang's /generate as the reward, the sample gets its
+    `teacher_log_probs` from that response.
     """
     for sample in samples:
         if isinstance(sample.reward, dict) and "meta_info" in sample.reward:
@@ -71,7 +71,7 @@ def post_process_rewards(
 
 
 def source_of(flags: DistillationConfig, sample: Sample, sources: Sequence[str]) -> str:
-    """Which of the teachers' sources the sample is of: what its metadata has under --opd-teacher-key, or DEFAULT.
+    """Returns the sample's source, which selects its teacher: the metadata's entry --opd-teacher-key, or DEFAULT.
     ValueError for a source without a teacher."""
     named = sample.metadata.get(flags.opd_teacher_key)
     if named in sources:
@@ -85,7 +85,7 @@ def source_of(flags: DistillationConfig, sample: Sample, sources: Sequence[str])
 
 
 def urls_of(config: Config) -> dict[str, str]:
-    """Maps each source to the URL of its teacher's server. ValueError without any."""
+    """Maps each source to the URL of its teacher's server. ValueError if no URL is set."""
     flags = config.distillation
     urls = by_name("opd_teacher_url", flags.opd_teacher_url)
     if not urls and (url := config.reward.rm_url):
@@ -125,7 +125,7 @@ async def _teach(context: RunContext, sample: Sample) -> None:
 
 
 def _take(sample: Sample, result: ScoreResult, shown: str) -> None:
-    """Set what the teacher `shown` says of the response."""
+    """Sets the teacher's log-probs of the response. `shown` names the teacher in errors."""
     if not np.isfinite(result.log_probs).all():
         raise ValueError(
             f"the teacher's log-probs must be finite, got {result.log_probs[:4].tolist()} from {shown}; check its "

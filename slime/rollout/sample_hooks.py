@@ -1,4 +1,4 @@
-"""Hooks that see every generated sample before it is scored (`--rollout-sample-hook-path`)."""
+"""This module calls hooks with every generated sample before it is scored (`--rollout-sample-hook-path`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _current_rollout_id: int | None = None
 
 
 def set_current_rollout_id(rollout_id: int | None) -> None:
-    """The rollout of the samples that are given to hooks without one: for rollout functions of plug-ins."""
+    """Sets the `rollout_id` that hooks get if the caller passes none, for rollout functions of plug-ins."""
     global _current_rollout_id
     _current_rollout_id = rollout_id
 
@@ -32,7 +32,7 @@ async def apply_rollout_sample_hooks(
 ) -> T:
     """Runs the hooks in the order of their flags on a sample, or on each sample of a list, or of a list of lists.
 
-    A hook is `fn(args, sample, *, rollout_id, evaluation)`, plain or async. It gets the other keywords, too. Keywords
+    A hook is `fn(args, sample, *, rollout_id, evaluation)`, plain or async. It also gets the other keywords. Keywords
     that the hook does not take are left out. The default of `rollout_id` is set by `set_current_rollout_id`. The hook
     changes the sample in place or returns another sample. TypeError, as in slime, if it returns anything else.
     """
@@ -44,7 +44,7 @@ async def apply_rollout_sample_hooks(
 async def run_sample_hooks(
     context: RunContext, sample: T, *, rollout_id: int | None, evaluation: bool, **kwargs: object
 ) -> T:
-    """See `apply_rollout_sample_hooks`."""
+    """Implements `apply_rollout_sample_hooks`."""
     rollout_id = _current_rollout_id if rollout_id is None else rollout_id
     keywords = {"rollout_id": rollout_id, "evaluation": evaluation, **kwargs}
     made: T = await _apply(context, sample, keywords)
@@ -71,14 +71,14 @@ async def _apply(context: RunContext, sample: Any, keywords: dict[str, object]) 
 
 
 def accepted(fn: Hook, **keywords: T) -> dict[str, T]:
-    """The keywords that `fn` has parameters for, so that hooks with fewer arguments keep working."""
-    # Functions have a hash, so the cache can hold them. A callable object may have none (a plain dataclass).
+    """Returns the keywords that `fn` accepts, so that hooks with fewer arguments keep working."""
+    # Functions are hashable, so the cache can hold them. A callable object may be unhashable (a plain dataclass).
     names = _remembered(fn) if inspect.isroutine(fn) else _parameters(fn)
     return keywords if names is None else {name: value for name, value in keywords.items() if name in names}
 
 
 def _parameters(fn: Hook) -> frozenset[str] | None:
-    """Names of the parameters, or None if `fn` takes any keyword."""
+    """Returns the names of the parameters, or None if `fn` accepts any keyword."""
     parameters = inspect.signature(fn).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return None
@@ -86,4 +86,4 @@ def _parameters(fn: Hook) -> frozenset[str] | None:
 
 
 _remembered = lru_cache(256)(_parameters)
-"""Cached, because every sample needs the result."""
+"""Cached version of `_parameters`, because every sample needs the result."""

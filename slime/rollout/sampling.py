@@ -1,5 +1,5 @@
-"""Types and ranges of sampling parameters. Checked before a request leaves: a value of a wrong type can end an engine's
-input thread, and all its requests then wait for ever."""
+"""This module checks the types and ranges of sampling parameters before a request is sent. A value of a wrong type can
+end an engine's input thread, and all requests to the engine then wait for ever."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ RULES: dict[str, tuple[str, Check]] = {
         ),
     ),
 }
-"""slime's and SGLang's name -> (what its value must be, whether a value is that). None stands for the default."""
+"""Maps slime's and SGLang's parameter names to (description of a valid value, check). None means the default."""
 
 
 def checked(sampling_params: Mapping[str, object]) -> SamplingParams:
-    """`sampling_params` without those that are None, with whole numbers and booleans as Python's own.
+    """Returns `sampling_params` without values of None. Whole numbers and booleans become Python's types.
 
     ValueError for an unknown name, a wrong type or a value out of range.
     """
@@ -85,7 +85,7 @@ def checked(sampling_params: Mapping[str, object]) -> SamplingParams:
 
 
 def _plain(value: object) -> object:
-    """Numbers of NumPy as Python's own, which requests are written with."""
+    """Converts a NumPy number to Python's type, because JSON requests need Python's types."""
     if _boolean(value):
         return bool(value)
     if isinstance(value, Integral):

@@ -1,6 +1,6 @@
-"""Supervised fine-tuning as a rollout: turns conversations of the data source into samples, without an engine.
+"""This module turns conversations of the data source into samples for supervised fine-tuning, without an engine.
 
-As an evaluation, the same functions make the samples of the held-out sets, whose loss the trainer computes.
+In an evaluation, the same functions make the samples of the held-out sets, and the trainer computes their loss.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from slime.rollout.state import GenerateState
 from slime.types import Sample, SampleGroup
 
 Maker = Callable[[Sample], SampleGroup]
-"""A sample of the data source -> the samples to train on."""
+"""A function that maps a sample of the data source to the samples to train on."""
 
 
 def generate_rollout(
     args: Namespace, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """`--rollout-batch-size` tokenised conversations, with the loss on the assistant's turns.
+    """Returns `--rollout-batch-size` tokenised conversations, with the loss on the assistant's turns.
 
     `Sample.prompt` is a list of messages (--input-key names the column, --apply-chat-template stays off). The
-    response starts at the first token of the first trained assistant turn and ends with the conversation. Its
-    loss mask is 0 on the turns of other roles. With `evaluation`, all conversations of the held-out sets. ValueError,
+    response starts at the first token of the first trained assistant turn and ends with the conversation. The loss mask
+    is 0 on the turns of other roles. With `evaluation`, returns all conversations of the held-out sets. ValueError,
     with the sample's name, for a wrong conversation.
     """
     context = context_of(args)
@@ -45,11 +45,12 @@ def generate_rollout(
 def generate_pairs(
     args: Namespace, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """`--rollout-batch-size` preference pairs, each a group of a chosen and a rejected sample. With `evaluation`, all
-    pairs of the held-out sets.
+    """Returns `--rollout-batch-size` preference pairs. A pair is a group with a chosen and a rejected sample. With
+    `evaluation`, returns all pairs of the held-out sets.
 
-    The two conversations are in the metadata (--chosen-key, --rejected-key). The samples of a pair are one rollout, so
-    that they get into one micro-batch, the chosen one first; their column `preference` is 1 and -1.
+    The two conversations are in the metadata (--chosen-key, --rejected-key). The samples of a pair share a rollout_id,
+    so that they enter the same micro-batch. The chosen sample is first. The column `preference` is 1 for the chosen
+    sample and -1 for the rejected sample.
     """
     context = context_of(args)
     generator = _generator(context)
@@ -74,7 +75,7 @@ def _generator(context: RunContext) -> MultiTurnLossMaskGenerator:
 
 
 def _drawn(context: RunContext, data_source: DataSource, make: Maker) -> RolloutFnTrainOutput:
-    """The samples of a rollout. A prompt may have several samples, which are made one by one."""
+    """Returns the samples of a rollout. A prompt may have several samples, which are made in turn."""
     groups = data_source.get_samples(context.config.data.rollout_batch_size)
     return RolloutFnTrainOutput(
         samples=[[one for sample in group for one in make(sample)] for group in groups]
@@ -82,8 +83,8 @@ def _drawn(context: RunContext, data_source: DataSource, make: Maker) -> Rollout
 
 
 def _held_out(state: GenerateState, make: Maker) -> RolloutFnEvalOutput:
-    """The held-out sets with their samples, which are made once per run. No data source provides them, so the order of
-    the training data does not change."""
+    """Returns the held-out sets with their samples, which are made once per run. The samples do not come from the data
+    source, so the order of the training data does not change."""
     for config, prompts in load_eval_datasets(state, masked=True):
         if config.name in state.held_out:
             continue
@@ -96,7 +97,8 @@ def _held_out(state: GenerateState, make: Maker) -> RolloutFnEvalOutput:
 
 
 def _score_all(sample: Sample) -> None:
-    """A token more: the value of a token is that of the state before it, and a score is that of the last state."""
+    """Adds a token at the end: a token's value is the value of the state before the token, and the score is the value
+    of the last state."""
     sample.tokens.append(sample.tokens[-1])
     sample.response_length += 1
     sample.loss_mask = [*(sample.loss_mask or []), 1]

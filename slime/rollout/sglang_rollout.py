@@ -1,7 +1,7 @@
-"""Import path of slime plug-ins: see slime.rollout.vllm_rollout. The run's own engine generates.
+"""slime's plug-ins import this module, see slime.rollout.vllm_rollout. The run's engines generate, whatever their kind.
 
-A plug-in, or its test, may replace a name of this module, as it does in slime. The name is then replaced where the
-rollout looks it up.
+A plug-in, or its test, may assign to a name of this module, as in slime. The assignment also replaces the name in the
+module where the rollout looks it up.
 """
 
 import sys
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class _Replaceable(ModuleType):
-    """Without this, a name that is replaced here would change nothing, and nobody would know."""
+    """Forwards assignments to the modules that the rollout uses. Otherwise they would silently have no effect."""
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)

@@ -1,4 +1,4 @@
-"""The state of generation: the engines, the tokenizer, a limit on concurrency, and an event loop.
+"""This module holds the state of generation: the engines, the tokenizer, a limit on concurrency, and an event loop.
 
 The rollout manager makes one `GenerateState`. Functions get it in a `slime.rollout.context.RunContext`.
 """
@@ -42,7 +42,7 @@ _entered: list[GenerateState] = []
 
 
 def rollout_sampling_params(rollout: RolloutConfig) -> SamplingParams:
-    """The sampling parameters of training samples, under the names that generate functions use."""
+    """Returns the sampling parameters of training samples, under the names that generate functions use."""
     return {
         "temperature": rollout.rollout_temperature,
         "top_p": rollout.rollout_top_p,
@@ -57,17 +57,17 @@ def rollout_sampling_params(rollout: RolloutConfig) -> SamplingParams:
 
 
 def random_stream(sample: Sample) -> str:
-    """The name that decides the seeds of a sample's requests."""
+    """Returns the name from which the seeds of a sample's requests are computed."""
     return sample.session_id or f"sample/0/{sample.index}"
 
 
 def request_seed(run_seed: int, session_id: str, generated_tokens: int, retry: int = 0) -> int:
-    """Seed of one request: the first 52 bits of sha256(f"{run_seed}/{session_id}/{generated_tokens}").
+    """Returns a request's seed: the first 52 bits of sha256(f"{run_seed}/{session_id}/{generated_tokens}").
 
-    The text ends with f"/{retry}" for a sample that a plug-in has reset and generates again, from 1 on.
-    `session_id` is "rollout/{sample index}" (see `generate_and_rm_group`). So a run repeats exactly
-    if the engine's results do not depend on its batch, and two requests share a seed only by chance. Every JSON
-    implementation keeps 52 bits.
+    `retry` counts the times that a plug-in has reset the sample; from 1 on, f"/{retry}" is appended to the text.
+    `session_id` is "rollout/{sample index}" (see `generate_and_rm_group`). A run therefore repeats exactly if the
+    engine's results do not depend on its batch, and two requests share a seed only by chance. Every JSON implementation
+    keeps integers of 52 bits.
     """
     again = f"/{retry}" if retry else ""
     digest = hashlib.sha256(f"{run_seed}/{session_id}/{generated_tokens}{again}".encode()).digest()
@@ -78,16 +78,16 @@ class GenerateState:
     """The state of a run's generation. `engine` is None if no sample is generated (SFT, replay of saved samples).
 
     `frozen_engines` maps the names of the run's frozen models to their engine clients (`slime.roles.served`). `args`
-    are the flags as hooks get them, by default made from `config`.
+    are the flags that hooks get; the default is made from `config`.
 
-    `semaphore` limits the samples in generation to `server_concurrency` per engine, or adapts. `aborted` makes running
-    generations stop. `timed_out` maps the random stream of a sample to the reason why it passed its deadline.
-    `request_figures` maps a metric to its values, one per request since `take_figures`. `requests` counts the requests
-    of a random stream by the tokens before them, so that a sample that starts again draws another response.
-    `allowed` is the last rollout whose groups may be started. `version` is the version of the engines' weights, or None
-    before the first is known. `events` are those of the run, and `spans` time its samples. `chat_remarks` warns about
-    requests of sessions. `progress` is (samples finished, samples wanted) of the current rollout, for a progress bar.
-    `sampling_params` are those of training samples. `processor` is None, because prompts are text only.
+    `semaphore` limits the samples in generation to `server_concurrency` per engine, or to an adaptive limit. `aborted`
+    makes running generations stop. `timed_out` maps the random stream of a sample to the reason why it passed its
+    deadline. `request_figures` maps a metric to its values, one per request since `take_figures`. `requests` counts the
+    requests of a random stream by the number of tokens before them, so that a sample that restarts draws another
+    response. `allowed` is the last rollout whose groups may be started. `version` is the version of the engines'
+    weights, None before the first version. `events` are the run's events, and `spans` time its samples. `chat_remarks`
+    warns about requests of sessions. `progress` is (samples finished, samples wanted) of the current rollout, for a
+    progress bar. `sampling_params` apply to training samples. `processor` is None, because prompts are text only.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class GenerateState:
         self.frozen_engines = frozen_engines
         self.tokenizer = tokenizer
         self.chat_parser_path = chat_parser_path
-        """The function of the rollout backend that makes the parser of a model's messages."""
+        """Import path of the rollout backend's function that makes the parser of a model's messages."""
         engines = max(1, config.num_engines)
         limit = config.engine
         self.semaphore = Concurrency(limit.server_concurrency * engines, adapts=limit.adapts_concurrency)
@@ -134,12 +134,12 @@ class GenerateState:
         self._encode = functools.lru_cache(_PROMPTS_REMEMBERED)(self._encode_uncached)
 
     def enter(self) -> GenerateState:
-        """Makes this the state that plug-ins of this process reach, until `close`. Returns it."""
+        """Makes this state the one that plug-ins in this process use, until `close`, and returns the state."""
         _entered.append(self)
         return self
 
     def part(self, kind: type[T], make: Callable[[], T]) -> T:
-        """Returns the one object of type `kind` that belongs to this run. The first call makes it."""
+        """Returns this run's only object of type `kind`. The first call makes the object."""
         if kind not in self._parts:
             self._parts[kind] = make()
         found = self._parts[kind]
@@ -147,18 +147,18 @@ class GenerateState:
         return found
 
     def has_part(self, kind: type[T]) -> T | None:
-        """Returns the object of `part`, or None if no call has made it."""
+        """Returns the object that `part` has made for `kind`, or None."""
         found = self._parts.get(kind)
         assert found is None or isinstance(found, kind)
         return found
 
     def drop_part(self, kind: type) -> None:
-        """Forgets the object of `part`."""
+        """Removes the object that `part` has made for `kind`."""
         self._parts.pop(kind, None)
 
     def served(self, name: str) -> RolloutEngine:
-        """The engine client of the run's frozen model `name` (--frozen-model), for hooks: `generate` and `score` of
-        token ids. ValueError for another name."""
+        """Returns the engine client of the run's frozen model `name` (--frozen-model). Hooks call its `generate` and
+        `score` with token ids. ValueError for an unknown name."""
         if name not in self.frozen_engines:
             raise ValueError(
                 f"name must be one of the run's frozen models, {sorted(self.frozen_engines)}, got {name!r}; add it "
@@ -168,7 +168,7 @@ class GenerateState:
 
     @functools.cached_property
     def context(self) -> tuple[int | None, str]:
-        """The most tokens that prompt and response may have together in the engines, and what sets the number."""
+        """The engines' limit on prompt and response tokens together, and the name of the setting that limits them."""
         return longest_sequence(self.config)
 
     @property
@@ -178,14 +178,14 @@ class GenerateState:
 
     @property
     def concurrency(self) -> int:
-        """The limit of samples in generation."""
+        """The limit on the number of samples in generation."""
         return self.semaphore.limit
 
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
-        """Run the coroutine to its end in this state's own loop (a daemon thread). Every thread may call this.
+        """Runs the coroutine to its end in this state's event loop (a daemon thread). Every thread may call this.
 
-        The whole run uses one loop, because the engine's connections belong to it. Interrupting the caller cancels
-        the coroutine.
+        The whole run uses one loop, because the engine's connections belong to the loop. Interrupting the caller
+        cancels the coroutine.
         """
         future = self.submit(coroutine)
         try:
@@ -195,7 +195,7 @@ class GenerateState:
             raise
 
     def submit(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
-        """Run the coroutine in this state's own loop, and return at once. Every thread may call this."""
+        """Starts the coroutine in this state's event loop, and returns at once. Every thread may call this."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=_run_loop, args=(self._loop,), name="rollout", daemon=True)
@@ -220,7 +220,7 @@ class GenerateState:
         self._loop = None
 
     def begin(self) -> None:
-        """Start a rollout. Only one runs at a time, because its end may abort every request."""
+        """Starts a rollout. Only one rollout runs at a time, because its end may abort every request."""
         if self.busy:
             raise RuntimeError("rollouts must take turns, got a second one while the first is running")
         self.busy = True
@@ -231,16 +231,15 @@ class GenerateState:
         self.busy = False
 
     def allow(self, rollout_id: int, version: int) -> None:
-        """Groups of rollouts up to `rollout_id` may be started, and the engines have the weights `version`. Every
-        thread may call this."""
-        self.version = version  # first: a group that is allowed from now on has these weights
+        """Allows groups of rollouts up to `rollout_id` to start, and records that the engines have weights `version`.
+        Every thread may call this."""
+        self.version = version  # Set first: a group that is allowed from now on has these weights.
         self.allowed = max(self.allowed, rollout_id)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._news.set)
 
     def set_engines(self, count: int) -> None:
-        """That many engines serve from now on: the limit of samples in generation follows. Every thread may call
-        this."""
+        """Adapts the limit on samples in generation to `count` engines. Every thread may call this."""
         first = self.config.engine.server_concurrency * count
         if self._loop is None:
             self.semaphore.scale(first)
@@ -248,7 +247,7 @@ class GenerateState:
             self._loop.call_soon_threadsafe(self.semaphore.scale, first)
 
     async def changed(self, tasks: Iterable[asyncio.Task[SampleGroup]]) -> None:
-        """Return when one of the tasks has ended or `allow` was called."""
+        """Returns when a task has ended or `allow` was called."""
         news = asyncio.ensure_future(self._news.wait())
         try:
             await asyncio.wait([*tasks, news], return_when=asyncio.FIRST_COMPLETED)
@@ -257,7 +256,7 @@ class GenerateState:
             self._news.clear()
 
     def forget(self, samples: SampleGroup) -> list[str]:
-        """Drop what is kept of samples whose generation has ended. Returns the reasons of those that passed their
+        """Removes the records of samples whose generation has ended. Returns the reasons of samples that passed their
         deadline."""
         streams = [random_stream(sample) for sample in samples]
         for stream in streams:
@@ -265,13 +264,13 @@ class GenerateState:
         return [self.timed_out.pop(stream) for stream in streams if stream in self.timed_out]
 
     def take_figures(self) -> dict[str, list[float]]:
-        """The figures of the requests since the last call."""
+        """Returns the figures of the requests since the previous call."""
         figures, self.request_figures = self.request_figures, {}
         return figures
 
     def note_request(self, seconds: float, result: GenerateResult) -> None:
-        """Record the times of a completed request under slime's metric names. Values that the engine did not report
-        are left out. `seconds` is the time from request to response, with retries and the router."""
+        """Records the times of a completed request under slime's metric names. Values that the engine did not report
+        are left out. `seconds` is the time from request to response, including retries and the router."""
         self.semaphore.note(seconds, result)
         figures = {
             "request/e2e_latency": seconds,
@@ -284,8 +283,8 @@ class GenerateState:
                 self.request_figures.setdefault(name, []).append(value)
 
     def prompt_ids(self, sample: Sample) -> list[int]:
-        """Token ids of the sample's prompt. The chat template renders messages first. A text that no template made
-        gets the tokenizer's BOS, as from transformers."""
+        """Returns the token ids of the sample's prompt. The chat template renders messages first. A text that no chat
+        template rendered gets the tokenizer's BOS token, as in transformers."""
         kwargs = sample.apply_chat_template_kwargs
         if isinstance(sample.prompt, str):
             ids = list(self._encode(sample.prompt))
@@ -297,8 +296,8 @@ class GenerateState:
         )
 
     async def context_tokens(self) -> int | None:
-        """The most tokens of a prompt with its response that the engines take; None where it is unknown.
-        TimeoutError when no engine answers in --rollout-deadline-s."""
+        """Returns the engines' limit on the tokens of a prompt with its response, or None if the limit is unknown.
+        TimeoutError if no engine responds within --rollout-deadline-s."""
         ask = getattr(self.engine, "context_tokens", None)
         async with self._asking:
             if self._context is None and ask is not None:
@@ -318,7 +317,7 @@ async def _close_objects() -> None:
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run until the loop is stopped, and free its files."""
+    """Runs the loop until it is stopped, and closes it."""
     try:
         loop.run_forever()
     finally:

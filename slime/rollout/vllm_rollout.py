@@ -1,6 +1,6 @@
-"""The default `--rollout-function-path`: generates with the engines of the run.
+"""This module is the default `--rollout-function-path`. It generates with the engines of the run.
 
-Also an import path of plug-ins: the names of slime's sglang_rollout, which are those of upstream vime's vllm_rollout.
+Plug-ins also import it: it has the names of slime's sglang_rollout, which are those of upstream vime's vllm_rollout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 def generate_rollout(
     args: Namespace, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """One rollout of `--rollout-batch-size` groups, or, with `evaluation`, a pass over the evaluation datasets."""
+    """Returns a rollout of `--rollout-batch-size` groups. With `evaluation`, runs all evaluation datasets instead."""
     own = GenerateState(args)
     if evaluation:
         return own.run(eval_rollout(own, rollout_id))
@@ -36,9 +36,9 @@ def generate_rollout(
 
 
 async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:
-    """Make the running generations of this rollout end: each request returns the tokens that it has.
+    """Ends the running generations of this rollout. Each request returns the tokens generated so far.
 
-    The rollout itself puts groups back to the data source (--partial-rollout), so the list is empty.
+    The returned list is empty, because the rollout itself puts groups back into the data source (--partial-rollout).
     """
     own = GenerateState(args)
     own.aborted = True
@@ -48,8 +48,8 @@ async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:
 
 
 def get_model_url(args: Namespace, name: str, endpoint: str = "/generate") -> str:
-    """The URL of `endpoint` for the model `name`: at the router that `args.model_routers` has for the name, or, where
-    the run serves one model, at `args.router_url`. ValueError for a name that none of several models has."""
+    """Returns the URL of `endpoint` for the model `name`: at the name's router in `args.model_routers`, or, if the run
+    serves a single model, at `args.router_url`. ValueError if the run serves several models and `name` is unknown."""
     routers: dict[str, str] = getattr(args, "model_routers", None) or {}
     if routers and name not in routers:
         raise ValueError(f"name must be one of {sorted(routers)}, got {name!r}; the run serves these models")

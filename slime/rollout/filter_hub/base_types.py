@@ -1,4 +1,4 @@
-"""What a dynamic-sampling filter returns (`--dynamic-sampling-filter-path`)."""
+"""This module defines the result of a dynamic-sampling filter (`--dynamic-sampling-filter-path`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from slime.types import SampleGroup
 
 @dataclass
 class DynamicFilterOutput:
-    """Whether to train on a group."""
+    """The decision of a filter: `keep` is true if the group is trained on."""
 
     keep: bool
     reason: str | None = None
-    """Names the metric that counts drops: rollout/dynamic_filter/drop_{reason}."""
+    """Suffix of the metric that counts dropped groups: rollout/dynamic_filter/drop_{reason}."""
     keep_when_insufficient: bool = False
     """Keep a rejected group if the rollout would otherwise need more prompts to fill its batch."""
 
@@ -24,7 +24,7 @@ class DynamicFilterOutput:
 def call_dynamic_filter(
     fn: Hook | None, args: Namespace, group: SampleGroup, **kwargs: object
 ) -> DynamicFilterOutput:
-    """Run a filter; None keeps every group. A bool result (Python, NumPy or torch) is wrapped in the record.
+    """Runs a filter; None keeps every group. A bool result (Python, NumPy or torch) is wrapped in the record.
 
     ValueError for any other result.
     """
@@ -44,10 +44,10 @@ def call_dynamic_filter(
 def should_drop_dynamic_filter_output(
     output: DynamicFilterOutput, remaining_batch_size: int, target_data_size: int
 ) -> bool:
-    """Whether a rollout drops the group of `output`.
+    """Returns True if a rollout drops the group of `output`.
 
-    `remaining_batch_size`: the groups that are kept or may still be kept, with this one. A rejected group with
-    `keep_when_insufficient` stays if dropping it would leave fewer than `target_data_size`.
+    `remaining_batch_size` is the number of groups that are kept or may still be kept, including this group. A rejected
+    group with `keep_when_insufficient` stays if dropping it would leave fewer than `target_data_size` groups.
     """
     return not (output.keep or (output.keep_when_insufficient and remaining_batch_size <= target_data_size))
 
@@ -59,12 +59,12 @@ class MetricGatherer:
         self.drops: Counter[str] = Counter()
 
     def on_dynamic_filter_drop(self, reason: str | None) -> None:
-        """Count a dropped group. A group without a reason is not counted."""
+        """Counts a dropped group. A group without a reason is not counted."""
         if reason:
             self.drops[reason] += 1
 
     def collect(self) -> dict[str, int]:
-        """rollout/dynamic_filter/drop_{reason} of each reason, sorted."""
+        """Returns rollout/dynamic_filter/drop_{reason} for every reason, sorted."""
         return {
             f"rollout/dynamic_filter/drop_{reason}": count for reason, count in sorted(self.drops.items())
         }

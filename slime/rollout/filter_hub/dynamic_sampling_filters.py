@@ -16,12 +16,12 @@ from slime.types import Sample
 def check_reward_nonzero_std(
     args: Namespace, samples: Sequence[Sample | list[Sample]], **kwargs: object
 ) -> DynamicFilterOutput:
-    """Drop a group whose rewards are all equal, because its advantages are 0.
+    """Drops a group whose rewards are all equal, because its advantages are 0.
 
-    Keeps the group if `rewards.std() > 1e-6` (unbiased). A group of one sample has no deviation and is dropped.
+    Keeps the group if `rewards.std() > 1e-6` (unbiased). A group with a single sample has no deviation and is dropped.
     The reason is zero_std_{reward}, with one decimal, so the metrics count too easy and too hard prompts
-    separately. Siblings of one rollout count once, with the mean of their rewards. A list in the place of a sample is
-    one trajectory in parts, which share the reward of the first part.
+    separately. Siblings with the same rollout_id count once, with the mean of their rewards. A list instead of a sample
+    is a trajectory in parts, which share the reward of the first part.
     """
     firsts = [sample[0] if isinstance(sample, list) else sample for sample in samples]
     rewards = trajectory_rewards(firsts, getattr(args, "reward_key", None))
@@ -38,7 +38,7 @@ def check_reward_nonzero_std(
 def check_reward_nonzero_std_with_fallback(
     args: Namespace, samples: Sequence[Sample | list[Sample]], **kwargs: object
 ) -> DynamicFilterOutput:
-    """`check_reward_nonzero_std`, but keep a group without deviation if the rollout would need more prompts."""
+    """As `check_reward_nonzero_std`, but keeps a group without deviation if the rollout would need more prompts."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
     output.keep_when_insufficient = True
     return output

@@ -1,7 +1,8 @@
-"""Rewards: one file each, selected by `--rm-type`. Owns the selection, custom functions and their errors.
+"""This package computes rewards. `--rm-type` selects a reward, and each reward has its own file.
 
-A rule-based reward is a plain function `(response, label, metadata) -> float | dict`. A new reward is one file
-and one entry in REWARDS. Rule-based rewards run in threads, so they do not block the event loop of generation.
+This file owns the selection, custom functions and their errors. A rule-based reward is a plain function
+`(response, label, metadata) -> float | dict`. A new reward is one file and one entry in REWARDS. Rule-based rewards run
+in threads, so they do not block the event loop of generation.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from slime.user_code import calling, is_cancelled, place, remedy, slow_is_logged
 logger = logging.getLogger(__name__)
 
 _OF_TEXT = (ValueError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError)
-"""What a grader might raise for a text that nobody thought of."""
+"""Errors that a grader may raise for an unexpected text."""
 _SHOWN = 150
-"""Characters of a response in an error, from its beginning and from its end."""
+"""Number of characters that an error shows from the beginning, and from the end, of a response."""
 _THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""Graders at a time, the number of asyncio's own threads."""
+"""Number of graders that run concurrently. It equals asyncio's default number of threads."""
 
 REWARDS: dict[str, Callable[[str, object, Metadata], Reward]] = {
     "math": math_reward,
@@ -66,24 +67,24 @@ SAMPLE_REWARDS: dict[str, Callable[[Config, Sample], Awaitable[Reward]]] = {
 }
 REWARD_NAMES = (*REWARDS, *(f"boxed_{name}" for name in REWARDS), *SAMPLE_REWARDS)
 
-# boxed_X takes the last boxed answer alone and writes it in the form that reward X reads.
+# The reward boxed_X reads only the last boxed answer, and writes it in the form that reward X reads.
 _ANSWER_FORM = {"math": "\\boxed{{{}}}", "deepscaler": "</think>\\boxed{{{}}}", "dapo": "Answer: {}"}
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> Reward:
-    """The reward of one sample. Does not set `sample.reward`.
+    """Returns the reward of a sample. Does not set `sample.reward`.
 
-    The first of these that is set computes the reward: `sample.custom_rm_path`, `--custom-rm-path` (each
+    The first setting that is present selects the reward: `sample.custom_rm_path`, `--custom-rm-path` (each
     `(args, sample, **kwargs) -> float | dict`, async or plain; a plain function runs in a thread),
     `sample.metadata["rm_type"]`, `--rm-type`. A type with several names is their weighted sum, see `several`.
     ValueError for wrong settings, labels and reward values, and after --reward-deadline-s. RuntimeError, chained, for
-    any other error of the reward, SystemExit among them. All name the sample.
+    any other error of the reward, including SystemExit. Every error names the sample.
     """
     return await score(context_of(args), sample, **kwargs)
 
 
 async def score(context: RunContext, sample: Sample, **kwargs: object) -> Reward:
-    """Returns the reward of one sample, see `async_rm`."""
+    """Returns the reward of a sample, see `async_rm`."""
     flags, limit = context.config.reward, context.config.reward.reward_deadline_s
     path = sample.custom_rm_path or flags.custom_rm_path
     if path:
@@ -108,7 +109,7 @@ async def score(context: RunContext, sample: Sample, **kwargs: object) -> Reward
 
 
 async def _one(context: RunContext, sample: Sample, name: str, **kwargs: object) -> Reward:
-    """The reward `name` of --rm-type: a built-in one, or the path of a function of the user."""
+    """Returns the reward `name` of --rm-type. The name is a built-in reward, or the path of a user's function."""
     flags, limit = context.config.reward, context.config.reward.reward_deadline_s
     if is_hook(name):
         function = load_function(name, "--rm-type")
@@ -130,8 +131,9 @@ async def _one(context: RunContext, sample: Sample, name: str, **kwargs: object)
 async def _graded(
     limit: float | None, text: Callable[[], str], sample: Sample, name: str, metadata: Metadata
 ) -> Reward:
-    """The reward of a rule-based grader, in a thread. A response that it cannot grade within --reward-deadline-s counts
-    as one without an answer, because a response must not end the run. The clock starts with the thread."""
+    """Computes the reward of a rule-based grader in a thread. If grading takes longer than --reward-deadline-s, the
+    response counts as a response without an answer, because a response must not end the run. The time starts with the
+    thread."""
     grade = functools.partial(_rule_based, text, sample.label, name, metadata)
     slots = loop_objects().semaphore(_graded, _THREADS)
     where, clock = (
@@ -153,7 +155,7 @@ async def _graded(
 
 
 def _rule_based(text: Callable[[], str], label: object, name: str, metadata: Metadata) -> Reward:
-    """The reward `name` of the response, which `text` makes without the tokenizer's special tokens."""
+    """Computes the reward `name`. `text` returns the response without the tokenizer's special tokens."""
     response, base = text(), name.removeprefix("boxed_")
     try:
         if base != name:
@@ -167,10 +169,10 @@ def _rule_based(text: Callable[[], str], label: object, name: str, metadata: Met
 
 
 async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: object) -> list[Reward]:
-    """The rewards of several samples (a group with `--group-rm`), in order.
+    """Returns the rewards of several samples (a group with `--group-rm`), in order.
 
     `--custom-rm-path` is called once: `(args, samples, **kwargs) -> list`, one reward per sample. `async_rm`
-    scores samples that have their own `custom_rm_path`, and samples without any custom function, one by one.
+    scores samples with their own `custom_rm_path`, and samples without any custom function, individually.
     """
     return await score_together(context_of(args), samples, **kwargs)
 
@@ -210,8 +212,8 @@ async def _call(named: str, function: Hook, *arguments: object, **kwargs: object
 
 
 def _checked(flags: RewardConfig, reward: object) -> Reward:
-    """A number as float, or a dict with a number as its `--reward-key` entry. Who sets the reward of a sample keeps
-    NaN from training (`finite.remove_unless_finite`)."""
+    """Returns a number as float, or a dict whose `--reward-key` entry is a number. The caller that sets a sample's
+    reward removes NaN from training (`finite.remove_unless_finite`)."""
     value: object = reward.get(flags.reward_key, 0.0) if isinstance(reward, dict) else reward
     if not isinstance(value, numbers.Real | np.bool_):
         kind = type(value).__name__
@@ -223,7 +225,7 @@ def _checked(flags: RewardConfig, reward: object) -> Reward:
 
 @contextlib.asynccontextmanager
 async def _scoring(limit: float | None, sample: Sample, name: object, of: str = "") -> AsyncIterator[None]:
-    """Keeps --reward-deadline-s, logs slow rewards, and names the sample in each error."""
+    """Enforces --reward-deadline-s, logs slow rewards, and names the sample in each error."""
     where = f"{of}sample {sample.index} of group {sample.group_index}"
     clock = asyncio.timeout(limit)
     with _naming(sample, name, of):
@@ -243,7 +245,7 @@ async def _scoring(limit: float | None, sample: Sample, name: object, of: str = 
 
 
 class RewardError(Exception):
-    """The error of a reward for one sample. `problem` is the part of the text without reward and sample."""
+    """An error of a reward for a sample. `problem` is the message without the reward and the sample."""
 
     def __init__(self, text: str, problem: str) -> None:
         super().__init__(text, problem)
@@ -280,20 +282,20 @@ def _naming(sample: Sample, name: object, of: str = "") -> Iterator[None]:
 
 
 def problem_of(error: BaseException) -> str:
-    """What a reward raised, with a remedy that comes from the place where it runs."""
+    """Returns the message of a reward's error, with the remedy that the reward's environment has added."""
     what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     return f"{what}{remedy(error)}"
 
 
 def _shortened(response: str) -> str:
-    """The beginning and the end of a response, on one line."""
+    """Returns the beginning and the end of a response on a single line."""
     if len(response) <= 2 * _SHOWN:
         return repr(response)
     return f"{response[:_SHOWN]!r} ... {response[-_SHOWN:]!r}"
 
 
 def check_flags(flags: RewardConfig) -> None:
-    """ValueError for a wrong --rm-type or --rm-weights, and for what they need and is not given."""
+    """ValueError for a wrong --rm-type or --rm-weights, and for a missing flag that the reward needs."""
     names, weights = reward_names(flags.rm_type), flags.rm_weights
     if weights is not None and (len(weights) != len(names) or len(names) < 2):
         raise FlagError(
@@ -316,8 +318,8 @@ def check_flags(flags: RewardConfig) -> None:
 
 
 def check_names(names: list[str], flag: str) -> None:
-    """ValueError for a name that is neither a built-in reward nor the path of a function, and for two parts of one
-    name. `flag`: where the names are from."""
+    """ValueError for a duplicate name, and for a name that is neither a built-in reward nor a function's path. `flag`
+    is the source of the names in the message."""
     if not names:
         raise ValueError(unknown_type(None, flag))
     for name in names:
@@ -331,7 +333,7 @@ def check_names(names: list[str], flag: str) -> None:
 
 
 def unknown_type(name: object, flag: str) -> str:
-    """The message of an error for a name that is no reward; None where none is given."""
+    """Returns the error message for a name that is not a reward. A name of None means that no name was set."""
     known = ", ".join(REWARD_NAMES)
     if name is None:
         return f"--rm-type must be one of {known}, got {name!r}; or name a function with --custom-rm-path"

@@ -21,14 +21,14 @@ _TEXT_COMMAND = re.compile(r"\\text\{([^{}]*)\}")
 
 
 def _bare(text: str) -> str:
-    """The answer of a line or a label: what its box holds, without emphasis, quotes and an article."""
+    """Returns the answer in a line or a label: the content of its box, without emphasis, quotes and an article."""
     text = without_special_text(str(text))
     text = (extract_answer(text) or text).strip("* \t`\"'")
     return _ARTICLE.sub("", text).strip()
 
 
 def normalize_final_answer(text: str) -> str:
-    """The answer without math mode, boxes, text commands, units, separators, "x =" and the final full stop.
+    """Returns the answer without math mode, boxes, text commands, units, separators, "x =" and the final full stop.
 
     Numbers are in canonical form ("$1{,}000.0$ dollars" -> "1000"). Other answers have no white space.
     """
@@ -42,7 +42,7 @@ def normalize_final_answer(text: str) -> str:
 def compute_score(
     solution_str: str, ground_truth: object, strict_box_verify: bool = False
 ) -> dict[str, object]:
-    """{"score": 1.0 or -1.0, "acc": whether it is right, "pred": the normalised answer or "[INVALID]"}.
+    """Returns {"score": 1.0 or -1.0, "acc": True if correct, "pred": the normalised answer or "[INVALID]"}.
 
     Only the last 300 characters of `solution_str` count. `strict_box_verify` reads the last box there instead
     of the last "Answer:" line. The answer is compared as mathematics (`same_answer`).
@@ -62,5 +62,5 @@ def compute_score(
 
 
 def dapo_reward(response: str, label: object, metadata: Metadata) -> dict[str, object]:
-    """The dict of `compute_score`."""
+    """Returns the dict of `compute_score`."""
     return compute_score(response, label)

@@ -11,11 +11,11 @@ from slime.types import Metadata
 
 
 def get_deepscaler_rule_based_reward(response: str, label: object) -> float:
-    """1.0 if the final part of `response` boxes the answer of `label`, else 0.0.
+    """Returns 1.0 if the final part of `response` boxes the answer of `label`, else 0.0.
 
     The final part follows the last `</think>`, or else the last `###Response`. A response with neither has not
     finished thinking, and its reward is 0.0. For a model that does not think, use `--rm-type math`. An empty label has
-    reward 0.0, as in slime; `--rm-type deepscaler` does not take it.
+    reward 0.0, as in slime; `--rm-type deepscaler` raises an error for an empty label.
     """
     if label == "":
         return 0.0
@@ -26,6 +26,6 @@ def get_deepscaler_rule_based_reward(response: str, label: object) -> float:
 
 
 def deepscaler_reward(response: str, label: object, metadata: Metadata) -> float:
-    """1.0 or 0.0. ValueError if the label has no answer."""
+    """Returns 1.0 or 0.0. ValueError if the label has no answer."""
     expected_answer(label)
     return get_deepscaler_rule_based_reward(response, label)

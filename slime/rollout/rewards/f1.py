@@ -1,4 +1,4 @@
-"""The `f1` reward: overlap of words with the label, as SQuAD scores spans (Rajpurkar et al., 2016)."""
+"""The `f1` reward measures the overlap of words with the label, as SQuAD scores spans (Rajpurkar et al., 2016)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ALL_OR_NOTHING = {"yes", "no", "noanswer"}
 
 
 def normalize_answer(text: str) -> str:
-    """The text in lower case, without punctuation and English articles, with single spaces."""
+    """Returns the text in lower case, without punctuation and English articles, with single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def f1_score(prediction: str | None, ground_truth: object) -> tuple[float, float, float]:
-    """(F1, precision, recall) over the words of both texts. Repeated words count as often as they occur.
+    """Returns (F1, precision, recall) over both texts' words. A repeated word counts once per occurrence.
 
-    All three are zero without a common word, without a prediction, or if one text is exactly yes, no or noanswer
+    All three are zero without a common word, without a prediction, or if either text is exactly yes, no or noanswer
     and the other text differs.
     """
     if prediction is None:
@@ -46,6 +46,6 @@ def check_label(label: object, metadata: Metadata) -> None:
 
 
 def f1_reward(response: str, label: object, metadata: Metadata) -> float:
-    """The F1 in [0, 1]. ValueError if the label has no word."""
+    """Returns the F1 in [0, 1]. ValueError if the label has no word."""
     check_label(label, metadata)
     return f1_score(without_special_text(response), label)[0]

@@ -1,7 +1,7 @@
-"""Rewards that are no finite numbers, such as NaN of a judge: the sample is not trained on, counted, and the first one
-is in a warning.
+"""This module removes samples from training whose rewards are not finite, such as NaN from a judge.
 
-Its reward becomes 0, which the group's statistics include, as for every sample with `remove_sample`.
+It counts these samples and warns about the first. Their rewards become 0, which the group's statistics include, as for
+every sample with `remove_sample`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from slime.types import Sample
 
 logger = logging.getLogger(__name__)
 KEY = "removed"
-"""In `Sample.metadata`: {"reason": ..., "said": ...} of a sample that is not trained on."""
+"""Key in `Sample.metadata` for {"reason": ..., "said": ...} of a sample that is not trained on."""
 REASON = "reward"
 
 
 def remove_unless_finite(samples: Iterable[Sample], key: str | None) -> None:
-    """Set `remove_sample` of samples whose reward (its entry `key`, for a record) is not finite. Samples without a
-    reward stay as they are. The first such sample of this process is logged, because a fault in the reward is the
+    """Sets `remove_sample` of samples whose reward (its entry `key`, for a record) is not finite. Samples without a
+    reward do not change. The first such sample of this process is logged, because a fault in the reward is the
     likeliest cause."""
     for sample in samples:
         reward = sample.reward
@@ -45,6 +45,6 @@ def remove_unless_finite(samples: Iterable[Sample], key: str | None) -> None:
 
 
 def figures(samples: Iterable[Sample]) -> dict[str, float]:
-    """removed/{reason}: the number of samples. Empty without any."""
+    """Returns removed/{reason}, the number of samples, or an empty dict if no sample was removed."""
     reasons = Counter(sample.metadata[KEY]["reason"] for sample in samples if KEY in sample.metadata)
     return {f"removed/{reason}": float(count) for reason, count in sorted(reasons.items())}

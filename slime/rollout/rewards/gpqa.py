@@ -1,4 +1,4 @@
-"""The `gpqa` reward: the letter of a multiple-choice answer (format of GPQA, Rein et al., 2023).
+"""The `gpqa` reward compares the letter of a multiple-choice answer (format of GPQA, Rein et al., 2023).
 
 `metadata` may hold `choices` (a list, or a dict letter -> text), `correct_letter`, `valid_letters`, and
 `correct_answer` (the text of the right choice).
@@ -16,18 +16,18 @@ from slime.rollout.rewards.text import after_thinking, extract_answer, without_s
 from slime.types import Metadata
 
 DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])
-"""The letters of a question whose metadata give neither choices nor letters."""
+"""The letters of a question whose metadata contain neither choices nor letters."""
 
-# What may stand around a letter: brackets, emphasis, quotes, math mode, a text command.
+# Characters that may surround a letter: brackets, emphasis, quotes, math mode, a text command.
 _OPENING = r"(?:[\s*_(\[{$\"'`]|\\\(|\\(?:text|textbf|mathrm|mathbf|boxed)\{)*"
 _CLOSING = r"(?:[)\]}*_$\"'`]|\\\))*"
 _LETTER = re.compile(r"(?<![A-Za-z0-9'\\^])([A-Za-z])(?![A-Za-z0-9'^])")
 _SMALL = re.compile(rf"[)\]]|{_CLOSING}[.,;:!?]*\s*(?:$|\n)|{_CLOSING}[.,;:!?]")
 _ALONE = re.compile(r"^[ \t>*_()\[\]{}$.:\"'`]*+([A-Za-z])[ \t>*_()\[\]{}$.:\"'`]*+$", re.MULTILINE)
 _MOST_LETTERS = 1000
-"""The last letters of a response, which alone are looked at: each takes up to 0.2 ms."""
+"""Number of letters at the end of a response that are searched. Each letter takes up to 0.2 ms."""
 _WORD_FOLLOWS = re.compile(r"\s+['a-z]")
-# "A" before a word is the article and "I" the pronoun, unless the sentence goes on after the letter.
+# "A" before a word is the article and "I" the pronoun, unless the sentence continues after the letter.
 _GOES_ON = re.compile(
     r"\s+(?:because|since|as|and|but|is|which|by|for|with|due|not|rather|while|given|so|or|from|based|where|in|on|at|"
     r"over|that|was|here|instead)\b"
@@ -45,7 +45,7 @@ _FILLER = (
     r"(?:[\s*_\"'`:)\]}]|\b(?:therefore|thus|clearly|then|indeed|still|actually|definitely|the|option|choice|answer"
     r"|correct|right|letter)\b)*"
 )
-# What states the letter after it as the answer.
+# Phrases that state the letter after them as the answer.
 _BEFORE = re.compile(
     rf"(?:{_NOUN}[\s*_\"'`)\]}}]*{_IS}{_FILLER}"
     rf"|\b(?:correct|right|best|true)(?:\s+(?:one|letter))?[\s*_]*{_IS}{_FILLER}"
@@ -88,11 +88,11 @@ def _words(text: object) -> str:
 
 
 def chosen_letter(response: str | None, valid_letters: Collection[str]) -> str | None:
-    """The letter that the response gives after its thinking, or None; None for no response, too.
+    """Returns the letter that the response gives after its thinking, or None. A response of None gives None.
 
-    Searched in this order: a boxed letter, the last stated letter ("the answer is (C)"), the last letter alone on a
-    line, the last letter that is mentioned. A letter that the response denies ("not C", "C is wrong") does not count,
-    and a response that states two ("A or B") states none.
+    The search has this order: a boxed letter, the last stated letter ("the answer is (C)"), the last letter alone on a
+    line, the last letter that is mentioned. A letter that the response denies ("not C", "C is wrong") does not count.
+    If a response states two letters ("A or B"), neither counts as stated.
     """
     text = unicodedata.normalize("NFKC", after_thinking(without_special_text(response or ""))).replace(
         "’", "'"
@@ -119,7 +119,7 @@ def chosen_letter(response: str | None, valid_letters: Collection[str]) -> str |
 
 
 def _may_be_given(match: re.Match[str], text: str) -> bool:
-    """Whether what follows the letter leaves it an answer, and no word."""
+    """Returns True if the text after the letter allows that the letter is an answer and not a word."""
     after = text[match.end() : match.end() + 80]
     if _TAKEN_BACK.match(after):
         return False
@@ -127,7 +127,7 @@ def _may_be_given(match: re.Match[str], text: str) -> bool:
 
 
 def _kind(match: re.Match[str], text: str, alone: bool) -> str | None:
-    """How the response gives this letter: "stated", alone on a "line", or "mentioned". None if denied."""
+    """Returns "stated", "line" (the letter is alone on a line) or "mentioned"; None for a denied letter."""
     letter, after = match[1], text[match.end() : match.end() + 80]
     before = text[max(0, match.start() - 200) : match.start()]
     clause = _CLAUSE.split(before)[-1]
@@ -144,7 +144,7 @@ def _kind(match: re.Match[str], text: str, alone: bool) -> str | None:
 
 
 def _options(metadata: Metadata) -> dict[str, str]:
-    """Letter -> text of the choice. Without choices in the metadata: letters A to J with empty texts."""
+    """Maps letters to the texts of the choices. Without choices in the metadata: letters A to J with empty texts."""
     choices = metadata.get("choices") or []
     letters = [str(letter).strip().upper() for letter in metadata.get("valid_letters") or []]
     if isinstance(choices, dict):
@@ -160,7 +160,7 @@ def _options(metadata: Metadata) -> dict[str, str]:
 
 
 def _correct_letter(label: object, metadata: Metadata, options: dict[str, str]) -> str | None:
-    """The right letter: `correct_letter`, or the choice that the label gives as letter, index or text, or None."""
+    """Returns `correct_letter`, or the choice that the label names by letter, index or text, or None."""
     given = metadata.get("correct_letter")
     if isinstance(given, str) and given.strip().upper() in options:
         return given.strip().upper()
@@ -175,7 +175,7 @@ def _correct_letter(label: object, metadata: Metadata, options: dict[str, str]) 
 
 
 def compute_gpqa_reward(response: str | None, label: object, metadata: Metadata | None = None) -> float:
-    """1.0 for the right letter, 0.0 for another letter.
+    """Returns 1.0 for the right letter, 0.0 for another letter.
 
     A response without a letter gets 1.0 if it contains the text of the right choice and of no other choice.
     ValueError if neither the label nor the metadata gives the right choice.
@@ -214,5 +214,5 @@ def check_label(label: object, metadata: Metadata) -> None:
 
 
 def gpqa_reward(response: str, label: object, metadata: Metadata) -> float:
-    """1.0 or 0.0."""
+    """Returns 1.0 or 0.0."""
     return compute_gpqa_reward(response, label, metadata)

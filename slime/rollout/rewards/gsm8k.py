@@ -1,4 +1,4 @@
-"""The `gsm8k` reward: compares the final number of the response with the label (Cobbe et al., 2021)."""
+"""The `gsm8k` reward compares the final number of the response with the label (Cobbe et al., 2021)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slime.types import Metadata
 # The number must follow the marker directly: "#### Step 2" is a Markdown heading, not an answer.
 _MARKED = re.compile(r"####(?=[ \t*]*+(?:\\(?:boxed|text|frac|[({$])|[-+−–$€£¥₹({.\s])*+[0-9½¼¾⅐-⅞])([^\n]+)")
 _TAIL_CHARS = 2000
-"""Only the end of a long response is searched for its last number, and only so much after a "####"."""
-# A run that a number is part of: 3/4, 3 1/2, 2^3, 12:30, 52_8. A minus after a digit is a subtraction.
+"""Number of characters that are searched for a number, at the end of a response and after a "####"."""
+# A run of characters that contains a number: 3/4, 3 1/2, 2^3, 12:30, 52_8. A minus after a digit is a subtraction.
 _DIGITS = r"(?:\.?[0-9][0-9.]*)"
 _RUN = re.compile(
     rf"(?:(?<![\w)\]}}.])-\s*)?(?:(?:\\dollar|[€£¥₹])\s*-?)?(?:{_DIGITS}|\\frac\{{-?[0-9]+\}}\{{[0-9]+\}})"
@@ -22,17 +22,17 @@ _RUN = re.compile(
 )
 _LAST_WORD = re.compile(r"((?<![A-Za-z])[A-Za-z]++|\\text\{[^{}]*\})\s*\^\s*\{?-?[0-9]\}?")
 _SPACES = re.compile(r"\s+")
-# What stands before a run whose number is no number of its own.
+# If this character precedes a run, the run is part of a longer expression and not a separate number.
 _JOINED = re.compile(r"[\w\\^_/]")
 _GLUED = re.compile(r"[\^_/] ?\{?$")
 
 
 def final_number(response: str) -> Fraction | None:
-    """The final number of `response`, or None.
+    """Returns the final number of `response`, or None.
 
-    It is the number after the last "####". Without such a number, it is the number of the last box; without a box, the
-    last number in the text. Thousands separators, units, `$` and `%` are dropped. A fraction has its value, and 2^3 or
-    12:30 is no number.
+    The final number follows the last "####". Without such a number, it is the number of the last box; without a box,
+    the last number in the text. Thousands separators, units, `$` and `%` are dropped. A fraction has its value. 2^3 and
+    12:30 are not numbers.
     """
     text = without_special_text(response)
     marked = _MARKED.findall(text)
@@ -47,13 +47,13 @@ def final_number(response: str) -> Fraction | None:
 
 
 def _value(text: str) -> Fraction | None:
-    """The value of a text that is one number, after the last "="."""
+    """Returns the value of a text that is one number, read after the last "=", or None."""
     found = quantity(tidy(text.strip(" \t*_`")).rpartition("=")[2])
     return None if found is None or found.base != 10 else found.value
 
 
 def _first(text: str) -> Fraction | None:
-    """The number at the start of the text after "####"."""
+    """Returns the number at the start of the text after "####", or None."""
     run = _RUN.match(tidy(text.strip(" \t*_`")))
     return None if run is None else _value(run[0].rstrip(".,"))
 
@@ -89,7 +89,7 @@ def _is_unit(word: str) -> bool:
 
 
 def label_number(label: object) -> Fraction:
-    """The number of a label. ValueError if the label is not exactly one number, with or without a unit."""
+    """Returns a label's number. ValueError if the label is not exactly one number, with or without a unit."""
     text = expected_answer(label)
     found = quantity(tidy(text))
     if found is None or found.base != 10 or found.form not in ("whole", "decimal", "power"):
@@ -101,7 +101,7 @@ def label_number(label: object) -> Fraction:
 
 
 def gsm8k_reward(response: str, label: object, metadata: Metadata) -> float:
-    """1.0 if response and label have the same final number, else 0.0.
+    """Returns 1.0 if response and label have the same final number, else 0.0.
 
     `label` is a number or a solution that ends in "#### 18". ValueError if the label is not one number.
     """

@@ -1,4 +1,4 @@
-"""Labels of the built-in rewards, checked while a prompt file is read.
+"""This module checks labels for the built-in rewards while a prompt file is read.
 
 A label that no response can match is an error."""
 
@@ -30,14 +30,14 @@ _CHECKS: dict[str, Callable[[object, Metadata], object]] = {
 
 @dataclass(frozen=True)
 class LabelCheck:
-    """ValueError for a label that the reward of its row cannot use."""
+    """A check that raises ValueError for a label that the reward of its row cannot use."""
 
     rm_type: str | list[str] | None
-    """The reward of rows without their own."""
+    """The reward of rows without an `rm_type`."""
     always: bool = False
-    """The row's own `metadata["rm_type"]` does not count, as for a dataset of --eval-config with a reward."""
+    """If true, the row's `metadata["rm_type"]` is ignored, as for a dataset of --eval-config with a reward."""
     names: bool = True
-    """The reward of a row must be a built-in one, because no function of the user could score it."""
+    """If true, the reward of a row must be a built-in reward, because the run has no user's function that scores it."""
 
     def __call__(self, label: object, metadata: Metadata) -> None:
         own = None if self.always else metadata.get("rm_type")
@@ -53,10 +53,10 @@ class LabelCheck:
 def label_check(
     c: Config, label_key: str | None, rm_type: str | list[str] | None = None
 ) -> LabelCheck | None:
-    """The check of the labels of column `label_key`; `rm_type` is the reward of an evaluation dataset.
+    """Returns the check of the labels in column `label_key`; `rm_type` is the reward of an evaluation dataset.
 
-    None if a function of the user scores the samples. Without a label column, a function that makes or changes samples
-    may set their labels, so nothing is checked then.
+    Returns None if a function of the user scores the samples. Without a label column, a function that makes or changes
+    samples may set their labels, so the labels are not checked.
     """
     if c.reward.custom_rm_path:
         return None

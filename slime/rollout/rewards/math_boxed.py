@@ -1,4 +1,4 @@
-"""The `math` reward: compares the last boxed answer of the response with the label."""
+"""The `math` reward compares the last boxed answer of the response with the label."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from slime.types import Metadata
 
 
 def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
-    """Whether the last `\\boxed{}` of `solution_str` equals the label's answer. False without a box.
+    """Returns True if the last `\\boxed{}` of `solution_str` equals the label's answer. False without a box.
 
     `ground_truth` is the answer itself, a solution that boxes the answer, or a GSM8K solution that ends in "#### 18".
-    ValueError if the label has no answer. Blocks as `same_answer` does.
+    ValueError if the label has no answer. The call blocks, see `same_answer`.
     """
     gold = expected_answer(ground_truth)
     answer = extract_answer(without_special_text(solution_str))
@@ -19,5 +19,5 @@ def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
 
 
 def math_reward(response: str, label: object, metadata: Metadata) -> float:
-    """1.0 or 0.0."""
+    """Returns 1.0 or 0.0."""
     return float(grade_answer_verl(response, label))

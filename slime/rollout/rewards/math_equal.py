@@ -1,7 +1,8 @@
-"""Whether two mathematical answers are equal. Owns the order of the comparisons and the form that an answer must have.
+"""This module decides whether two mathematical answers are equal. It owns the order of the comparisons and the form
+that an answer must have.
 
-Words compare as words and numbers as exact values. Lists, pairs, sets and equations compare part by part. Only what is
-left, an expression, goes to SymPy (math_processes), which multiplies letters and has a tolerance of its own.
+Words are compared as words, and numbers as exact values. Lists, pairs, sets and equations are compared part by part.
+Only other expressions are sent to SymPy (math_processes), which multiplies letters and has a separate tolerance.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from slime.rollout.rewards.quantity import LONGEST, TOLERANCE, Quantity, quantit
 logger = logging.getLogger(__name__)
 
 WORKERS = max(2, min(16, (os.cpu_count() or 1) // 4))
-"""Processes for SymPy."""
+"""Number of processes that run SymPy."""
 _MOST_PARTS = 64
-"""A longer list is compared as text: a set needs the square of its length in comparisons."""
+"""Maximum number of entries in a list. A longer list is compared as text, because a set of n entries needs n * n
+comparisons."""
 _LONGEST_EXPRESSION, _DEEPEST = 400, 12
-"""Characters, and brackets in brackets, that SymPy's reader gets. It takes 0.3 s for that length and 0.5 s for that
-depth, and 5 s for a depth of 40. A longer or deeper label has answers of its size."""
+"""Maximum length in characters, and maximum depth of brackets, of an expression for SymPy's reader. It takes 0.3 s for
+that length, 0.5 s for that depth, and 5 s for a depth of 40. A longer or deeper label raises the limits for its
+answers: to twice its length, and to its depth."""
 _MOST_LAYERS = 20
-"""Brackets around brackets. More of them are text, because each layer is one more pass over the answer."""
+"""Maximum number of outer brackets that are removed, because each layer needs another pass over the answer."""
 
 _WORD = re.compile(r"\\text\{([^{}]*)\}")
 _LETTERS = re.compile(r"[^\W\d_]+(?:[\s\-'./&]+[^\W\d_]+)*\.?")
@@ -52,17 +55,17 @@ _DECORATED = re.compile(
 )
 _TRANSPOSED = re.compile(r"\^\s*\{?\s*(T|\\top|\\dagger|\\cdot|\\prime)\s*\}?(?![A-Za-z])")
 _UNKNOWN = re.compile(r"(?<![\\A-Za-z{_])(?:I(?![A-Za-z])|[A-Za-z]'+|[A-Z]{2,}|[A-Za-z]{3,})(?![A-Za-z])")
-"""What the reader takes for i, or multiplies, or whose prime it drops."""
+"""Letters and words that SymPy's reader would read as i, multiply, or read without their prime."""
 _PLAIN = ("whole", "decimal")
 _COMPUTED = re.compile(r"\\(?:frac|sqrt|cdot|times|binom)|[0-9)}][-+*/^!]")
 
 
 def same_answer(answer: str, gold: str) -> bool:
-    """Whether `answer` equals `gold` as mathematics, in the form that `gold` has.
+    """Returns True if `answer` equals `gold` as mathematics and has the form of `gold`.
 
-    Any thread may call this. It blocks up to the limits of `math_processes`, so do not call it on the event loop.
-    Numbers are compared exactly, and a decimal with an expression to a relative 1e-6. Deterministic, because the
-    limit is CPU time, not wall time.
+    Any thread may call this. The call blocks up to the limits of `math_processes`, so do not call it on the event loop.
+    Numbers are compared exactly, and a decimal with an expression to a relative 1e-6. The result is deterministic,
+    because the limit is CPU time, not wall time.
     """
     if not answer.strip() or not gold.strip():
         return False
@@ -75,7 +78,7 @@ def same_answer(answer: str, gold: str) -> bool:
 
 
 def _undressed(text: str) -> str:
-    """Without colours, boxes, and an outer pair of braces or of parentheses around one entry."""
+    """Removes colours, boxes, and outer braces or parentheses around a single entry."""
     text = _NOON.sub(r"\1m", _COLOR.sub("", text).strip())
     if (inner := _WORD.fullmatch(text)) is not None:
         text = inner[1].strip()
@@ -92,7 +95,7 @@ def _same(answer: str, gold: str, work: Work) -> bool:
 
 
 def _same_text(answer: str, gold: str) -> bool:
-    """Whether both are the same but for spaces, text commands and, for words, capital letters."""
+    """Returns True if both texts are equal when spaces, text commands and, for words, letter case are ignored."""
     if "".join(answer.split()) == "".join(gold.split()) and (
         " " not in answer or _spaced(answer) == _spaced(gold)
     ):
@@ -122,12 +125,12 @@ def _same_parts(answer: str, gold: str, work: Work) -> bool:
 
 
 def _spaced(text: str) -> str:
-    """Without the spaces that do not stand between two numbers or two words."""
+    """Removes all spaces except those between two digits."""
     return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
 
 
 def _words(text: str) -> tuple[str, ...] | None:
-    """The words of a text that is only words, in small letters, or None."""
+    """Returns the words of a text that contains only words, in lower case, or None."""
     if "\\" in text:
         text = _WORD.sub(r" \1 ", text)
     text = _ARTICLE.sub("", text.strip(' ()[]".'))
@@ -140,8 +143,9 @@ def _words(text: str) -> tuple[str, ...] | None:
 
 
 def _same_quantity(answer: Quantity, gold: Quantity) -> bool:
-    """Exact values of the same base and unit. Two fractions must be written with the same numbers, and a whole number
-    as one. A decimal may be a fraction's first six digits."""
+    """Returns True if two quantities have the same base, unit and exact value. Two fractions must have the same
+    numerator and denominator. A whole number must be written as a whole number. A decimal may be the first six digits
+    of a fraction."""
     if answer.base != gold.base:
         return False
     first, second = answer.value, gold.value
@@ -170,7 +174,7 @@ def _close(first: Fraction, second: Fraction) -> bool:
 
 
 def _outer(text: str) -> str:
-    """The kind of the brackets around all of `text`, such as "(]" or "{}" for a set, or ""."""
+    """Returns the kind of the brackets around all of `text`, such as "(]" or "{}" for a set, or ""."""
     for opening, closing in (("\\{", "\\}"), ("\\langle", "\\rangle")):
         if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening + closing):
             return "{}" if opening == "\\{" else "<>"
@@ -185,7 +189,7 @@ def _outer(text: str) -> str:
 
 
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Parts of `text`, with the separators between them, at the separators outside brackets and commands."""
+    """Splits `text` at the separators outside brackets and commands. The result includes the separators."""
     parts, depth, start = [], 0, 0
     places = {match.start(): match for match in separator.finditer(text)}
     place = 0
@@ -201,7 +205,7 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
 
 
 def _entries(text: str) -> tuple[str, list[str]] | None:
-    """(kind of brackets, entries) of a pair, interval, set or list, or None."""
+    """Returns (kind of brackets, entries) of a pair, interval, set or list, or None."""
     kind = _outer(text)
     inner = text
     if kind:
@@ -216,7 +220,7 @@ def _entries(text: str) -> tuple[str, list[str]] | None:
 
 
 def _same_branches(answer: str, gold: str, work: Work) -> bool | None:
-    """Unions, in any order, and the two values of a plus-minus sign."""
+    """Compares unions, in any order, and the two values of a plus-minus sign."""
     for command in ("\\cup", "\\lor", "\\vee"):
         if command in answer or command in gold:
             pattern = re.compile(re.escape(command) + "(?![A-Za-z])")
@@ -231,7 +235,7 @@ def _same_branches(answer: str, gold: str, work: Work) -> bool | None:
 
 
 def _same_entries(answer: str, gold: str, work: Work) -> bool | None:
-    """Pairs, intervals and vectors entry by entry, in brackets of the same kind; sets and lists in any order."""
+    """Compares pairs, intervals and vectors by entry, in brackets of the same kind; sets and lists in any order."""
     first, second = _entries(answer), _entries(gold)
     if first is None or second is None:
         only = first or second
@@ -246,14 +250,14 @@ def _same_entries(answer: str, gold: str, work: Work) -> bool | None:
         return False
     if len(answers) != len(golds) or not answers or len(answers) > _MOST_PARTS:
         return False
-    # A list of words may be an order ("B, C, A"). A list of numbers is the solutions of an equation.
+    # A list of words may be an order ("B, C, A"). A list of numbers holds the solutions of an equation.
     if kind in unordered and (kind == wanted == "{}" or not all(_words(entry) for entry in golds)):
         return _matched(answers, golds, work)
     return all(_same(_undressed(a), _undressed(g), work) for a, g in zip(answers, golds, strict=True))
 
 
 def _matched(answers: list[str], golds: list[str], work: Work) -> bool:
-    """Whether each answer equals another gold."""
+    """Returns True if each answer equals a different gold."""
     left = [_undressed(gold) for gold in golds]
     for answer in answers:
         found = next((gold for gold in left if _same(_undressed(answer), gold, work)), None)
@@ -264,7 +268,7 @@ def _matched(answers: list[str], golds: list[str], work: Work) -> bool:
 
 
 def _same_relation(answer: str, gold: str, work: Work) -> bool | None:
-    """Equations and inequalities side by side. `x=5` and `x \\in A` stand for 5 and A."""
+    """Compares equations and inequalities, side with side. `x=5` means 5, and `x \\in A` means A."""
     sides, wanted = split(answer, _RELATION), split(gold, _RELATION)
     if len(sides) == 1 and len(wanted) == 1:
         return None
@@ -292,7 +296,7 @@ def _same_relation(answer: str, gold: str, work: Work) -> bool | None:
 
 
 def _same_expression(answer: str, gold: str, work: Work) -> bool:
-    """What is no list, relation or number: the same unit, the same form, and equal for SymPy."""
+    """Compares other expressions: unit and form must be the same, and SymPy must find the values equal."""
     (answer, unit), (gold, wanted) = _unit_split(answer), _unit_split(gold)
     if unit and wanted and unit != wanted:
         return False
@@ -317,12 +321,12 @@ def _same_expression(answer: str, gold: str, work: Work) -> bool:
 
 
 def _unit_split(text: str) -> tuple[str, tuple[str, ...]]:
-    """What stands before the units at the end, and the units."""
+    """Returns the text before the units at its end, and the units."""
     last = [None, *_UNITS.finditer(text)][-1]
     if last is None or last.end() < len(text):
         return text, ()
     start = last.start()
-    if start == 0 and (first := _FIRST_UNIT.match(text)) is not None:  # something must stand before the units
+    if start == 0 and (first := _FIRST_UNIT.match(text)) is not None:  # a value must precede the units
         start = first.end()
     unit = text[start:]
     if not unit or (unit == "\\degree" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)):
@@ -338,14 +342,14 @@ def _same_value(answer: str, gold: str, decimal: bool, work: Work) -> bool:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are nested."""
+    """Returns the depth of nested brackets."""
     steps = ((character in _OPENING) - (character in _CLOSING) for character in text)
     return max(itertools.accumulate(steps), default=0)
 
 
 def expression(text: str) -> str:
-    """`text` for SymPy's reader: exact fractions for decimals, and a symbol of its own for each word and prime, which
-    the reader would multiply or drop."""
+    """Rewrites `text` for SymPy's reader. Decimals become exact fractions. Each word, and each letter with a prime,
+    becomes a separate symbol, because the reader would multiply the letters or drop the prime."""
     text = _MIXED.sub(lambda m: f"({m[1]}+{m[2]})" if int(m[3]) < int(m[4]) else m[0], text)
     text = re.sub(r"((?<![0-9.])[0-9.]++)\s*\\degree(?![A-Za-z])\s*", r"(\1\\cdot\\frac{\\pi}{180})", text)
     text = _DECORATED.sub(lambda m: _symbol(m[0]), text)
@@ -355,7 +359,7 @@ def expression(text: str) -> str:
     text = re.sub(r"([0-9])[eE]([-+]?[0-9]+)(?![0-9.])", r"\1\\times 10^{\2}", text)
     text = re.sub(
         r"(?<=[0-9)])\s*(?=\()|(?<=\))\s*(?=[0-9])", r"\\cdot ", text
-    )  # the reader adds 2 and 3 in 2(3)
+    )  # SymPy's reader reads 2(3) as 2 + 3
     return re.sub(r"((?:(?<![0-9])[0-9]++)?)\.([0-9]+)", _exact, text)
 
 

@@ -1,8 +1,8 @@
-"""The processes in which math-verify and SymPy compare two answers, and their limits.
+"""This module owns the processes in which math-verify and SymPy compare two answers, and the limits on these processes.
 
-math-verify's own timeouts use SIGALRM. They fail outside the main thread and have no effect inside a long
-big-integer operation. So each comparison runs in a child process with limits on CPU time and memory, and no
-answer can hang the run. If a comparison exceeds a limit, the answers count as different, with a warning.
+math-verify's timeouts use SIGALRM. They fail outside the main thread and have no effect inside a long big-integer
+operation. So each comparison runs in a child process with limits on CPU time and memory, and no answer can hang the
+run. If a comparison exceeds a limit, the answers count as different, with a warning.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _START_TIMEOUT_S = 120.0
 
 
 CPU_S = 5
-"""CPU time of SymPy for one answer."""
+"""Limit on SymPy's CPU time for one answer, in seconds."""
 _MOST_COMPARISONS, _MOST_NESTED = 5000, 20
-"""Of parts with parts in one answer, and of parts in parts."""
+"""Limits for an answer: the number of comparisons of two parts, and the depth of parts inside parts."""
 
 
 class TooMuch(Exception):
-    """The answer needs more work than one answer may have."""
+    """The comparison of an answer exceeds a limit."""
 
 
 class Work:
-    """What the comparison of one answer has cost. Its parts may be compared with each other, and have parts."""
+    """Counts the work of comparing one answer. An answer's parts are compared recursively."""
 
     def __init__(self) -> None:
         self._comparisons = self._nested = 0
@@ -47,7 +47,7 @@ class Work:
 
     @contextlib.contextmanager
     def one_more(self) -> Iterator[None]:
-        """One comparison of two parts. TooMuch above the limits."""
+        """Counts a comparison of two parts. TooMuch above the limits."""
         self._comparisons += 1
         self._nested += 1
         if self._comparisons > _MOST_COMPARISONS or self._nested > _MOST_NESTED:
@@ -56,7 +56,7 @@ class Work:
         self._nested -= 1
 
     def result(self, compared: Compared) -> bool:
-        """Whether the parts are equal. TooMuch if SymPy had no result, or the parts took too long together."""
+        """Returns True if the parts are equal. TooMuch if SymPy had no result, or the parts took too long together."""
         self._cpu_s += compared.cpu_s
         if compared.cause or self._cpu_s > CPU_S:
             raise TooMuch(compared.cause or f"takes more than {CPU_S} s of CPU time")
@@ -65,7 +65,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Compared:
-    """Whether two answers are equal, the child's CPU time, and why there is no result, if there is none."""
+    """The verdict on two answers, the child's CPU time in seconds, and the reason for a missing result, or ""."""
 
     equal: bool
     cpu_s: float
@@ -86,7 +86,7 @@ class MathChecker:
         self._idle: list[_Worker] = []
 
     def equal(self, gold: str, answer: str, *, decimal: bool = False) -> bool:
-        """SymPy's result. False, with a warning, without one."""
+        """Returns SymPy's verdict. Without a verdict, logs a warning and returns False."""
         compared = self.compare(gold, answer, decimal=decimal)
         if compared.cause:
             logger.warning(
@@ -95,8 +95,8 @@ class MathChecker:
         return compared.equal
 
     def compare(self, gold: str, answer: str, *, decimal: bool = False) -> Compared:
-        """SymPy's result; `decimal`: equal to a relative 1e-6. Different, with its cause, if it exceeds a limit or ends
-        its process twice.
+        """Returns SymPy's verdict; with `decimal`, to a relative 1e-6. If the comparison exceeds a limit or ends its
+        process twice, the verdict is "different", with the cause.
 
         RuntimeError if the child cannot start (math-verify is not installed).
         """
@@ -128,7 +128,7 @@ class MathChecker:
 
 
 class _Worker:
-    """One child process and its pipes."""
+    """A child process and its pipes."""
 
     def __init__(self, cpu_limit_s: int) -> None:
         # -P keeps this folder off the child's sys.path. In a new session, the child gets no Ctrl-C of a terminal.
@@ -152,7 +152,7 @@ class _Worker:
             )
 
     def ask(self, gold: str, answer: str, decimal: bool, wall_limit_s: float) -> Compared | None:
-        """SymPy's result, or None if the child ended without one."""
+        """Returns SymPy's verdict, or None if the child ended without a verdict."""
         try:
             self._requests.write(json.dumps([gold, answer, decimal]).encode() + b"\n")
             self._requests.flush()
@@ -178,7 +178,7 @@ class _Worker:
         return f"ended its process with exit code {self.process.returncode}"
 
     def reap(self) -> None:
-        """End the child by closing its input, so that its exit code shows the cause."""
+        """Ends the child by closing its input, so that its exit code shows the cause."""
         with contextlib.suppress(BrokenPipeError):
             self._requests.close()
         try:
@@ -189,7 +189,7 @@ class _Worker:
         self._replies.close()
 
     def _read_line(self, timeout_s: float) -> bytes:
-        """One line without its newline, or b"" if the child has ended or is silent for `timeout_s` seconds."""
+        """Returns a line without its newline, or b"" if the child has ended or is silent for `timeout_s` seconds."""
         end_s = time.monotonic() + timeout_s
         poller = select.poll()
         poller.register(self._replies, select.POLLIN)

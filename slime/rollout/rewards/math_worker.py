@@ -1,11 +1,11 @@
-"""Child process of math_processes.py: compares two expressions per line of standard input.
+"""This child process of math_processes.py compares two expressions per line of standard input.
 
-Started by its path. Imports nothing from slime. Protocol: prints "ready" once, then one line for each JSON line
+It is started by its path and imports nothing from slime. It prints "ready" once, then a line for each JSON line
 [gold, answer, decimal]: "1" or "0", and the seconds of CPU time. The kernel enforces the limits, because SymPy can
 spend hours inside one big-integer operation, where no Python signal handler runs. CPU time above the limit ends the
 process (SIGXCPU), and memory above the limit raises MemoryError. Expressions are read as LaTeX only, because
-math-verify's reader of plain expressions calls `eval`. Values are compared here with a relative tolerance, as that of
-math-verify is absolute.
+math-verify's reader of plain expressions calls `eval`. Values are compared here with a relative tolerance, because
+math-verify's tolerance is absolute.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import time
 _MEMORY_LIMIT_BYTES = 2 << 30
 _DIGITS = 60
 _SAME = 1e-30
-"""Relative, of two exact values at `_DIGITS` digits."""
+"""Relative tolerance for two exact values, computed with `_DIGITS` digits."""
 _SAME_DECIMAL = 1.000001e-6
-"""Relative, of a decimal and the value that it stands for."""
+"""Relative tolerance for a rounded decimal and an exact value."""
 
 
 def _limit(kind: int, value: int) -> None:
@@ -36,7 +36,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _close(first: sympy.Basic, second: sympy.Basic, tolerance: float) -> bool | None:
-    """Whether two numbers are equal to a relative tolerance; None for what is no finite number."""
+    """Returns True if two numbers are equal to a relative tolerance; None if a value is not a finite number."""
     import sympy
 
     first, second = first.doit(), second.doit()  # without doit, log(8, 3) loses its base
@@ -52,7 +52,7 @@ def _close(first: sympy.Basic, second: sympy.Basic, tolerance: float) -> bool | 
 
 
 def _numeric(gold: sympy.Basic, answer: sympy.Basic, decimal: bool) -> bool | None:
-    """The verdict of the values: final without symbols, and otherwise False if they differ at some point."""
+    """Compares the values. Without symbols the verdict is final; with symbols it is False if they differ at a point."""
     import sympy
 
     names = sorted(gold.free_symbols | answer.free_symbols, key=str)
@@ -66,7 +66,7 @@ def _numeric(gold: sympy.Basic, answer: sympy.Basic, decimal: bool) -> bool | No
 
 
 def compare(gold: sympy.Basic, answer: sympy.Basic, decimal: bool) -> bool:
-    """Whether two objects of SymPy are equal."""
+    """Returns True if two SymPy objects are equal."""
     import sympy
     from math_verify import verify
 
@@ -103,7 +103,7 @@ def main(cpu_limit_s: int) -> None:
         try:
             read = [latex2sympy(text, conversion_config=how) for text in (gold, answer)]
             equal = compare(read[0], read[1], decimal)
-        except Exception:  # border: readers and SymPy raise any error for text that is no mathematics
+        except Exception:  # border: readers and SymPy may raise any error for text that is not mathematics
             equal = False
         print(int(equal), f"{time.process_time() - began:.4f}", file=replies, flush=True)
 

@@ -1,6 +1,6 @@
-"""Spellings of mathematical text -> one spelling. Owns Unicode, math mode, spaces, fractions, text commands and digits.
+"""This module normalizes mathematical text: Unicode, math mode, spaces, fractions, text commands and digits.
 
-Nothing that carries a value is dropped here: a unit, a base or a constant stays in the text.
+It never removes a part that carries a value: a unit, a base or a constant stays in the text.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ _GROUPS = re.compile(
 
 
 def tidy(text: str) -> str:
-    """`text` in one spelling: ASCII digits and signs, no math mode, single spaces, `\\frac{a}{b}`, `\\text{words}`,
-    `\\degree`, `^{n}`, numbers without separators, `\\dollar` for a currency's `$`."""
+    """Returns the normal form of `text`: ASCII digits and signs, no math mode, single spaces, `\\frac{a}{b}`,
+    `\\text{words}`, `\\degree`, `^{n}`, numbers without separators, `\\dollar` for a currency's `$`."""
     text = _characters(text.strip())
     text = text.replace("\\$", "\\dollar ").replace("\\\\%", "\\%")
     text = _without_math_mode(text)
@@ -162,9 +162,9 @@ def tidy(text: str) -> str:
 
 
 def _without_math_mode(text: str) -> str:
-    """A space in the place of each `$`, `$$`, `\\(` and `\\[` that is closed, and of what closes it."""
+    """Replaces each pair of `$`, `$$`, `\\(` and `\\)`, or `\\[` and `\\]` by spaces."""
     parts, kept, place = [], 0, 0
-    absent: set[str] = set()  # what never closes again is not searched again
+    absent: set[str] = set()  # marks without a further closing mark
     while (opening := _MATH_MODE.search(text, place)) is not None:
         place = opening.start() + 1
         for mark in ("$$", "$") if opening[0] == "$$" else (opening[0],):
@@ -179,13 +179,13 @@ def _without_math_mode(text: str) -> str:
 
 
 def _over(group: re.Match[str]) -> str:
-    """`{a\\over b}` as a fraction; other groups as they are."""
+    """Rewrites `{a\\over b}` as a fraction; other groups do not change."""
     last = [None, *_OVER.finditer(group[1])][-1]
     return group[0] if last is None else f"\\frac{{{group[1][: last.start()]}}}{{{group[1][last.end() :]}}}"
 
 
 def _characters(text: str) -> str:
-    """Unicode's ways to write mathematics in LaTeX, with ASCII digits."""
+    """Rewrites Unicode's mathematical characters as LaTeX, with ASCII digits."""
     if text.isascii():
         return text
     text = _PART.sub(lambda m: _part(m[0]), text)
@@ -214,7 +214,7 @@ def _renamed(command: re.Match[str]) -> str:
 
 
 def _texts(text: str) -> str:
-    """`\\text{...}` for words and units in any font. A single letter in a font is the letter; sin is `\\sin`."""
+    """Rewrites words and units in any font as `\\text{...}`. A single letter loses its font; sin becomes `\\sin`."""
     for _ in range(4):  # fonts in fonts
         if (new := _TEXT.sub(_text, text)) == text:
             break
@@ -244,9 +244,9 @@ def _rooted(match: re.Match[str]) -> str:
 
 
 def _fractions(text: str) -> str:
-    """`\\frac12`, `\\frac1{2}` and `\\dfrac{1}{2}` as `\\frac{1}{2}`."""
+    """Rewrites `\\frac12`, `\\frac1{2}` and `\\dfrac{1}{2}` as `\\frac{1}{2}`."""
     closes, parts, place = _closings(text), [], 0
-    inside: list[tuple[int, int, int]] = []  # of each open argument: its end, its brace, how many follow it
+    inside: list[tuple[int, int, int]] = []  # per open argument: end, closing brace, following arguments
     while True:
         end, brace, left = inside[-1] if inside else (len(text), len(text), 0)
         match = _FRACTION.search(text, place, end)
@@ -287,7 +287,8 @@ def _before_spaces(text: str, start: int, end: int) -> int:
 
 
 def _closings(text: str) -> dict[int, int]:
-    """Place of each opening brace -> where it closes, or the end of the text. An escaped one closes with its group."""
+    """Maps the position of each opening brace to that of its closing brace, or to the end of the text. An escaped brace
+    closes with its group."""
     closes: dict[int, int] = {}
     escaped = {
         match.start() for match in _BRACE.finditer(text) if text[match.start() - 1 : match.start()] == "\\"
@@ -306,7 +307,7 @@ def _closings(text: str) -> dict[int, int]:
 
 
 def _separators(text: str) -> str:
-    """Numbers without thousands separators. A comma in brackets separates entries, unless it is written `{,}`."""
+    """Removes thousands separators. A comma in brackets separates entries, unless it is written `{,}`."""
     text = re.sub(r"(?<=[0-9])\s*\{,\}\s*(?=[0-9]{3}(?![0-9]))", "'", text)
     text = re.sub(r"(?<=[0-9])\{,\}(?=[0-9])", ".", text).replace("{,}", ",")
 

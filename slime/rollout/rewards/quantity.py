@@ -1,6 +1,6 @@
-"""One number with its unit -> an exact value. Owns how a number is written, magnitudes, bases and units.
+"""This module reads a number with its unit as an exact value. It owns notations, magnitudes, bases and units.
 
-What is not exactly one number is no quantity: a ratio, a time, a power, two numbers side by side.
+Only a single number is a quantity. A ratio, a time, a power or two adjacent numbers are not.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from slime.rollout.rewards.notation import FUNCTIONS
 Form = Literal["whole", "decimal", "fraction", "mixed", "power"]
 
 LONGEST = 2000
-"""Characters of an answer that is read as mathematics. A longer one equals only the same text."""
+"""Maximum length in characters of an answer that is read as mathematics. A longer answer equals only the same text."""
 _LONGEST_EXPONENT = 1000
-"""10 to a higher power than this is no quantity, as its digits would fill the memory."""
+"""Largest exponent of 10 in a quantity. The digits of a larger power would fill the memory."""
 _POWER_OF_UNIT = re.compile(r"-?[0-9]{1,2}")
-"""Two digits: cm^1000000000 would fill the memory."""
+"""A unit's exponent has at most two digits, because cm^1000000000 would fill the memory."""
 TOLERANCE = Fraction(1, 10**6) * Fraction(1000001, 1000000)
-"""Relative, of a decimal that stands for a value with more digits: 0.333333 for 1/3."""
+"""Relative tolerance for a decimal that is rounded from a value with more digits, such as 0.333333 for 1/3."""
 
 _MAGNITUDES = {
     **{
@@ -51,7 +51,7 @@ _CURRENCIES = {
 
 
 def _units() -> dict[str, tuple[str, Fraction]]:
-    """Unit -> (what it measures, its size)."""
+    """Maps a unit to (dimension, size in the dimension's base unit)."""
     table = {
         "length": "m meter metre 1; cm centimeter centimetre 1/100; mm millimeter millimetre 1/1000; km kilometer "
         "kilometre 1000; in inch 0.0254; ft foot 0.3048; yd yard 0.9144; mi mile 1609.344; nm nanometer nanometre "
@@ -182,7 +182,7 @@ _UNIT_WORD = re.compile(r"[A-Za-zµμ]+\.?|[$¢€£¥]")
 
 @dataclass(frozen=True)
 class Quantity:
-    """An exact value, the form in which it is written, and its unit: what it measures with its power, or words."""
+    """An exact value, its written form, and its unit: dimensions with powers, or the words of an unknown unit."""
 
     value: Fraction
     form: Form
@@ -195,7 +195,7 @@ class Quantity:
 
 
 def quantity(text: str) -> Quantity | None:
-    """The quantity that a text in the spelling of `notation.tidy` is, or None."""
+    """Parses a text in the normal form of `notation.tidy` as a quantity, or returns None."""
     text = text.strip()
     if len(text) > LONGEST:
         return None
@@ -229,12 +229,12 @@ def _of_base(digits: str, base: str) -> Quantity | None:
         return None
     try:
         return Quantity(Fraction(int(digits, number)), "whole", base=number)
-    except ValueError:  # digits that the base does not have
+    except ValueError:  # a digit is not valid in the base
         return None
 
 
 def _number(text: str) -> tuple[Fraction, Form, tuple[int, int]] | None:
-    """Value, form, and numerator and denominator as they are written."""
+    """Returns the value, the form, and the numerator and denominator as written."""
     if match := _REPEATING.fullmatch(text):
         whole, start, again = match[1] or "0", match[2], match[3]
         shift = 10 ** len(start)
@@ -290,7 +290,7 @@ def _with_unit(
 
 
 def unit_of(text: str) -> tuple[tuple[str, ...], Fraction, bool] | None:
-    """(what the unit measures with its powers, size, whether all is known) of a text that is only a unit, or None.
+    """Returns (dimensions with powers, size, True if every unit is known) for a text that is only a unit, or None.
 
     A single letter is a unit only in `\\text{}`, because "5m" is 5 times m.
     """
@@ -353,7 +353,7 @@ def _entry(name: str) -> tuple[str, Fraction] | None:
 
 
 def decimal_text(value: Fraction) -> str | None:
-    """The shortest text of a value with finitely many digits, such as "-0.5"; None for 1/3, or for very many digits."""
+    """Returns the shortest decimal text of a value, such as "-0.5"; None for an infinite or very long decimal."""
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > 4000:
         return None
     places = next((n for n in range(1200) if (value * 10**n).denominator == 1), None)

@@ -9,6 +9,6 @@ from slime.types import Sample
 
 
 async def random_reward(c: Config, sample: Sample) -> float:
-    """Uniform in [0, 1): a hash of `--rollout-seed`, the sample's index and its response. Repeatable."""
+    """Returns a repeatable number, uniform in [0, 1): a hash of `--rollout-seed`, the sample's index and response."""
     digest = hashlib.sha256(f"{c.rollout.rollout_seed}:{sample.index}:{sample.response}".encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / 2**53

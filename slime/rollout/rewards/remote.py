@@ -1,4 +1,4 @@
-"""The `remote_rm` reward: another server scores the response (`--rm-url`)."""
+"""The `remote_rm` reward sends the response to a server that scores it (`--rm-url`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _ServerBusy(Exception):
 
 
 async def remote_reward(c: Config, sample: Sample) -> Reward:
-    """POST {"prompt", "response", "label", "metadata"} as JSON. The reply (a number or object) is the reward.
+    """Posts {"prompt", "response", "label", "metadata"} as JSON. The reply (a number or object) is the reward.
 
     Connection errors and status 408, 425, 429 and 5xx are logged and retried with growing pauses. TimeoutError after
     `--rollout-deadline-s` seconds. Any other status, or a reply that is not JSON, raises ValueError without a

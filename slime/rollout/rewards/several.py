@@ -1,6 +1,6 @@
-"""Several rewards of one sample (`--rm-type math,f1`): their weighted sum, the parts, and the metrics of parts.
+"""This module combines several rewards of a sample (`--rm-type math,f1`) in a weighted sum.
 
-The sum is the sample's reward. The parts are in `Sample.metadata["reward_parts"]`, from which metrics are made.
+The sum is the sample's reward. `Sample.metadata["reward_parts"]` stores the parts, and metrics are computed from them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from slime.data.trajectories import trajectories
 from slime.types import Reward, Sample
 
 KEY = "reward_parts"
-"""In `Sample.metadata`: the name of each part -> its reward without its weight."""
+"""Key in `Sample.metadata` for a dict that maps the name of every part to its reward without the weight."""
 
 
 def add(flags: RewardConfig, sample: Sample, rewards: Mapping[str, Reward]) -> float:
-    """The weighted sum of the rewards, by their names in --rm-type. Keeps the parts in the sample's metadata.
+    """Returns the weighted sum of the rewards, by their names in --rm-type. Stores the parts in the sample's metadata.
 
-    The weight of a name is that of --rm-weights, also where a prompt's own rm_type names the reward; otherwise 1.
-    ValueError for a record without the entry --reward-key.
+    --rm-weights gives the weight of a name, also for names in a prompt's `rm_type`; the default is 1. ValueError for a
+    record without the entry --reward-key.
     """
     weights = dict(zip(reward_names(flags.rm_type), flags.rm_weights or (), strict=False))
     values = {name: _number(name, reward, flags.reward_key) for name, reward in rewards.items()}
@@ -44,8 +44,8 @@ def _number(name: str, reward: Reward, key: str | None) -> float:
 
 
 def figures(samples: list[Sample]) -> dict[str, float]:
-    """reward/{part}: the mean of each part of the rewards, over the trajectories that have it. A part is a reward of
-    several, or a number in a reward that is a record. Empty for rewards that are plain numbers."""
+    """Returns reward/{part}, a part's mean over the trajectories that have the part. A part is one of several rewards,
+    or a number in a reward that is a record. The result is empty for rewards that are plain numbers."""
     each: dict[str, list[float]] = {}
     for siblings in trajectories(samples):
         found: dict[str, list[float]] = {}
@@ -58,7 +58,7 @@ def figures(samples: list[Sample]) -> dict[str, float]:
 
 
 def _parts(sample: Sample) -> Iterable[tuple[str, float]]:
-    """The finite numbers. The metric of one that is not finite would be none for the whole rollout."""
+    """Yields the finite parts. A part that is not finite would make the metric of the whole rollout invalid."""
     parts: dict[str, object] = dict(sample.reward) if isinstance(sample.reward, dict) else {}
     if isinstance(sample.metadata, dict) and isinstance(own := sample.metadata.get(KEY), dict):
         parts |= own

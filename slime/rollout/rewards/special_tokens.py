@@ -1,4 +1,4 @@
-"""The response as built-in rewards read it: without the tokenizer's special tokens, whatever their spelling."""
+"""This module removes the tokenizer's special tokens, whatever their spelling, from a response for built-in rewards."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _READ_BY_REWARDS = ("<think>", "</think>")
-"""Kept where a tokenizer counts them among its special tokens."""
+"""Special tokens that stay in the text, because rewards read them."""
 
 
 def answer_text(
     sample: Sample, tokenizer: PreTrainedTokenizerBase | None, stop_token_ids: Sequence[int] | None = None
 ) -> str:
-    """The response without special tokens, and with a line break for each one inside. `sample` does not change.
+    """Returns the response without special tokens. A line break replaces each inner special token. Does not change
+    `sample`.
 
-    The token ids decide: a text that only looks like a special token stays. If `sample.response` is not the text of the
-    ids, because a hook has written it, the tokens are removed by their texts. A last one of `stop_token_ids` is
-    left out, too.
+    The token ids identify special tokens, so a text that only looks like a special token stays. If a hook has written
+    `sample.response`, so that it is not the text of the ids, the tokens are removed by their texts. A final token of
+    `stop_token_ids` is also removed.
     """
     if tokenizer is None or not sample.response:
         return sample.response
@@ -71,7 +72,7 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Id -> text of the special tokens. Remembered per tokenizer."""
+    """Maps the ids of the special tokens to their texts. The result is cached per tokenizer."""
     found = getattr(tokenizer, "_slime_special_tokens", None)
     if found is None:
         added = tokenizer.added_tokens_decoder

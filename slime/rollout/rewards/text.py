@@ -1,4 +1,4 @@
-"""Text functions that several rewards use: final part and boxed answer of a response, answer of a label."""
+"""This module finds the final part and the boxed answer of a response, and the answer of a label, for rewards."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _SPECIAL = re.compile(
     re.IGNORECASE,
 )
 _LONGEST_SPECIAL = 128
-"""Characters of what may be a special token, so that a response takes time in proportion to its length."""
+"""Maximum length in characters of a special token. The limit keeps the time proportional to the response's length."""
 _SPACES = re.compile(r"\s*")
 _SPECIAL_INSIDE = re.compile(r"<\|[\w▁]+\|>|<｜[\w▁]+｜>")
 
 
 def after_thinking(text: str) -> str:
-    """The text after the last `</think>`, or all of `text` without one."""
+    """Returns the text after the last `</think>`, or all of `text` if it contains no `</think>`."""
     return text.rpartition("</think>")[2]
 
 
 def extract_answer(text: str) -> str | None:
-    """Content of the last `\\boxed{...}` or `\\fbox{...}` of `text`, braces balanced, or None.
+    """Returns the content of the last `\\boxed{...}` or `\\fbox{...}` of `text`, braces balanced, or None.
 
     Also reads the form without braces, `\\boxed 5`. If the last box is empty or never closed (a truncated
-    response), there is no answer, even if an earlier box has one.
+    response), returns None, even if an earlier box contains an answer.
     """
     boxes = list(_BOX.finditer(text))
     if not boxes:
@@ -54,7 +54,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def expected_answer(label: object) -> str:
-    """The answer in a label: its boxed part, the part after GSM8K's `####`, or the whole label.
+    """Returns the answer in a label: its boxed part, the part after GSM8K's `####`, or the whole label.
 
     A number is written without an exponent. ValueError if the label has no answer, because its reward could never be
     above 0.
@@ -70,7 +70,7 @@ def expected_answer(label: object) -> str:
 
 
 def _number_text(number: numbers.Real) -> str:
-    """The shortest text of a number, in digits: 0.00001 for 1e-05."""
+    """Returns the shortest text of a number without an exponent: 0.00001 for 1e-05."""
     if not math.isfinite(number):
         raise ValueError(f"label must be a finite number, got {number!r}; check --label-key")
     if isinstance(number, int) or float(number).is_integer():
@@ -79,15 +79,15 @@ def _number_text(number: numbers.Real) -> str:
 
 
 def without_special_text(text: str) -> str:
-    """`text` without what looks like special tokens at its ends, and without `<|...|>` inside.
+    """Removes special tokens at both ends of `text`, recognized by their form, and `<|...|>` inside.
 
-    For a text whose tokenizer is unknown. `async_rm` removes the tokens by their ids before, whatever their spelling.
+    This serves texts whose tokenizer is unknown. `async_rm` has already removed tokens by their ids.
     """
     return _ends_off(_SPECIAL_INSIDE.sub("\n", _ends_off(text)))
 
 
 def _ends_off(text: str) -> str:
-    """`text` without what looks like special tokens at its ends, and without the spaces around them."""
+    """Removes special tokens at both ends of `text`, recognized by their form, and the spaces around them."""
     end = len(text)
     while (token := _special_before(text, _spaces_before(text, end))) is not None:
         end = token
@@ -100,7 +100,7 @@ def _ends_off(text: str) -> str:
 
 
 def _special_before(text: str, end: int) -> int | None:
-    """Where the special token that ends at `end` begins, or None. No kind has one of its brackets inside."""
+    """Returns the start of the special token that ends at `end`, or None. No token contains its own bracket inside."""
     first = max(0, end - _LONGEST_SPECIAL)
     if text[end - 1 : end] == ">":
         start = text.rfind("<", first, end)

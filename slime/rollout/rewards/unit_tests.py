@@ -1,8 +1,8 @@
-"""The `code` reward: runs the response's Python program in a sandbox against the label's tests.
+"""The `code` reward runs the response's Python program in a sandbox against the label's tests.
 
-A label is one of two kinds. Statements (a text, or a list of texts) run in a second sandbox, where a name of the
-program calls the program in the first, and must raise nothing. {"inputs": [...], "outputs": [...]} starts the program
-once per input and compares what it prints. No test and no expected output is ever in the program's sandbox.
+A label has one of two kinds. Statements (a text, or a list of texts) run in a second sandbox and must raise no error;
+there, the names of the program call the program in the first sandbox. {"inputs": [...], "outputs": [...]} starts the
+program once per input and compares its output. Tests and expected outputs never enter the program's sandbox.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Pairs = tuple[tuple[str, str], ...]
 TIME_S = 10.0
-"""Wall-clock time of the statements together, and of each input."""
+"""Limit on the wall-clock time in seconds, for all statements together and for every single input."""
 LIMITS = Limits(
     memory_bytes=1 << 30,
     address_space_bytes=4 << 30,
@@ -45,11 +45,11 @@ _PARTS = ("__init__", "wire", "peer")
 
 
 async def code_reward(c: Config, sample: Sample) -> float:
-    """1.0 if the program of the response passes every test of the label, else 0.0.
+    """Returns 1.0 if the program of the response passes every test of the label, else 0.0.
 
-    The program is the last fenced block of Python, without one the whole response. ValueError for a label without
-    tests, SandboxError if no sandbox starts. One program per CPU core runs at a time. A sandbox that fails while the
-    program runs is tried once more; a program whose sandbox fails twice gets 0.0.
+    The program is the last fenced block of Python, or the whole response without such a block. ValueError for a label
+    without tests, SandboxError if no sandbox starts. One program per CPU core runs at a time. If the sandbox fails
+    while the program runs, the program runs once more; a program whose sandbox fails twice gets 0.0.
     """
     tests = tests_of(sample.label, sample.metadata if isinstance(sample.metadata, dict) else {})
     program = program_of(sample.response)
@@ -71,7 +71,7 @@ async def code_reward(c: Config, sample: Sample) -> float:
 
 async def _outputs(sandbox: LocalSandbox, program: str, pairs: Pairs) -> bool:
     for given, expected in pairs:
-        # Again each time, because a run may have changed it.
+        # The file is written again for every input, because the program may have changed it.
         await sandbox.write_file(PROGRAM, program)
         result = await sandbox.exec(f"{_PYTHON} {PROGRAM}", stdin=given, timeout=TIME_S)
         if result.exit_code or not _same(result.stdout, expected):
@@ -104,8 +104,8 @@ def _source(part: str) -> str:
 
 
 def _named_paths(c: Config) -> Iterator[str]:
-    """Prompt files, checkpoints and logs that the run's flags name. A sandbox sees little of the host, but such a file
-    may lie in a folder of the system."""
+    """Yields the prompt files, checkpoints and logs in the run's flags. A sandbox can read only a few folders of the
+    host, but such a file may be in a system folder."""
     sections = (c.data, c.evaluation, c.checkpoint, c.critic, c.distillation, c.lora, c.logging, c.debug)
     for value in (value for section in sections for value in vars(section).values()):
         for text in value if isinstance(value, list | tuple) else (value,):
@@ -116,14 +116,14 @@ def _named_paths(c: Config) -> Iterator[str]:
 
 
 def program_of(response: str) -> str:
-    """The last fenced block of Python in the response, or the whole response."""
+    """Returns the last fenced block of Python in the response, or the whole response."""
     text = without_special_text(response)
     found = _FENCE.findall(text)
     return str(found[-1]) if found else text
 
 
 def tests_of(label: object, metadata: Metadata) -> list[str] | Pairs:
-    """Statements, or inputs with their outputs. ValueError if the label is neither or has a syntax error."""
+    """Returns statements, or inputs with their outputs. ValueError if the label is neither or has a syntax error."""
     value = label
     if isinstance(label, str) and label.lstrip().startswith("{"):
         try:
@@ -159,12 +159,12 @@ def _pairs(value: dict[object, object], label: object) -> Pairs:
 
 
 def _texts(values: object) -> list[str]:
-    """[] unless it is a list of texts."""
+    """Returns `values` if it is a list of texts, else []."""
     texts = [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
     return texts if isinstance(values, list) and len(texts) == len(values) else []
 
 
 def _same(printed: str, expected: str) -> bool:
-    """Equal lines; spaces at the end of a line and empty lines at the end do not count."""
+    """Returns True if all lines are equal. Spaces at the end of a line and empty lines at the end are ignored."""
     ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected))
     return ours == theirs

@@ -1,4 +1,4 @@
-"""The `zero` reward: 0 for every sample, where something else trains the policy, such as a teacher."""
+"""The `zero` reward is 0 for every sample. It serves runs that train without rewards, such as with a teacher."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from slime.types import Sample
 
 
 async def zero_reward(c: Config, sample: Sample) -> float:
-    """0.0."""
+    """Returns 0.0."""
     return 0.0

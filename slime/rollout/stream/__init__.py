@@ -1,1 +1,1 @@
-"""Batches of groups that are generated without end: see stream.py."""
+"""This package generates groups without pause and cuts them into batches, see stream.py."""

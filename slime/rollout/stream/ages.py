@@ -1,7 +1,7 @@
-"""How many weight updates the tokens of a batch are behind the weights that train on them (--stale-samples).
+"""This module counts the weight updates between the weights that wrote a token and the weights that train on it.
 
-Weights of version v have trained on v rollouts, so that a token of version v is `rollout_id - v` updates behind in
-rollout `rollout_id`.
+Weights of version v have trained on v rollouts. A token of version v is therefore `rollout_id - v` updates old in
+rollout `rollout_id`. With --stale-samples mask, tokens that are too old are not trained on.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from slime.types import Sample
 
 
 def figures(cut: Sequence[Drawn], rollout_id: int, allowed: int, *, masks: bool) -> dict[str, float]:
-    """Metrics of a batch. `masks`: tokens that are more than `allowed` updates behind are not trained on.
+    """Returns the age metrics of a batch. With `masks`, removes tokens older than `allowed` updates from training.
 
-    mean, max: of the age of each sample's oldest token. over_limit: the number of samples with a token beyond
-    `allowed`. Of trained tokens: token_mean, the mean of their age, and the shares token_over_limit_frac, beyond
-    `allowed`, and token_unknown_frac, of an unknown version. Such a token counts as the oldest of its sample.
+    mean and max are computed over the age of the oldest token in every sample. over_limit is the number of samples
+    with a token older than `allowed`. token_mean is the mean age of trained tokens. token_over_limit_frac is the share
+    of trained tokens older than `allowed`, and token_unknown_frac the share whose version is unknown. A token of
+    unknown version counts as the oldest token in its sample.
     """
     oldest: list[int] = []
     of_trained, unknown = [np.zeros(0, np.int64)], 0
@@ -50,7 +51,7 @@ def figures(cut: Sequence[Drawn], rollout_id: int, allowed: int, *, masks: bool)
 
 
 def _trained(sample: Sample) -> np.ndarray:
-    """bool [R], of response tokens."""
+    """Returns which response tokens are trained on, bool [R]."""
     if sample.remove_sample:
         return np.zeros(sample.response_length, bool)
     return (
@@ -61,6 +62,6 @@ def _trained(sample: Sample) -> np.ndarray:
 
 
 def _train_on(sample: Sample, tokens: np.ndarray) -> None:
-    """Train on these tokens alone, bool [R]."""
+    """Restricts training to the response tokens that are True in `tokens`, bool [R]."""
     sample.loss_mask = tokens.astype(int).tolist()
     sample.remove_sample |= not tokens.any()

@@ -1,7 +1,7 @@
-"""How many samples may be in generation at once: a constant, or a limit that follows what requests report.
+"""This module limits the number of samples in generation: to a constant, or to a limit that adapts to the engines.
 
-With `adapts_concurrency` the limit rises while it is what holds requests back, and falls when requests wait
-inside the engines or are preempted there (additive increase, multiplicative decrease; Chiu and Jain,
+With `adapts_concurrency` the limit rises while samples wait for the limit. It falls when requests wait in the engines'
+queues or are preempted there (additive increase, multiplicative decrease; Chiu and Jain,
 10.1016/0169-7552(89)90019-6).
 """
 
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from slime.protocols import GenerateResult
 
 QUEUED = 0.1
-"""The limit falls if requests spend this part of their time in the engines' queues, or of them are preempted, ..."""
+"""The limit falls if requests spend this share of their time in the engines' queues, or if this share is preempted."""
 FREE = 0.02
-"""... and rises if it is at most this part."""
+"""The limit rises if both shares are at most this value."""
 FALL = 0.9
 RISE = 1 / 16
-"""Of the first limit, per window."""
+"""The limit rises by this share of the first limit per window."""
 LEAST = 1 / 16
-"""Of the first limit: no lower."""
+"""The limit never falls below this share of the first limit."""
 
 
 @dataclass
 class Window:
-    """Sums over finished requests. `full`: whether one of them ended while another waited for the limit."""
+    """Sums over finished requests. `full` is true if a request ended while a sample waited for the limit."""
 
     requests: int = 0
     seconds: float = 0.0
@@ -35,7 +35,7 @@ class Window:
 
 
 def next_limit(limit: int, first: int, seen: Window) -> int:
-    """The limit after a window of requests. `first` is the limit at the start of the run."""
+    """Returns the limit after a window of requests. `first` is the limit at the start of the run."""
     queued = seen.queued_s / seen.seconds if seen.seconds > 0 else 0.0
     preempted = seen.preempted / max(seen.requests, 1)
     if max(queued, preempted) > QUEUED:
@@ -48,7 +48,7 @@ def next_limit(limit: int, first: int, seen: Window) -> int:
 class Concurrency(asyncio.Semaphore):
     """A semaphore of `limit` samples. With `adapts`, `note` changes the limit after each window of requests.
 
-    A lower limit acts as running samples end: none is ended for it.
+    A lower limit takes effect as running samples end. It does not abort a running sample.
     """
 
     def __init__(self, limit: int, *, adapts: bool = False) -> None:
@@ -65,8 +65,8 @@ class Concurrency(asyncio.Semaphore):
             super().release()
 
     def note(self, seconds: float, result: GenerateResult) -> None:
-        """Count a finished request, which took `seconds`. Engines that do not report the time in their queue leave the
-        limit as it is."""
+        """Counts a finished request that took `seconds`. The limit does not change if the engines do not report queue
+        times."""
         if not self.adapts or result.queue_s is None:
             return
         self.seen.requests += 1
@@ -79,12 +79,12 @@ class Concurrency(asyncio.Semaphore):
             self.seen = Window()
 
     def scale(self, first: int) -> None:
-        """Other engines serve, whose limit at a start would be `first`: the present limit changes in proportion."""
+        """Scales the limit after the number of engines has changed. `first` is the new engines' limit at a start."""
         self.resize(max(self.limit * first // self.first, 1))
         self.first = first
 
     def resize(self, limit: int) -> None:
-        """Let `limit` samples in at once."""
+        """Sets the number of concurrent samples to `limit`."""
         self._owed += max(0, self.limit - limit)
         for _ in range(limit - self.limit):
             self.release()

@@ -1,4 +1,4 @@
-"""Groups of the stream: as they were drawn, at which weights, and with their responses."""
+"""This module holds the record of a group in the stream: its prompts, the version of the weights, its responses."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from slime.types import Sample, SampleGroup
 
 @dataclass(eq=False)
 class Drawn:
-    """A group of the stream."""
+    """One group in the stream."""
 
     given: SampleGroup
-    """As it was drawn."""
+    """The group as the data source returned it."""
     version: int
-    """The weights of the engines when it was drawn: no token is older."""
+    """The version of the engines' weights when the group was drawn. No token of the group is older."""
     group: SampleGroup
-    """With its responses, once it is ready. Samples may have fanned out to several."""
+    """The group with its responses, once it is ready. A sample may have fanned out to several samples."""
 
     def age(self, rollout_id: int) -> int:
-        """By how many weight updates its oldest token is behind the weights that rollout `rollout_id` trains."""
+        """Returns the age of the group's oldest token in weight updates, seen from rollout `rollout_id`."""
         return max(0, rollout_id - self.version)
 
 
 def index_of(group: SampleGroup) -> int:
-    """Of the group's first sample. Groups are ordered by it."""
+    """Returns the index of the group's first sample, by which groups are sorted."""
     return group[0].index if group[0].index is not None else -1
 
 
 def restarted(sample: Sample) -> Sample:
-    """The sample as the data source first returned it."""
+    """Returns the sample as the data source first returned it."""
     return Sample(
         group_index=sample.group_index,
         index=sample.index,
@@ -45,5 +45,5 @@ def restarted(sample: Sample) -> Sample:
 
 
 def number_of(group: SampleGroup) -> int:
-    """The group's name in the run's events. Groups of a plug-in's data source may have no index of their own."""
+    """Returns the number that names the group in the run's events. A plug-in's data source may set no `group_index`."""
     return group[0].group_index if group[0].group_index is not None else index_of(group)

@@ -1,21 +1,21 @@
-"""The stream of groups: draw prompts, generate groups concurrently, filter, cut batches.
+"""This module owns the stream of groups: it draws prompts, generates groups concurrently, filters, and cuts batches.
 
     data source --draw--> running --finish--> filter --kept--> ready --cut--> batch of --rollout-batch-size groups
         ^                    |                  |
         |                    |                  +--dropped--> counted by reason; new groups are drawn
         +--partial-rollout---+--when the batch is full and no rollout may run ahead, the rest is aborted
 
-Rollouts ahead (--max-staleness). A group that was drawn at weights u may be in the batches up to u + max_staleness. As
-many groups are in the stream as the batches have that the loop has asked for. A batch takes the groups that finish
-first, those of the oldest weights before others. It waits for a running group only if the batches after it would have
-no room for it in time. What is left stays in the stream, and its requests go on while weights change. When a group is
-drawn at weights u, at most (u + max_staleness + 1) * --rollout-batch-size groups have been asked for, so that all
-groups of that age fit (AReaL, 2505.24298). Groups that over-sampling has added beside these may get too old
-(--stale-samples).
+Rollouts ahead (--max-staleness). A group that was drawn at weights u may be in the batches up to u + max_staleness. The
+stream holds enough groups to fill all batches that the loop has requested. A batch takes the groups that finish first,
+and prefers groups of older weights. It waits for a running group only if no later batch could take the group in time.
+The other groups stay in the stream, and their requests continue while weights change. When a group is drawn at weights
+u, the loop has requested at most (u + max_staleness + 1) * --rollout-batch-size groups, so all groups of that age fit
+(AReaL, 2505.24298). Over-sampling draws more groups than that, and these may get too old (--stale-samples).
 
-No rollout ahead (--max-staleness 0). A batch ends all that runs. Without --partial-rollout, groups that are running
-when the batch is full are discarded, as in slime. Their prompts return in the next epoch. With --partial-rollout, these
-groups return to the data source with their tokens, and so does a group that finished after the batch was full.
+No rollout ahead (--max-staleness 0). A batch ends all running groups. Without --partial-rollout, groups that are
+running when the batch is full are discarded, as in slime. Their prompts return in the next epoch. With
+--partial-rollout, these groups return to the data source with their tokens, and so does a group that finished after the
+batch was full.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from slime.types import Sample, SampleGroup
 logger = logging.getLogger(__name__)
 
 MAX_BARREN_BATCHES = 32
-"""A rollout raises an error after it has dropped this many times --rollout-batch-size groups in a row."""
+"""A rollout raises an error after it has dropped this number of batches of groups in a row."""
 
 MIN_LATE_GROUPS = 8
 """A rollout raises an error after max(this, --rollout-batch-size) groups in a row have passed their deadline."""
@@ -54,12 +54,12 @@ _ABORT_EVERY_S = 1.0
 async def generate_rollout_async(
     state: GenerateState, rollout_id: int, data_source: DataSource
 ) -> RolloutFnTrainOutput:
-    """`--rollout-batch-size` groups that passed the filter, sorted by index, and the counts of dropped groups.
+    """Returns `--rollout-batch-size` groups that passed the filter, sorted by index, and the counts of dropped groups.
 
-    Deterministic if the engine is, no request is aborted and no rollout runs ahead. With --over-sampling-batch-size
-    above --rollout-batch-size, the groups that finish first are used. An error of a reward, filter or generate function
-    names the sample. RuntimeError if the filter drops every group. TimeoutError if a whole batch of groups in
-    a row (at least 8) passes --rollout-deadline-s.
+    The result is deterministic if the engine is, no request is aborted and no rollout runs ahead. With
+    --over-sampling-batch-size above --rollout-batch-size, the groups that finish first are used. An error of a reward,
+    filter or generate function names the sample. RuntimeError if the filter drops every group. TimeoutError if a whole
+    batch of groups in a row (at least 8) passes --rollout-deadline-s.
     """
     stream = state.part(Stream, lambda: Stream(state, data_source))
     if stream.data_source is not data_source:
@@ -69,37 +69,37 @@ async def generate_rollout_async(
 
 
 def outstanding(state: GenerateState) -> list[SampleGroup]:
-    """The groups that were drawn and are in no batch, as the data source first returned them, by index. A checkpoint
-    keeps them, and a run that resumes draws them first, with the same random streams."""
+    """Returns the groups that were drawn and are in no batch, as the data source first returned them, sorted by index.
+    A checkpoint stores them, and a run that resumes draws them first, with the same random streams."""
     stream = state.has_part(Stream)
     return [] if stream is None else stream.outstanding()
 
 
 async def stop(state: GenerateState) -> None:
-    """Cancel what runs."""
+    """Cancels all running groups."""
     if (stream := state.has_part(Stream)) is not None:
         state.drop_part(Stream)
         await stream.cancel()
 
 
 class Stream:
-    """Running and ready groups of a run. `batch` cuts the next batch, and may be called by one caller at a time."""
+    """The running and ready groups of a run. `batch` cuts the next batch; only one call may run at a time."""
 
     def __init__(self, state: GenerateState, data_source: DataSource) -> None:
         self.state, self.data_source = state, data_source
         self.running: dict[asyncio.Task[SampleGroup], Drawn] = {}
         self.ready: list[Drawn] = []
-        """In the order in which they finished."""
+        """Finished groups that passed the filter and are in no batch, in the order in which they finished."""
         self.surplus: list[SampleGroup] = []
         self._begin(0)
 
     def _begin(self, rollout_id: int) -> None:
-        """Sets the fields of one batch. Hooks may have changed their `args` since the last one."""
+        """Resets the fields that belong to a batch. Hooks may have changed their `args` since the previous batch."""
         self.context = RunContext.of_state(self.state)
         self.flags, data = self.context.config.rollout, self.context.config.data
         self.target, self.group_size = data.rollout_batch_size, data.n_samples_per_prompt
         self.runs_ahead = self.context.config.rollouts_ahead > 0
-        # a group of --partial-rollout ends in a later rollout
+        # With --partial-rollout, a group may end in a later rollout.
         self.age_limit = max(self.flags.max_staleness, int(self.flags.partial_rollout))
         path = self.flags.dynamic_sampling_filter_path
         self.filter = load_function(path, flag="--dynamic-sampling-filter-path") if path else None
@@ -110,7 +110,7 @@ class Stream:
         self.late = 0
 
     async def batch(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """The groups of rollout `rollout_id`."""
+        """Returns the groups of rollout `rollout_id`."""
         self.state.begin()
         self._begin(rollout_id)
         try:
@@ -124,7 +124,7 @@ class Stream:
             self.state.end()
 
     async def collect(self) -> None:
-        """Draw groups while there is room, and take finished groups, until the batch is full."""
+        """Draws groups while there is room, and takes finished groups, until the batch is full."""
         wanted = self.target * self.group_size
         self.expire()
         while not self.is_full():
@@ -137,16 +137,17 @@ class Stream:
             self.state.progress = (min(len(self.ready), self.target) * self.group_size, wanted)
 
     def is_full(self) -> bool:
-        """Whether the batch has its groups, and the batches after it have room for all that are left."""
+        """Returns True if the batch has its groups, and later batches have room for all remaining groups."""
         if len(self.ready) < self.target:
             return False
         return not self.runs_ahead or not any(map(self.is_short_of, range(self.flags.max_staleness + 1)))
 
     def is_short_of(self, batches: int) -> bool:
-        """Whether this batch must wait for old groups.
+        """Returns True if this batch must wait for old groups.
 
-        Some groups will be too old after `batches` more batches. It must wait if more of them are left than these
-        batches have room for, one of them still runs, and this batch would have a younger group in its place.
+        Some groups will be too old after `batches` more batches. This batch must wait if three conditions hold: these
+        batches have room for fewer groups than that, an old group still runs, and this batch would otherwise take a
+        younger group.
         """
         oldest = self.rollout_id + batches - self.flags.max_staleness
         chosen = self.chosen()
@@ -156,18 +157,18 @@ class Stream:
         return bool(late) and younger and len(late) + len(left) > batches * self.target
 
     def chosen(self) -> list[Drawn]:
-        """The ready groups that the batch gets: of the oldest weights, and of these, those that finished first."""
+        """Returns the ready groups for the batch, sorted by the age of their weights and then by their finish."""
         order = sorted(self.ready, key=lambda drawn: drawn.version) if self.runs_ahead else self.ready
         return order[: self.target]
 
     def room(self) -> int:
-        """How many groups may be drawn. A batch may be short of some, or the loop has asked for further batches."""
+        """Returns the number of groups to draw, for this batch and for later batches that the loop has requested."""
         batches = max(self.state.allowed, self.rollout_id) - self.rollout_id + 1 if self.runs_ahead else 1
         return batches * self.target - len(self.ready) - len(self.running)
 
     def draw(self, room: int) -> None:
-        """Start generation of the next --over-sampling-batch-size groups of the data source. With rollouts ahead and no
-        over-sampling it is `room` groups: those beyond it would be too old before a batch has a place for them."""
+        """Starts generation of the next --over-sampling-batch-size groups of the data source. With rollouts ahead and
+        without over-sampling, it starts `room` groups. Further groups would be too old before a batch can take them."""
         wanted = self.flags.over_sampling_batch_size or self.target
         if self.runs_ahead and wanted <= self.target:
             wanted = room
@@ -188,7 +189,7 @@ class Stream:
         self.state.events.add("drawn", groups=numbers, version=version, **prompts)
 
     async def generate(self, group: SampleGroup) -> SampleGroup:
-        """The group with its responses and rewards."""
+        """Returns the group with its responses and rewards."""
         params = rollout_sampling_params(self.flags)
         try:
             return await generate.finish_group(self.context, group, params, rollout_id=self.rollout_id)
@@ -197,9 +198,9 @@ class Stream:
             self.state.events.add("ended", groups=[number_of(group)], **slowest)
 
     def is_stale(self, group: SampleGroup) -> bool:
-        """Whether a complete group from the buffer has waited longer than `age_limit`. A group with an unfinished
-        sample is never stale, because it continues with the current weights. Its old tokens are counted (`staleness`).
-        """
+        """Returns True if a complete group from the buffer is older than `age_limit` weight updates. A group with an
+        unfinished sample is never stale, because it continues with the current weights. `staleness` counts its old
+        tokens."""
         started: list[int] = [
             s.metadata["start_rollout_id"] for s in group if "start_rollout_id" in s.metadata
         ]
@@ -208,7 +209,7 @@ class Stream:
         return self.rollout_id - min(started) > max(self.age_limit, 1)
 
     def expire(self) -> None:
-        """With --stale-samples drop, drop the groups that are too old for this batch."""
+        """Drops the groups that are too old for this batch, with --stale-samples drop."""
         if not self.runs_ahead or self.flags.stale_samples != "drop":
             return
         for drawn in [drawn for drawn in self.ready if self.is_expired(drawn)]:
@@ -224,7 +225,7 @@ class Stream:
         return drawn.age(self.rollout_id) > self.flags.max_staleness
 
     def take(self, drawn: Drawn, group: SampleGroup) -> None:
-        """Keep or drop a finished group, or add it to the surplus."""
+        """Keeps or drops a finished group, or adds it to the surplus."""
         drawn.group = group
         if any(s.status is Sample.Status.ABORTED for s in group):
             self.give_up(drawn.given, group)
@@ -247,9 +248,9 @@ class Stream:
         self.barren = 0
 
     def give_up(self, given: SampleGroup, group: SampleGroup) -> None:
-        """Drop a group that its deadline, or an abort from outside, ended before the batch was full.
+        """Drops a group that was ended by its deadline or by an abort from outside before the batch was full.
 
-        A late group does not return to the buffer, because it would come first in each rollout and be late again.
+        A late group does not return to the buffer, because every rollout would draw it first and end it late again.
         """
         reasons = self.state.forget(given)
         self.late += bool(reasons)
@@ -269,7 +270,7 @@ class Stream:
         self.count(reason)
 
     def count(self, reason: str) -> None:
-        """Count a group that the batch does not get."""
+        """Counts a group that the batch does not contain."""
         self.metrics.on_dynamic_filter_drop(reason)
         self.barren += 1
         if (concern := dropped_groups(self.rollout_id, self.barren, self.target)) is not None:
@@ -282,7 +283,7 @@ class Stream:
             )
 
     async def finish(self) -> RolloutFnTrainOutput:
-        """Cut the batch, end what may not go on, and run the hooks on the batch."""
+        """Cuts the batch, ends the groups that may not continue, and runs the hooks on the batch."""
         metrics: dict[str, float] = {**self.metrics.collect()}
         if not self.runs_ahead:
             metrics |= await self.end_rest()
@@ -305,20 +306,20 @@ class Stream:
         return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
     def cut(self) -> list[Drawn]:
-        """Take the batch from the ready groups, by index."""
+        """Removes the batch from the ready groups and returns it, sorted by index."""
         cut = self.chosen()
         self.ready = [drawn for drawn in self.ready if drawn not in cut]
         return sorted(cut, key=lambda drawn: index_of(drawn.group))
 
     def staleness(self, cut: list[Drawn]) -> dict[str, float]:
-        """How many weight updates the batch is behind. Tokens beyond `age_limit` are counted, and with
+        """Returns the age metrics of the batch in weight updates. Tokens older than `age_limit` are counted, and with
         --stale-samples mask they are not trained on."""
         masks = self.flags.stale_samples == "mask"
         found = ages.figures(cut, self.rollout_id, self.age_limit, masks=masks)
         return {f"rollout/staleness/{name}": value for name, value in found.items()}
 
     async def end_rest(self) -> dict[str, float]:
-        """Abort the running groups, and put them back or discard them."""
+        """Aborts the running groups, and puts them back or discards them."""
         self.state.aborted = True
         cut_off = await self.end_pending() + self.surplus
         self.surplus = []
@@ -333,12 +334,12 @@ class Stream:
         return {"rollout/partial/groups_put_back": len(cut_off)}
 
     def outstanding(self) -> list[SampleGroup]:
-        """See the function of this name."""
+        """Implements the function `outstanding` of this module."""
         drawn = sorted([*self.ready, *self.running.values()], key=lambda drawn: index_of(drawn.given))
         return [[restarted(sample) for sample in one.given] for one in drawn]
 
     async def end_pending(self) -> list[SampleGroup]:
-        """Abort every request until all groups have returned. After --rollout-deadline-s, cancel the rest.
+        """Aborts every request until all groups have returned. After --rollout-deadline-s, cancels the other groups.
 
         The abort repeats, because a generate function with several turns sends its next request after an abort.
         """
@@ -363,7 +364,7 @@ class Stream:
         return ended
 
     async def cancel(self) -> None:
-        """Cancel the running groups and wait until they have ended. Their results and errors are ignored."""
+        """Cancels the running groups and waits until they have ended. Their results and errors are ignored."""
         tasks = list(self.running)
         for drawn in self.running.values():
             self.state.forget(drawn.given)
@@ -377,7 +378,7 @@ class Stream:
                 task.exception()  # marks the error as seen; the rollout raises its first error
 
     def resumable(self, given: SampleGroup, group: SampleGroup) -> SampleGroup:
-        """What a later rollout can continue: the group, or its prompts if samples fanned out."""
+        """Returns the group that a later rollout can continue: the group, or its prompts if samples fanned out."""
         if len(group) != len(given):
             return [restarted(s) for s in given]
         return group

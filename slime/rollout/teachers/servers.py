@@ -1,6 +1,6 @@
-"""Teachers on servers of one's own, by the two HTTP protocols that such servers speak: SGLang's and vLLM's.
+"""This module scores tokens with teachers on servers that the user has started, over SGLang's or vLLM's HTTP protocol.
 
-They score at temperature 1. Engines of the run have clients of their own (`slime.protocols.RolloutEngine`).
+The servers score at temperature 1. The run's engines use `slime.protocols.RolloutEngine` instead.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from slime import http
 from slime.protocols import ScoreResult
 
 Row = tuple[float | None, int]
-"""Log-prob, token id."""
+"""Log-prob and token id."""
 _models: dict[str, str] = {}
 
 
 class Scorer(Protocol):
-    """What scores given tokens."""
+    """An object that computes the log-probs of given tokens."""
 
     async def score(
         self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
     ) -> ScoreResult:
-        """See `slime.protocols.RolloutEngine`."""
+        """Returns the log-probs of tokens, see `slime.protocols.RolloutEngine`."""
         ...
 
 
 class _Teacher:
-    """A server at an address, http://:KEY@HOST:PORT where it wants a key."""
+    """A server at an address. The address of a server that needs a key is http://:KEY@HOST:PORT."""
 
     path = ""
 
@@ -38,20 +38,20 @@ class _Teacher:
         parts = urlsplit(address)
         bare = parts._replace(netloc=parts.netloc.rpartition("@")[2])
         self.url = bare.geturl()
-        """Without the key, so that errors may print it."""
+        """The server's URL without the key, so that errors may print it."""
         key = parts.password or parts.username
         self._headers: Mapping[str, str] = {"Authorization": f"Bearer {key}"} if key else {}
 
     @property
     def _route(self) -> str:
-        """An address without a path gets the protocol's."""
+        """Returns the address with its path; an address without a path gets the protocol's path."""
         return self.url if urlsplit(self.url).path.strip("/") else self.url.rstrip("/") + self.path
 
     async def _post(self, body: object, deadline_s: float) -> Any:
         return await http.post(self._route, body, headers=self._headers, deadline_s=deadline_s)
 
     def _result(self, rows: list[Row], top: list[list[Row]], wanted: list[int], top_k: int) -> ScoreResult:
-        """The last rows, for the tokens `wanted`. ValueError if the server scored other tokens."""
+        """Returns the last rows, those of the tokens `wanted`. ValueError if the server scored other tokens."""
         rows = rows[-len(wanted) :]
         if [token for _, token in rows] != wanted:
             raise ValueError(
@@ -71,7 +71,7 @@ class _Teacher:
 
 
 class SglangTeacher(_Teacher):
-    """SGLang's /generate: the log-probs of a prompt, and no new token."""
+    """Scores with SGLang's /generate, which returns the log-probs of a prompt and generates no token."""
 
     path = "/generate"
 
@@ -92,7 +92,7 @@ class SglangTeacher(_Teacher):
 
 
 class VllmTeacher(_Teacher):
-    """vLLM's /v1/completions with prompt_logprobs: those of a prompt, and one new token, the least that it makes."""
+    """Scores with vLLM's /v1/completions and prompt_logprobs. The server also generates one token, its minimum."""
 
     path = "/v1/completions"
 
@@ -116,7 +116,7 @@ class VllmTeacher(_Teacher):
             (entry[str(token)]["logprob"] if entry else None, token)
             for token, entry in zip(token_ids[start:], scored, strict=True)
         ]
-        # the token itself has its rank, which may be beyond the asked ones
+        # The entry of the token itself is always present, and its rank may be above top_k.
         ranked = [sorted((entry or {}).items(), key=lambda item: item[1]["rank"]) for entry in scored]
         top = [[(value["logprob"], int(token)) for token, value in entry] for entry in ranked]
         return self._result(rows, top, token_ids[start:], top_k)

@@ -1,7 +1,7 @@
-"""A program of a model and the statements that test it, in two sandboxes: neither process can reach the other.
+"""This package runs a model's program and the statements that test the program in two separate sandboxes.
 
-`answer` runs the program and calls its functions when it is asked. `tester` runs the statements; a name of the
-program is a stand-in there, whose calls go to the program (`peer`). Plain values cross as JSON (`wire`), and the
-tester compares them. The files are copied into the sandboxes. So they import the standard library only, and each other
+`answer` runs the program and calls its functions on request. `tester` runs the statements; there, a proxy replaces each
+object of the program, and forwards calls to the program (`peer`). Plain values are sent as JSON (`wire`), and the
+tester compares them. The files are copied into the sandboxes, so they import only the standard library, and each other
 relatively.
 """

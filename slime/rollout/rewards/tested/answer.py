@@ -1,4 +1,4 @@
-"""Runs the program of a model, then serves the calls of the tester."""
+"""This script runs the program of a model, then serves the calls of the tester."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAM = "program.py"
 
 
 class ProgramPeer(Peer):
-    """The tester may call everything: this process is the program's own."""
+    """The program's side of the connection. The tester may call anything, because this process is the program's."""
 
     def __init__(self, connection: socket.socket, program: str) -> None:
         super().__init__(connection)
@@ -31,7 +31,7 @@ class ProgramPeer(Peer):
 
 
 def main() -> None:
-    """stdin is the socket to the tester. The program reads an empty stdin."""
+    """Serves the tester over stdin, which is the socket to the tester. The program reads an empty stdin."""
     connection = socket.socket(fileno=os.dup(0))
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)

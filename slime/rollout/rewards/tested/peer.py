@@ -1,4 +1,4 @@
-"""Calls between two processes over a socket. While one waits for a reply it serves the calls of the other."""
+"""This module calls functions between two processes over a socket. A process that waits for a reply serves calls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ UNARY: dict[str, Callable[..., Value]] = {
 
 
 def plain_of(value: object) -> object:
-    """The value of an object whose class extends a plain one, such as a member of IntEnum; else NotImplemented."""
+    """Returns the plain value of an object whose class extends a plain class, such as IntEnum; else NotImplemented."""
     for kind in _PLAIN:
         if isinstance(value, kind):  # type: ignore[arg-type]
             return kind(value)
@@ -78,7 +78,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
 
 
 class Remote:
-    """Stands for an object of the other process."""
+    """A proxy for an object of the other process."""
 
     def __init__(self, peer: Peer, number: int) -> None:
         self.__dict__["_vime_peer"], self.__dict__["_vime_number"] = peer, number
@@ -103,7 +103,7 @@ class Remote:
 
 
 class Operation:
-    """One of OPERATIONS, as the function of a call."""
+    """An entry of OPERATIONS that is the function of a call."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -124,7 +124,7 @@ for _name in BINARY:
 
 
 class Peer:
-    """`remote` makes the stand-in for an object of the other side. A subclass limits the calls of the other side."""
+    """A side of the connection. `remote` is the class of its proxies. A subclass limits the calls of the other side."""
 
     remote: Callable[[Peer, int], Value] = Remote
 
@@ -137,7 +137,7 @@ class Peer:
     def request(
         self, function: object, words: tuple[object, ...], named: dict[str, Value] | None = None
     ) -> Value:
-        """The result of a call in the other process, or its error."""
+        """Calls a function in the other process. Returns its result or raises its error."""
         table = Table([])
         writer = Writer(table, self._reference)
         message = {
@@ -154,7 +154,7 @@ class Peer:
         return reader.value(reply["value"])
 
     def serve(self) -> None:
-        """Calls of the other side, until it ends."""
+        """Serves calls of the other side until the other side ends."""
         while True:
             try:
                 message = self._receive()
@@ -170,7 +170,7 @@ class Peer:
         return found
 
     def builtin_class(self, name: str) -> type:
-        """The class of Python that the other side named. Raises TypeError for one that it may not give."""
+        """Returns the builtin class that the other side has named. Raises TypeError for a class that is not allowed."""
         return builtin_class(name)
 
     def _serve(self, message: Json) -> None:
@@ -266,7 +266,7 @@ class Peer:
 
 
 def exception_class(names: list[str]) -> type[BaseException]:
-    """The first of the names that Python itself has."""
+    """Returns the builtin exception class of the first name that is builtin, or Exception."""
     for name in names:
         found = getattr(builtins, name, None)
         if isinstance(found, type) and issubclass(found, BaseException):

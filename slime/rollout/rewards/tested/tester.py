@@ -1,7 +1,7 @@
-"""Runs the statements that test a program. Prints PASSED after the last one, and nothing else.
+"""This script runs the statements that test a program. It prints only PASSED, after the last statement.
 
 The program's process never decides a comparison with a value of the tests: the tester compares plain values itself, and
-an object of the program equals no plain value. The program sees the arguments of its calls, no more.
+an object of the program equals no plain value. The program sees only the arguments of its calls.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _FOR_OBJECTS = (*_FOR_CONTAINERS, *COMPARED, "getattr", "setattr", "bool", "hash
 
 
 class Judged(Remote):
-    """Stands for an object of the program. A comparison with a value of the tests never asks the program, because the
-    program could give the answer that the test wants, or learn the value."""
+    """A proxy for an object of the program. A comparison with a value of the tests never calls the program, because the
+    program could return the result that the test wants, or read the value."""
 
     def _vime_plain(self) -> Value:
         return NotImplemented if "_vime_mixed" in self.__dict__ else self._vime_ask("plain")
@@ -52,7 +52,7 @@ class Judged(Remote):
         return found
 
     def __exit__(self, kind: Value, error: Value, trace: Value) -> bool:
-        """The program may end an error that the tests raise or that its function raises, but no failed comparison."""
+        """Lets the program suppress an error of the tests or of its functions, but not a failed comparison."""
         ended = self._vime_ask("exit", kind, error, trace) is True
         return ended and not isinstance(error, AssertionError) and "_vime_judged" not in vars(error or self)
 
@@ -110,15 +110,16 @@ for _name in CONVERTED:
 
 
 class Tester(Peer):
-    """The program may call the functions that the tests handed to it, and use the public attributes of objects whose
-    classes the tests define."""
+    """The tester's side of the connection. The program may call functions that the tests passed to it, and use public
+    attributes of objects whose classes the tests define."""
 
     remote = Judged
 
     def request(
         self, function: object, words: tuple[object, ...], named: dict[str, Value] | None = None
     ) -> Value:
-        """A StopIteration of the program would end a loop of the tests over `map` without an error (PEP 479)."""
+        """Calls the program. A StopIteration of the program becomes RuntimeError, because it would silently end a loop
+        of the tests over `map` (PEP 479)."""
         operation = function.name if isinstance(function, Operation) else ""
         try:
             return super().request(function, words, named)
@@ -134,14 +135,15 @@ class Tester(Peer):
             raise
 
     def builtin_class(self, name: str) -> type:
-        """A class that catches the failed assertions of the tests is none of a program's errors."""
+        """Returns a builtin class. TypeError for a class that would catch the tests' failed assertions."""
         found = super().builtin_class(name)
         if found in _CATCHING:
             raise TypeError(f"a program must give errors of its own, got {name}; extend the class")
         return found
 
     def _receive(self) -> Value:
-        """A program that ends, or breaks the protocol, fails: no statement may take that for an error of a call."""
+        """Receives a message. Ends this process if the program has ended or breaks the protocol, so that no statement
+        can catch this as an error of a call."""
         try:
             return super()._receive()
         except (EOFError, OSError, ValueError, RecursionError):
@@ -159,7 +161,7 @@ class Tester(Peer):
 
 
 class Names(dict[str, Value]):
-    """The tests' names. One that the tests do not define is the program's, with the value that it has now."""
+    """The names that the tests can use. A name that the tests do not define has its current value in the program."""
 
     def __init__(self, tester: Tester, tests: list[str]) -> None:
         super().__init__(__name__=_MODULE)
@@ -179,12 +181,13 @@ class Names(dict[str, Value]):
         return found[name]
 
     def _is_builtin(self, name: str) -> bool:
-        """A program replaces a function of Python for itself only, unless the tests use no other of its names."""
+        """Returns True if `name` means Python's builtin. If the tests use only builtin names, the program may replace
+        them."""
         return hasattr(builtins, name) and any(not hasattr(builtins, other) for other in self._asked)
 
 
 def _used_names(tests: list[str]) -> set[str]:
-    """Those that the tests use and do not define."""
+    """Returns the names that the tests use and do not define."""
     used: set[str] = set()
     defined: set[str] = set()
     for node in (node for test in tests for node in ast.walk(ast.parse(test))):
@@ -200,9 +203,9 @@ def _used_names(tests: list[str]) -> set[str]:
 
 
 def _modules(tests: list[str]) -> dict[str, Value]:
-    """Imports modules that the tests use and do not import, because programs often import them: `math.isclose`.
+    """Imports modules that the tests use but do not import, such as math in `math.isclose`. Programs often import them.
 
-    A program's object with the name of a module must not decide a test.
+    The tests may not use the program's object of the same name, because it could decide a test.
     """
     attributes: dict[str, set[str]] = {}
     other: set[str] = set()
@@ -228,7 +231,7 @@ def _modules(tests: list[str]) -> dict[str, Value]:
 
 def run_tests(connection: socket.socket, tests: list[str]) -> None:
     """Raises the error of the first statement that fails."""
-    # A dataclass looks for the module of its class.
+    # A dataclass looks up the module of its class.
     sys.modules[_MODULE] = types.ModuleType(_MODULE)
     names = Names(Tester(connection), tests)
     for test in tests:
@@ -236,7 +239,7 @@ def run_tests(connection: socket.socket, tests: list[str]) -> None:
 
 
 def main() -> None:
-    """stdin is the socket to the program's process."""
+    """Runs the tests. stdin is the socket to the program's process."""
     connection = socket.socket(fileno=os.dup(0))
     verdict = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -1,4 +1,5 @@
-"""Values as JSON: numbers, texts, bytes, dates, containers and arrays by value, all other objects by number.
+"""This module writes values as JSON: numbers, texts, bytes, dates, containers and arrays by value, other objects by
+number.
 
 A message has a table with the contents of its mutable containers, so that shared containers stay shared, cycles end,
 and a reply can change the containers of its call.
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 Value = Any
-"""A value of a program, which may be of any class."""
+"""A value of a program, which may have any class."""
 Json = Any
 """A value that JSON can hold."""
 _EXACT = 1 << 53
@@ -49,7 +50,7 @@ _names: dict[tuple[str, tuple[str, ...]], type] = {}
 
 
 class Table:
-    """Holds the mutable containers of one message. Those of the call that the message answers come first."""
+    """The mutable containers of a message. In a reply, the containers of the call come first."""
 
     def __init__(self, pinned: list[Value]) -> None:
         self.objects, self.pinned = list(pinned), len(pinned)
@@ -63,7 +64,7 @@ class Table:
 
 
 class Writer:
-    """`reference` returns the JSON for an object without a plain value."""
+    """Writes values as JSON. `reference` returns the JSON of an object without a plain value."""
 
     def __init__(self, table: Table, reference: Callable[[object], Json]) -> None:
         self.table, self._reference = table, reference
@@ -109,7 +110,7 @@ class Writer:
 
 
 class Reader:
-    """`referenced` is the object that a reference in the message names. Raises whatever a wrong message causes."""
+    """Reads values from JSON. `referenced` returns the object of a reference. A wrong message may raise any error."""
 
     def __init__(
         self,
