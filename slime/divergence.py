@@ -8,7 +8,7 @@ from slime.checkpoints.checkpoint_files import iterations
 
 
 class DivergedError(FloatingPointError):
-    """`problem`: what is not finite, and where. `rollout_id`: the first rollout that may have made bad weights."""
+    """`problem` names the value that is not finite. `rollout_id` is the first rollout that may have bad weights."""
 
     def __init__(self, problem: str, rollout_id: int) -> None:
         super().__init__(problem, rollout_id)

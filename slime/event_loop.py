@@ -50,7 +50,7 @@ class LoopObjects:
         return self.get(key, lambda: asyncio.Semaphore(size))
 
     async def end(self, key: object) -> None:
-        """Ends and forgets the object of `key`, if it was made."""
+        """Ends and removes the object of `key`, if it was made."""
         self._objects.pop(key, None)
         if (end := self._ends.pop(key, None)) is not None:
             await end()

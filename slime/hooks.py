@@ -40,9 +40,9 @@ NO_COUNTERPART = {
 """Upstream's modules that this project does not have, or the packages with them -> what to do instead. Newer versions
 have some modules of `utils` below `observability`."""
 _LISTED = 4
-"""Functions that an error names."""
+"""Maximum number of functions that an error lists."""
 _TYPO = 0.9
-"""From this similarity on, the closest module is meant."""
+"""Minimum similarity at which an error suggests the closest module."""
 
 _reading = threading.RLock()
 """Held while a file is read: no other thread gets a module that is half loaded. A file may load another hook."""

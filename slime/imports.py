@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected(*, freeze: bool) -> Iterator[None]:
-    """The collector is off inside. `freeze`: it leaves alone what is there at the end, because modules live as long as
-    the process. Freeze only in a process of one run: what is frozen is never freed, even if nothing needs it."""
+    """Disables the garbage collector inside the block. With `freeze`, the collector ignores all objects that exist at
+    the block's end, because modules live as long as the process. Freeze only in a process with a single run, because
+    frozen objects are never freed."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What this project asks of an inference engine, as one object. Its implementations are packages of vime."""
+"""This module defines the interface of an inference engine. The implementations are packages of vime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RolloutBackend(BackendFlags, Protocol):
-    """An inference engine that generates rollouts: all that this project asks of it, as one object.
+    """The interface of an inference engine that generates rollouts.
 
     `BackendFlags` are its flags and what becomes of them. The engines themselves are an `EnginePool`.
     `engine_rules`: those of `rules` that hold for the engines of each served model.

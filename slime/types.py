@@ -1,4 +1,4 @@
-"""The records that travel between the stages of the loop. Owns their fields and the border check."""
+"""This module defines the records that the stages of the loop exchange. It owns their fields and their check."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 """A value of a JSON text."""
 
 Message: TypeAlias = dict[str, Any]
-"""A chat message: role, content, and what else the chat template of the model reads."""
+"""A chat message: role, content, and other keys that the model's chat template reads."""
 
 Tools: TypeAlias = list[Any]
-"""Descriptions of tools, as the chat template of the model takes them."""
+"""Descriptions of tools in the form that the model's chat template accepts."""
 
 Metadata: TypeAlias = dict[str, Any]
 """A free-form record of a line of a prompt file, which rewards and hooks read and write. JSON values."""
@@ -30,7 +30,7 @@ SamplingParams: TypeAlias = dict[str, Any]
 """Sampling parameters under slime's names (`slime.rollout.sampling.RULES`)."""
 
 Reward: TypeAlias = float | dict[str, Any]
-"""What a reward returns: a number, or a record with a number under --reward-key."""
+"""The result of a reward: a number, or a record with a number under --reward-key."""
 
 MetaInfo: TypeAlias = Mapping[str, Any]
 """The `meta_info` of an engine's answer: finish reason, weight version, counts."""
@@ -38,22 +38,33 @@ MetaInfo: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of a prompt file, after the chat template."""
+    """A line of a prompt file, after the chat template.
+
+    Example::
+
+        prompt = Prompt("2 + 2 =", label="4", metadata={"rm_type": "math"})
+    """
 
     text: str | list[Message]
     """The text that the engine tokenises, or a list of chat messages if no template is applied."""
     label: object = None
-    """The reward compares the response with it."""
+    """The value with which the reward compares the response."""
     metadata: Metadata = field(default_factory=dict)
-    """The line's own free-form record."""
+    """The free-form record of the line."""
 
 
 @dataclass
 class Sample:
-    """One prompt and one response. Mutable: the stages of a rollout fill it in order.
+    """A prompt and a response. The record is mutable: the stages of a rollout fill its fields in order.
 
-    Existing slime hooks read and write these field names. An attribute that a hook adds is kept by `to_dict` and
-    `from_dict`; its value must be plain to be saved.
+    Existing slime hooks read and write these field names. `to_dict` and `from_dict` keep an attribute that a hook adds;
+    its value must be plain to be saved.
+
+    Example::
+
+        sample = Sample(index=0, group_index=0, prompt="2 + 2 =", tokens=[17, 10, 17, 28])
+        sample.append_response_tokens(tokens=[19], log_probs=[-0.1], text=" 4")
+        sample.check()
     """
 
     SpecInfo = SpeculationCounts
@@ -71,12 +82,12 @@ class Sample:
     rollout_id: int | None = None
     prompt: str | list[Message] = ""
     tokens: list[int] = field(default_factory=list)
-    """Prompt + response, int token ids."""
+    """Token ids of the prompt and the response."""
     multimodal_inputs: dict[str, object] | None = None
     multimodal_train_inputs: dict[str, object] | None = None
     multimodal_train_input_id: str | None = None
     apply_chat_template_kwargs: dict[str, object] | None = None
-    """Of the chat template that renders the prompt or has made it. None for a raw text."""
+    """Arguments of the chat template that renders, or has rendered, the prompt. None for a raw text."""
     response: str = ""
     response_length: int = 0
     label: object = None
@@ -84,9 +95,9 @@ class Sample:
     loss_mask: list[int] | None = None
     """One entry per response token."""
     weight_versions: list[int] = field(default_factory=list)
-    """Of the weights that produced the response, oldest first."""
+    """Versions of the weights that generated the response, oldest first."""
     rollout_log_probs: list[float] | None = None
-    """One per response token, in nats, from the temperature-scaled distribution that the engine sampled from."""
+    """Log-probs in nats, one per response token, under the temperature-scaled distribution of the engine."""
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
     rollout_topk_token_ids: np.ndarray | None = field(default=None, compare=False)
@@ -107,11 +118,11 @@ class Sample:
     spec_info: SpeculationCounts = field(default_factory=SpeculationCounts)
     prefix_cache_info: CacheCounts = field(default_factory=CacheCounts)
     columns: dict[str, list[float | None]] = field(default_factory=dict)
-    """Other values per response token, by their names in `slime.data.columns`. None for a token without one."""
+    """Other values per response token, by their names in `slime.data.columns`. None for a token without a value."""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values only (the status as text), so that JSON or torch can save the record. Attributes that are no
-        fields are in it too."""
+        """Returns plain values only (the status as text), so that JSON or torch can save the record. The result
+        includes attributes that are not fields."""
         out = {name: as_plain(value) for name, value in vars(self).items()}
         out["status"] = self.status.value
         out |= {name: getattr(self, name).to_dict() for name in _COUNTS}
@@ -119,7 +130,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
-        """Inverse of `to_dict`. A key that is not a field becomes an attribute."""
+        """Inverts `to_dict`. A key that is not a field becomes an attribute."""
         data = {name: as_array(value) for name, value in data.items()}
         if not isinstance(data.get("status", cls.Status.PENDING), cls.Status):
             data["status"] = cls.Status(data["status"])
@@ -132,7 +143,7 @@ class Sample:
         return sample
 
     def get_reward_value(self, args: object) -> float:
-        """`reward_value` with the --reward-key of a hook's `args`. Without a key, a dict is returned as it is."""
+        """Returns `reward_value` with the --reward-key of a hook's `args`. Without a key, returns a dict unchanged."""
         key = getattr(args, "reward_key", None)
         return (
             cast("float", self.reward)
@@ -141,7 +152,7 @@ class Sample:
         )
 
     def reward_value(self, key: str | None) -> float:
-        """The number to train on: `reward`, or its entry `key` if the reward is a dict."""
+        """Returns the number to train on: `reward`, or its entry `key` if the reward is a dict."""
         if isinstance(self.reward, dict):
             if key not in self.reward:
                 raise ValueError(
@@ -170,13 +181,13 @@ class Sample:
         update_terminal_info: bool = True,
         columns: Mapping[str, list[float]] | None = None,
     ) -> None:
-        """Append tokens of the model (`trainable`) or of a tool (not trained on, log-prob 0) to the response.
+        """Appends tokens of the model (`trainable`) or of a tool (not trained on, log-prob 0) to the response.
 
         `tokens`, `loss_mask`, `rollout_log_probs` and `columns` grow in place, because plug-ins hold these lists; a
-        list that is left from an earlier response is replaced. Lists, arrays and tensors are accepted. `meta_info` of
-        the engine's answer may have the experts of the tokens, and goes to `update_from_meta_info` unless
-        `update_terminal_info` is False. `columns`: values of `slime.data.columns` for these tokens; a token without a
-        value takes the column's default. ValueError if lengths disagree, before anything has changed.
+        list from an earlier response is replaced. Lists, arrays and tensors are accepted. `meta_info` of the engine's
+        answer may contain the experts of the tokens. It is passed to `update_from_meta_info` unless
+        `update_terminal_info` is False. `columns` are values of `slime.data.columns` for these tokens; a token without
+        a value takes the column's default. ValueError if lengths disagree, before anything has changed.
         """
         ids = [int(token) for token in numbers_of(tokens)]
         values = None if log_probs is None else [float(value) for value in numbers_of(log_probs)]
@@ -213,7 +224,7 @@ class Sample:
         trainable: bool,
         columns: Mapping[str, list[float]],
     ) -> None:
-        """ValueError unless the new values have one entry per new token, and the old ones one per old token."""
+        """ValueError unless new values have one entry per new token, and old values have one entry per old token."""
         per_token: dict[str, list[float] | list[int] | None] = dict(columns)
         if trainable:
             per_token["log_probs"] = log_probs if log_probs is not None else [] if not ids else None
@@ -244,10 +255,10 @@ class Sample:
             )
 
     def update_from_meta_info(self, args: object, meta_info: MetaInfo) -> None:
-        """Status, weight version and counts from the `meta_info` of an engine's answer.
+        """Sets status, weight version and counts from the `meta_info` of an engine's answer.
 
-        Each answer adds its weight version. A finish reason other than stop, length and abort leaves the status as it
-        is. Without "finish_reason" the answer is not the end of a request, and nothing changes. `args` is not read.
+        Each answer adds its weight version. A finish reason other than stop, length and abort does not change the
+        status. Without "finish_reason" the answer is not the end of a request, and nothing changes. `args` is not read.
         """
         if (reason := meta_info.get("finish_reason")) is None:
             return
@@ -259,26 +270,26 @@ class Sample:
         self.status = FINISH_STATUS.get(str(kind), self.status)
 
     def add_weight_version(self, version: int) -> None:
-        """Note the version of the weights that produced tokens, once per change."""
+        """Records the version of the weights that generated tokens, once per change."""
         if not self.weight_versions or self.weight_versions[-1] != version:
             self.weight_versions.append(version)
 
     @property
     def known_experts(self) -> int:
-        """Number of tokens, from the first on, whose experts are known. The next request gets the rows after them."""
+        """Number of leading tokens whose experts are known. The next request asks for the rows after these tokens."""
         return 0 if self.rollout_routed_experts is None else len(self.rollout_routed_experts)
 
     def append_routed_experts(self, rows: np.ndarray) -> None:
-        """Add the experts [n, layers, k] of the tokens after the known ones."""
+        """Adds the experts [n, layers, k] of the tokens after the known tokens."""
         before = [] if self.rollout_routed_experts is None else [self.rollout_routed_experts]
         self.rollout_routed_experts = np.concatenate([*before, rows])
 
     def check(self, *, require_log_probs: bool = True, require_experts: bool = False) -> None:
-        """Check the sample. Runs once at the border from rollout to trainer.
+        """Checks the sample. This runs once, before samples are passed from the rollout to the trainer.
 
         ValueError, with group and sample, if lengths disagree, a log-prob is missing or not finite, or no token is
-        left to train on although `remove_sample` is not set. `require_experts`: the experts of each token except the
-        last must be present. slime.data.routed_experts compares them with the model.
+        trained on although `remove_sample` is not set. With `require_experts`, the experts of each token except the
+        last must be present. slime.data.routed_experts compares the experts with the model.
         """
         who = f"sample {self.index} of group {self.group_index}"
         if not 0 < self.response_length < len(self.tokens):
@@ -319,7 +330,7 @@ class Sample:
 
 
 def _key_to_give(reward: Mapping[str, object]) -> str:
-    """The entry of a record that is its number: score, or the first one that is a number."""
+    """Returns the remedy that names the numeric entry of a reward record: score, or the first numeric entry."""
     names = sorted(str(name) for name, value in reward.items() if isinstance(value, int | float | np.number))
     best = "score" if "score" in names else next(iter(names), None)
     return "" if best is None else f": give --reward-key {best}"
@@ -329,18 +340,23 @@ _COUNTS: dict[str, type[SpeculationCounts] | type[CacheCounts]] = {
     "spec_info": SpeculationCounts,
     "prefix_cache_info": CacheCounts,
 }
-"""The fields that are records of counts."""
+"""Maps the fields that are records of counts to their classes."""
 
 FINISH_STATUS = {
     "stop": Sample.Status.COMPLETED,
     "length": Sample.Status.TRUNCATED,
     "abort": Sample.Status.ABORTED,
 }
-"""The status of a sample by its last request's finish reason."""
+"""Maps the finish reason of the last request to the sample's status."""
 
 
 SampleGroup = list[Sample]
-"""The G samples of one prompt. A plain list: existing hooks take and return `list[list[Sample]]`."""
+"""The G samples of one prompt, in a plain list, because existing hooks take and return `list[list[Sample]]`.
+
+Example::
+
+    group: SampleGroup = [Sample(group_index=0, index=index, prompt="2 + 2 =") for index in range(8)]
+"""
 
 TrainData = dict[str, Any]
 """Columns of a rollout (`slime.data.columns`), one entry per sample. A dict: hooks read and write it."""

@@ -25,9 +25,9 @@ def dict_add_prefix(d: Mapping[str, T], prefix: str) -> dict[str, T]:
 def compute_pass_rate(
     flat_rewards: Sequence[float], group_size: int, num_groups: int | None = None
 ) -> dict[str, float]:
-    """pass@1, pass@2, pass@4, ... of groups that lie one after the other: see `slime.rollout.metrics.pass_rate`.
+    """Returns pass@1, pass@2, pass@4, ... of consecutive groups: see `slime.rollout.metrics.pass_rate`.
 
-    No metric for groups of one. ValueError if `flat_rewards` are not whole groups, or not `num_groups` of them.
+    Groups with a single reward have no metric. ValueError if `flat_rewards` are not `num_groups` whole groups.
     """
     if group_size == 1:
         return {}

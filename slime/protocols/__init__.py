@@ -1,4 +1,4 @@
-"""What the loop needs of the rollout engine, the engine pool, the trainer and the rollout manager."""
+"""This package defines the interfaces of the rollout engine, the engine pool, the trainer and the rollout manager."""
 
 from slime.protocols.engines import (
     EXPERTS,

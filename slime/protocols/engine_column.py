@@ -1,6 +1,6 @@
-"""The record of an engine column: what a request asks for, and how a sample stores the answer.
+"""This module defines the record of an engine column: the argument of a request, and the storage of the answer.
 
-A column with one number per token needs no such record: an answer's values go to `Sample.columns` under their name.
+A column with one number per token needs no such record, because `Sample.columns` stores its values under its name.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class EngineColumn:
     """
 
     name: str
-    """Its name in a request and in `GenerateResult.columns`."""
+    """The column's name in a request and in `GenerateResult.columns`."""
     fields: tuple[str, ...]
-    """The fields of a sample that hold it."""
+    """The fields of a sample that hold the column."""
     asked: Callable[[Config], int]
     """Returns the argument of a request, or 0 for a run that does not read the column."""
     append: Callable[[Sample, Arrays], None]

@@ -1,4 +1,4 @@
-"""What the loop needs of the rollout engine and of the engine pool."""
+"""This module defines the interfaces of the rollout engine and the engine pool, and their results."""
 
 from __future__ import annotations
 
@@ -29,37 +29,45 @@ begin at the token of the request's argument, prompt included, and end before th
 Arrays: TypeAlias = tuple[np.ndarray, ...]
 """The arrays of one engine column."""
 OnTokens = Callable[[int, list[int], list[float]], None]
-"""Called with the place of the first of some new tokens in the completion, their ids and their log-probs."""
+"""A function that gets the index of the first new token in the completion, the new token ids and their log-probs."""
 
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """One completion."""
+    """A completion.
+
+    Example::
+
+        result = GenerateResult([5, 7], [-0.1, -0.3], " 4", "stop", weight_versions=[2])
+        result.token_columns  # {"token_versions": [2, 2]}
+    """
 
     token_ids: list[int]
     log_probs: list[float]
-    """Nats under the temperature-scaled distribution, one per token of `token_ids`."""
+    """Log-probs in nats under the temperature-scaled distribution, one per token of `token_ids`."""
     text: str
     finish_reason: FinishReason
     weight_versions: list[int]
-    """Of the weights that sampled the tokens, oldest first (one entry when it is one version)."""
+    """Versions of the weights that sampled the tokens, oldest first (a single entry for a single version)."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     queue_s: float | None = None
-    """How long the request waited in the engine before that first computed. None where the engine does not say."""
+    """Seconds that the request waited in the engine before its first computation. None if the engine does not report
+    it."""
     preemptions: int = 0
-    """How often the engine gave its memory to another request and computed it again. 0 where it does not say."""
+    """Number of times that the engine freed the request's memory for another request and recomputed it. 0 if the engine
+    does not report it."""
     decode_tokens_per_s: float | None = None
-    """Its speed after the first token. None where the engine does not say."""
+    """Tokens per second after the first token. None if the engine does not report it."""
     columns: Mapping[str, Arrays] = field(default_factory=dict, compare=False)
     """The engine columns of this answer by their names: those of the request, `VERSIONS`, and others with one number
     per token of `token_ids`."""
     speculation: tuple[int, int, int] | None = None
-    """Passes that checked a draft, drafted tokens, accepted tokens. None where the engine does not say."""
+    """Numbers of passes that checked a draft, drafted tokens and accepted tokens. None if not reported."""
 
     @property
     def token_columns(self) -> dict[str, list[float]]:
-        """The columns with one number per token, as lists. `VERSIONS` is among them where each token's is known."""
+        """The columns with one number per token, as lists. They include `VERSIONS` if each token's version is known."""
         plain = {name: arrays[0] for name, arrays in self.columns.items() if len(arrays) == 1}
         found = {name: array.tolist() for name, array in plain.items() if array.ndim == 1}
         if VERSIONS not in found and len(self.weight_versions) == 1:
@@ -72,22 +80,22 @@ class ScoreResult:
     """Log-probs of n given tokens in nats, over the whole vocabulary."""
 
     log_probs: np.ndarray
-    """float32 [n]."""
+    """Log-probs of the given tokens, float32 [n]."""
     top: tuple[np.ndarray, np.ndarray] | None = None
-    """Where asked for: the ids, int32 [n, K], of the K most probable tokens at each place, most probable first, and
+    """On request: the ids, int32 [n, K], of the K most probable tokens at each position, most probable first, and
     their log-probs, float32 [n, K]."""
     weight_versions: list[int] = field(default_factory=list)
-    """The versions live when the request entered and left the engine (one entry when equal)."""
+    """Versions of the weights when the request entered and left the engine (a single entry if they are equal)."""
 
 
 class RolloutEngine(Protocol):
-    """A served model. Implementations are picklable: they travel to the rollout manager's process."""
+    """A client of a served model. Implementations are picklable, because they are sent to the rollout manager."""
 
     streams: bool
-    """Whether `generate` takes `on_tokens`. Otherwise a completion comes when it is whole."""
+    """True if `generate` calls `on_tokens`. Otherwise a completion arrives only when it is complete."""
 
     async def context_tokens(self, deadline_s: float) -> int:
-        """The most tokens of a prompt with its completion, a number that does not change. Retries as `generate` does.
+        """Returns the limit on the tokens of a prompt with its completion, which never changes. Retries as `generate`.
         The limit of an engine without this method is unknown."""
         ...
 
@@ -102,35 +110,35 @@ class RolloutEngine(Protocol):
         session: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> GenerateResult:
-        """Sample one completion; retry transient faults until `deadline_s` seconds have passed, then TimeoutError.
+        """Samples a completion. Retries transient faults until `deadline_s` seconds have passed, then TimeoutError.
 
-        `session`: requests of one session go to the same engine where the router's policy allows it, for its cache of
-        prefixes.
+        Requests with the same `session` are sent to the same engine if the router's policy allows it, so that they
+        share its prefix cache.
 
-        `on_tokens` gets tokens while the completion is made, which changes neither them nor the result. The last ones
-        may come with the result alone. After a fault the places begin at 0 again, and the tokens may be others.
+        `on_tokens` gets tokens during generation, which changes neither the tokens nor the result. The last tokens may
+        arrive only with the result. After a fault the indices begin at 0 again, and the tokens may differ.
 
-        `columns` maps the name of each engine column that the answer shall have to its argument, such as {TOP: 8}.
-        ValueError for a column that the engine cannot give.
+        `columns` maps the name of each requested engine column to its argument, such as {TOP: 8}. ValueError for a
+        column that the engine cannot provide.
 
         `sampling_params` uses slime's names: temperature, top_p, top_k, max_new_tokens, min_new_tokens, stop,
-        stop_token_ids, skip_special_tokens. A prompt the engine refuses raises ValueError at once.
+        stop_token_ids, skip_special_tokens. A prompt that the engine rejects raises ValueError at once.
         """
         ...
 
     async def score(
         self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
     ) -> ScoreResult:
-        """The log-probs of `token_ids[start:]`, each given the tokens before it. Retries as `generate` does.
+        """Returns the log-probs of `token_ids[start:]`, each given the tokens before it. Retries as `generate`.
 
-        They are at temperature 1, whatever samples are drawn at, unless the model is served with its logits divided
-        by a temperature (`slime.roles.served.ServedModel`). ValueError for a `start` outside [1, n), because nothing
-        predicts the first token, and for tokens that the engine refuses.
+        The temperature is 1, whatever the temperature of samples, unless the model is served with its logits divided
+        by a temperature (`slime.roles.served.ServedModel`). ValueError for a `start` outside [1, n), because the first
+        token has no prediction, and for tokens that the engine rejects.
         """
         ...
 
     async def abort_all(self) -> None:
-        """End every running request; each returns what it has with finish_reason "abort"."""
+        """Ends every running request. Each request returns its tokens so far with finish_reason "abort"."""
         ...
 
     async def close(self) -> None: ...
@@ -141,11 +149,11 @@ class EnginePool(Protocol):
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """What hooks find in their `args` besides the flags, such as the address of the router."""
+        """Run-time values that hooks find in their `args` in addition to the flags, such as the router's address."""
         ...
 
     def client(self) -> RolloutEngine | None:
-        """What the rollout manager sends its requests to; None without engines."""
+        """Returns the client for the rollout manager's requests, or None without engines."""
         ...
 
     def launch(self) -> None:
@@ -161,31 +169,32 @@ class EnginePool(Protocol):
         ...
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Load the trainer's current weights, as `version`, on every engine; generation pauses meanwhile. Returns the
-        metrics of the update."""
+        """Loads the trainer's current weights as `version` on every engine and returns the metrics of the update.
+        Generation pauses during the update."""
         ...
 
     def allow_restarts(self) -> None:
-        """Count restarts of engines anew: a frozen model has no updates after which a pool does so itself."""
+        """Resets the count of engine restarts. An update also resets it, but a frozen model has no updates."""
         ...
 
     def sleep(self) -> None:
-        """Give the devices to the trainer."""
+        """Frees the devices for the trainer."""
         ...
 
     def wake(self) -> bool:
-        """Take the devices back. True: the engines dropped their weights to sleep, and serve after the next update."""
+        """Takes the devices back. Returns True if the engines have dropped their weights, and serve only after the next
+        update."""
         ...
 
     def check_health(self) -> None:
-        """Raise RuntimeError with the engine's last log lines when an engine is lost for good."""
+        """Raises RuntimeError with the engine's last log lines if an engine has failed permanently."""
         ...
 
     def stop(self) -> None: ...
 
 
 class NoEngines:
-    """The pool of a run that only trains (--debug-train-only): there is nothing to update, put to sleep or lose."""
+    """The pool of a run that only trains (--debug-train-only). It has no engines, so its methods do nothing."""
 
     facts: Mapping[str, object] = MappingProxyType({})
 

@@ -1,6 +1,6 @@
-"""The types of the functions that flags name, for a type checker: `score: Reward` in a user's file.
+"""This module defines the types of hook functions for a type checker: `score: Reward` in a user's file.
 
-Each type is a call as `slime.config.hook_calls.CALLS` lists it. `args` are the flags of the run, each an attribute. The
+Each type is a call that `slime.config.hook_calls.CALLS` lists. `args` has an attribute for each flag of the run. The
 data source of --data-source-path is `slime.protocols.DataSource`, and the type of --selected-logprob-provider is
 `slime.algo.selected_log_probs.SelectedLogprobProvider`.
 """

@@ -1,4 +1,4 @@
-"""What the loop needs of the rollout manager and of the trainer."""
+"""This module defines the interfaces of the rollout manager, the trainer and the data source, and their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.types import SampleGroup
 
 @dataclass(frozen=True)
 class Logged:
-    """What one call of `slime.tracking.outbox.log` has logged at a step of rollout/step, train/step or eval/step."""
+    """The metrics of a call of `slime.tracking.outbox.log`, at a step of rollout/step, train/step or eval/step."""
 
     metrics: dict[str, float]
     step: int
@@ -32,27 +32,25 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What one rollout hands to training. Tokens and FLOPs are of the samples that are trained on, all ranks
-    together."""
+    """The result of a rollout for the trainer. Tokens and FLOPs count only trained samples, over all ranks."""
 
     rank_data: list[object]
-    """A reference to the data of each data-parallel rank, of one group of trainer ranks after the other
-    (`slime.roles.groups`)."""
+    """A reference to the data of each data-parallel rank, ordered by groups of trainer ranks (`slime.roles.groups`)."""
     metrics: dict[str, float]
     tokens: int
-    """Prompts included. A prompt that several samples share counts for each of them."""
+    """Number of tokens, including prompts. A prompt that several samples share counts for every sample."""
     forward_flops: float
-    """Of one forward pass (`slime.data.packing.forward_flops`). A shared prompt counts as often as it is computed."""
+    """FLOPs of a forward pass (`slime.data.packing.forward_flops`). A shared prompt counts once per computation."""
     old_flops: float = 0.0
-    """The same of the pass for old log-probs, which may leave out the samples of the first step."""
+    """FLOPs of the pass for old log-probs, which may leave out the samples of the first step."""
     ahead_flops: float = 0.0
     """FLOPs of training the layers of multi-token prediction."""
     logged: list[Logged] = field(default_factory=list)
     learning: dict[str, float] = field(default_factory=dict)
     learning_texts: dict[str, str] = field(default_factory=dict)
-    """Both from `slime.rollout.learning`."""
+    """The texts of `slime.rollout.learning`, which also computes `learning`."""
     sample: ShownSample | None = None
-    """The first one of the rollout."""
+    """The first sample of the rollout."""
 
 
 @dataclass(frozen=True)
@@ -60,26 +58,26 @@ class Evaluated:
     """The result of an evaluation."""
 
     metrics: dict[str, float]
-    """eval/*; none if a function of the user has logged them."""
+    """The eval/* metrics; empty if a function of the user has logged the metrics."""
     logged: list[Logged] = field(default_factory=list)
     held_out: dict[str, list[object]] = field(default_factory=dict)
-    """Held-out set -> one reference to data per data-parallel rank. The trainer computes the loss."""
+    """Maps a held-out set to a reference to data per data-parallel rank. The trainer computes the loss."""
 
 
 class RolloutHandle(Protocol):
     """The rollout manager, as the driver sees it."""
 
     def generate(self, rollout_id: int, saves: bool, version: int) -> Future[RolloutBatch]:
-        """The data of rollout `rollout_id`; its groups may be started from now on, and the engines have the weights
-        `version`. `saves`: a checkpoint follows it, so the data position is saved, too. Calls end in their order."""
+        """Returns the data of rollout `rollout_id`. Its groups may start from now on, and the engines have the weights
+        `version`. With `saves`, a checkpoint follows, so the data position is also saved. Calls end in their order."""
         ...
 
     def evaluate(self, rollout_id: int) -> Future[Evaluated]:
-        """Evaluate with the present weights, beside rollouts that run ahead."""
+        """Evaluates the current weights, at the same time as rollouts that run ahead."""
         ...
 
     def progress(self) -> tuple[int, int]:
-        """(samples finished, samples wanted) of what runs now; answers at once."""
+        """Returns (samples finished, samples wanted) of the current work, without waiting."""
         ...
 
 
@@ -88,25 +86,25 @@ class TrainerHandle(Protocol):
 
     @property
     def start_rollout_id(self) -> int:
-        """The first rollout to train: 0, or the one after the loaded checkpoint."""
+        """The first rollout to train: 0, or the rollout after the loaded checkpoint."""
         ...
 
     def train(self, rollout_id: int, rank_data: list[object]) -> Future[TrainResult]: ...
 
     def evaluate(self, rollout_id: int, held_out: Mapping[str, list[object]]) -> Future[dict[str, float]]:
-        """eval/* metrics of held-out sets with the weights after `rollout_id` rollouts. Changes no state."""
+        """Computes eval/* metrics of held-out sets with the weights after `rollout_id` rollouts. Changes no state."""
         ...
 
     def progress(self) -> tuple[int, int]:
-        """(micro-batches trained, micro-batches of the rollout) on one rank; answers at once."""
+        """Returns (micro-batches trained, micro-batches of the rollout) of a rank, without waiting."""
         ...
 
     def save(self, rollout_id: int) -> Future[None]:
-        """Save a checkpoint. With --async-save, done when the values are copied."""
+        """Saves a checkpoint. With --async-save, the future is done when the values are copied."""
         ...
 
     def finish_save(self) -> Future[None]:
-        """Done when the files of the last save are complete."""
+        """Returns a future that is done when the files of the last save are complete."""
         ...
 
 
@@ -115,16 +113,16 @@ class TrainResult:
     """The metrics of training on one rollout."""
 
     steps: list[dict[str, float]]
-    """train/* of each optimizer step."""
+    """The train/* metrics of each optimizer step."""
     rollout: dict[str, float]
-    """rollout/* means over the data."""
+    """The rollout/* metrics, which are means over the data."""
     perf: dict[str, float]
-    """perf/* of rank 0."""
+    """The perf/* metrics of rank 0."""
     logged: list[Logged] = field(default_factory=list)
 
 
 class DataSource(Protocol):
-    """Where prompts come from and unfinished groups return to (`--data-source-path`)."""
+    """The source of prompts, to which unfinished groups return (`--data-source-path`)."""
 
     def get_samples(self, num_groups: int) -> list[SampleGroup]: ...
 

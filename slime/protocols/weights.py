@@ -1,4 +1,4 @@
-"""The records of an update of the engines' weights, and what gives its parts."""
+"""This module defines the records of an update of the engines' weights, and the interface of its source."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ CHECKPOINT = -1
 
 @dataclass(frozen=True)
 class WeightSet:
-    """What an update of the engines' weights holds. The trainer's publisher puts the record on every part, channels
-    carry it unchanged, and the receiver has one loader per kind."""
+    """Describes the content of an update of the engines' weights. The trainer's publisher adds the record to every
+    part, channels send it unchanged, and the receiver has one loader per kind.
+
+    Example::
+
+        adapter = WeightSet("adapter", base_version=CHECKPOINT, name="policy", settings={"r": 8})
+        WeightSet.of(adapter.message()["weights"]) == adapter  # True
+    """
 
     kind: WeightKind = "full"
-    """full: all weights by their HF names. adapter: the matrices of a LoRA adapter by PEFT's names. delta: what changed
-    since the base, one `slime.weight_sync.delta.payload` by the HF name of each tensor."""
+    """full: all weights by their HF names. adapter: the matrices of a LoRA adapter by PEFT's names. delta: the changes
+    since the base, a `slime.weight_sync.delta.payload` per tensor, by its HF name."""
     base_version: int | None = None
-    """The version of the weights that the set is applied to. None for a set that needs no others."""
+    """The version of the weights that the set is applied to. None for a set that needs no base."""
     name: str = ""
-    """Of an adapter: what requests call it."""
+    """The name of an adapter in requests; empty for other kinds."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of an adapter: PEFT's adapter_config.json. With --update-weight-mode delta: {"chain", "version"}, and of a delta
-    also {"tensors" (their number), "compare", "refusals" (see slime.weight_sync.delta)}."""
+    """For an adapter, PEFT's adapter_config.json. With --update-weight-mode delta: {"chain", "version"}, and for a
+    delta also {"tensors" (their number), "compare", "refusals" (see slime.weight_sync.delta)}."""
 
     def message(self) -> dict[str, object]:
-        """The record as plain data. Empty for full weights: a message without a record means them."""
+        """Returns the record as plain data. The result is empty for full weights, the default of a message."""
         return {} if self == FULL else {"weights": asdict(self)}
 
     @classmethod
     def of(cls, record: Mapping[str, Any] | None) -> WeightSet:
-        """The record of an engine's message. ValueError for a kind that this version does not know."""
+        """Returns the record of an engine's message. ValueError for a kind that this version does not support."""
         given = dict(record or {})
         if (kind := given.get("kind", "full")) not in get_args(WeightKind):
             raise ValueError(
@@ -49,40 +55,41 @@ FULL = WeightSet()
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One published version of the weights, or a part of it, as plain data."""
+    """A published version of the weights, or a part of the version, as plain data."""
 
     version: int
     channel: str
-    """Its name in slime.weight_sync.registry."""
+    """The channel's name in slime.weight_sync.registry."""
     info: Mapping[str, Any]
-    """That channel's own, JSON-serialisable (of a file: {"path": ...})."""
+    """JSON-serialisable values of the channel (for a file: {"path": ...})."""
     lasting: bool = True
-    """These are all weights, for as long as they are the newest. Otherwise they are gone when the part after the
-    next one is asked for."""
+    """True if the update has all weights and stays readable while it is the newest version. Otherwise the part is freed
+    when the second part after it is requested."""
     weights: WeightSet = FULL
-    """What all parts of the update hold together."""
+    """Describes the content of all parts of the update together."""
     size_bytes: int | None = None
-    """Bytes that an engine gets of this part; None: not known."""
+    """Number of bytes that an engine receives for this part; None if unknown."""
     density: float = 1.0
-    """Of the whole update: the share of the weights' bytes that belong to values which it changes."""
+    """Share of the weights' bytes that belong to values which the whole update changes."""
 
     def message(self) -> dict[str, object]:
-        """What engines get of it."""
+        """Returns the fields that are sent to engines."""
         return {"channel": self.channel, "info": self.info, **self.weights.message()}
 
 
 class WeightSource(Protocol):
-    """All trainer ranks, as the engine pool sees them."""
+    """The interface of all trainer ranks for the engine pool."""
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
-        """The first part of the weights as `version`; each further call gives the next part, and None after the last.
+        """Returns the first part of the weights as `version`. Later calls return the next parts, and finally None.
 
-        The trainer makes a part while engines load the part before. `receivers`: the number of workers of each engine
-        that will take the parts, by a name that changes when the engine restarts. With other receivers than in the call
-        before, all parts come again. A version that is asked for again comes as the whole set.
+        The trainer prepares a part while engines load the previous part. `receivers` maps each engine that loads the
+        parts to its number of workers; the engine's name changes when it restarts. If `receivers` differ from the
+        previous call, all parts are sent again. A version that is requested again is sent as the whole set.
         """
         ...
 
     def weights_file(self) -> Future[WeightUpdate]:
-        """The current weights in a file, for an engine that starts between two updates. May be called by any thread."""
+        """Returns a file with the current weights, for an engine that starts between two updates. Any thread may call
+        this."""
         ...

@@ -1,4 +1,4 @@
-"""The critic, whose values an estimator reads: the policy's architecture with one value per token."""
+"""This module defines the critic. It has the policy's architecture, and computes a value per token for an estimator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime.roles.record import Role, Source
 
 
 def folder(own: str | None, of_policy: str | None) -> str | None:
-    """The folder of the critic's checkpoints: its own flag's, else critic/ in the folder of the policy."""
+    """Returns the folder of the critic's checkpoints: the critic's flag, or critic/ in the policy's folder."""
     return own or (str(Path(of_policy) / "critic") if of_policy else None)
 
 
@@ -32,13 +32,14 @@ def saves_to(c: Config) -> str | None:
 
 
 def resume_folders(c: Config) -> list[str]:
-    """Where a critic may resume: --critic-load, and --critic-save of a command that resumes what it has saved."""
+    """Returns the folders from which a critic may resume: --critic-load, and --critic-save if the command resumes its
+    own checkpoints."""
     load, save = loads_from(c), saves_to(c) if saves_where_it_loads(c) else None
     return list(dict.fromkeys(directory for directory in (load, save) if directory))
 
 
 def _resumed(c: Config) -> Source | None:
-    """The critic's checkpoint of the iteration that the policy resumes from. None if there is none of it."""
+    """Returns the critic's checkpoint of the iteration from which the policy resumes, or None if it is missing."""
     if (iteration := resumed_iteration(c)) is None:
         return None
     for directory in resume_folders(c):
@@ -48,7 +49,7 @@ def _resumed(c: Config) -> Source | None:
 
 
 def _start(c: Config) -> Source:
-    """--critic-load if it holds weights of any kind, else those with which the policy starts or resumes."""
+    """Returns --critic-load if it contains weights, else the weights with which the policy starts or resumes."""
     own = c.critic.critic_load
     if own and (latest(own) is not None or released(own) or is_hf_directory(own)):
         return Source(own, None, "--critic-load")
@@ -56,7 +57,7 @@ def _start(c: Config) -> Source:
 
 
 def wanted_devices(c: Config) -> tuple[int, int]:
-    """Nodes and ranks per node, as the flags give them; those of the policy where they do not."""
+    """Returns (nodes, ranks per node) of the critic's flags. The defaults are the policy's numbers."""
     given = c.critic.critic_num_nodes, c.critic.critic_num_gpus_per_node
     return given[0] or c.cluster.actor_num_nodes, given[1] or c.cluster.actor_num_gpus_per_node
 

@@ -1,10 +1,10 @@
-"""Which roles live on which trainer ranks. Must start without torch.
+"""This module assigns roles to groups of trainer ranks. It must start without torch.
 
-    groups_of(config) -> trainer: reference, policy          one trainer per group, with a configuration of its own,
-                         critic: critic                      in which `roles_of` has the roles of the group alone
+    groups_of(config) -> trainer: reference, policy          one trainer per group, each with a configuration for
+                         critic: critic                      which `roles_of` returns only the group's roles
 
-A group is a trainer like any other. Each scores, makes the advantages of its samples and trains its roles. What the
-passes of one group fill and another reads is sent between the two halves of a step:
+Each group runs as a separate trainer: it scores samples, computes their advantages and trains its roles. If one group
+fills a column that another group reads, the column is sent between the two halves of a step:
 
     trainer   ref_log_probs, log_probs --.   .-- advantages -- train policy
     critic    values --------------------- X --- advantages -- train critic
@@ -26,43 +26,43 @@ class Group:
     """Trainer ranks that have the same roles."""
 
     name: str
-    """In the names of ranks, log files and metrics."""
+    """Part of the names of ranks, log files and metrics."""
     config: Config
-    """That of the run, with the roles and the number of ranks of the group."""
+    """The run's configuration, with the roles and the number of ranks of the group."""
     flags: str
-    """Its devices are --{flags}-num-nodes x --{flags}-num-gpus-per-node."""
+    """Prefix of its device flags: it has --{flags}-num-nodes x --{flags}-num-gpus-per-node devices."""
 
     @property
     def ranks(self) -> int:
         return self.config.world_size
 
     def awaits(self, other: Group) -> bool:
-        """Whether it needs columns of another group before it trains."""
+        """Returns True if this group needs columns of `other` before it trains."""
         return other is not self and bool(sent_by(other.config) & read_by(self.config))
 
 
 def read_by(c: Config) -> frozenset[str]:
-    """The columns that a group needs after all passes. `c`: the configuration of the group."""
+    """Returns the columns that a group reads after all passes. `c` is the group's configuration."""
     return columns_read(c) if POLICY in roles_of(c) else read_by_advantages(c)
 
 
 def sent_by(c: Config) -> frozenset[str]:
-    """The columns that a group fills for others: for that of the policy, or for those without it. `c`: the
-    configuration of the group."""
+    """Returns the columns that a group fills for other groups. The policy's group fills columns for groups without the
+    policy, and these for the policy's group. `c` is the group's configuration."""
     roles = roles_of(c)
     read = read_by_advantages(c) if POLICY in roles else columns_read(c)
     return read & {role.column for role in roles}
 
 
 def name_of(c: Config) -> str:
-    """The name of the group whose configuration `c` is: trainer for that of the policy, else its role's."""
+    """Returns the name of the group with configuration `c`: trainer for the policy's group, else the role's name."""
     roles = roles_of(c)
     return "trainer" if POLICY in roles else roles[0].name
 
 
 def groups_of(c: Config) -> tuple[Group, ...]:
-    """The groups of a run's trainer ranks: first that of the policy, with all roles that have no devices of their
-    own."""
+    """Returns the groups of a run's trainer ranks. The policy's group is first, and has all roles without separate
+    devices."""
     roles = roles_of(c)
     apart = [(role, devices) for role in roles if (devices := role.devices(c)) is not None]
     if not apart or c.cluster.trainer_roles:
@@ -85,14 +85,14 @@ def groups_of(c: Config) -> tuple[Group, ...]:
 
 
 def step_lines(c: Config) -> list[str]:
-    """What the ranks of each group compute in a step, as the lines that a run prints at its start."""
+    """Returns the lines that a run prints at its start: the computations of each group in a step."""
     first, *others = groups_of(c)
     whose = {"": first} | {f" of the {group.name}'s ranks": group for group in others}
     return [f"step{of}: {order_of_step(group.config)}" for of, group in whose.items()]
 
 
 def sent_lines(groups: Sequence[Group]) -> Iterator[str]:
-    """What the groups send to each other in a step, for people."""
+    """Yields lines for people about the columns that groups send to each other in a step."""
     for group in groups:
         for other in (other for other in groups if other.awaits(group)):
             columns = ", ".join(sorted(sent_by(group.config) & read_by(other.config)))
@@ -100,7 +100,7 @@ def sent_lines(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def trainer_ranks(c: Config) -> int:
-    """Number of trainer ranks of all groups, each on a device of its own. 0 for --debug-rollout-only."""
+    """Returns the number of trainer ranks of all groups, each on a separate device. 0 for --debug-rollout-only."""
     return 0 if c.debug.debug_rollout_only else sum(group.ranks for group in groups_of(c))
 
 
@@ -111,5 +111,5 @@ def several_nodes(c: Config) -> list[str]:
 
 
 def on_one_host(c: Config) -> bool:
-    """Whether all processes of the run are on this host: the run joins no cluster and uses one node."""
+    """Returns True if all processes of the run are on this host: the run joins no cluster and uses one node."""
     return not several_nodes(c) and not os.environ.get("RAY_ADDRESS")

@@ -1,4 +1,4 @@
-"""The record of one role: a model of a run, by what it does. Must start without torch."""
+"""This module defines the record of a role, which is a model of a run. It must start without torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slime.config import Config
 
 @dataclass(frozen=True)
 class Source:
-    """Where weights of a role come from."""
+    """The source of a role's weights."""
 
     directory: str
-    """Hugging Face's, Megatron's, or one that slime's converter wrote."""
+    """A directory of Hugging Face, of Megatron, or of slime's converter."""
     iteration: int | None
-    """Of a Megatron directory; None for the newest."""
+    """The iteration in a Megatron directory; None for the newest."""
     flag: str
     """The flag that names the directory."""
 
@@ -44,45 +44,45 @@ def _has_weights(c: Config) -> bool:
 
 @dataclass(frozen=True)
 class Role:
-    """One model of a run."""
+    """A model of a run."""
 
     name: str
     column: str
-    """What its pass over a rank's samples fills (`slime.data.columns`). The role is needed where a loss or an estimator
-    reads that column."""
+    """The column that the role's pass over a rank's samples fills (`slime.data.columns`). A run has the role if a loss
+    or an estimator reads this column."""
     timer: str
     """The time of the pass is `perf/{timer}_time`."""
     source: Callable[[Config], Source]
-    """Its first weights."""
+    """Returns the source of the first weights."""
     resumes: Callable[[Config], Source | None] = _never
-    """The checkpoint that a trained role resumes from, None for a new run."""
+    """Returns the checkpoint from which a trained role resumes, None for a new run."""
     saves_to: Callable[[Config], str | None] = _never
-    """The folder of a trained role's checkpoints, None for none."""
+    """Returns the folder of a trained role's checkpoints, or None."""
     devices: Callable[[Config], tuple[int, int] | None] = _with_policy
-    """Its own devices, (nodes, ranks per node): --{name}-num-nodes, --{name}-num-gpus-per-node. None where it shares
-    those of the policy."""
+    """Returns its separate devices, (nodes, ranks per node): --{name}-num-nodes, --{name}-num-gpus-per-node. None if
+    the role shares the policy's devices."""
     trained: bool = False
-    """It has gradients, an optimizer and a checkpoint of its own."""
+    """True if the role has gradients, an optimizer and a checkpoint."""
     head: Literal["lm", "value"] = "lm"
-    """Log-probs of a vocabulary, or one value per token."""
+    """The output: log-probs of a vocabulary, or one value per token."""
     prefix: str = ""
-    """What --custom-megatron-before-log-prob-hook-path gets before the pass."""
+    """Prefix that --custom-megatron-before-log-prob-hook-path gets before the pass."""
     shape: Callable[[Config], str] = _as_policy
-    """The directory whose config.json describes the model."""
+    """Returns the directory whose config.json describes the model."""
     of_base: Callable[[Config], bool] = _has_weights
-    """Whether its model is the policy's with its adapters switched off, so that it has no weights of its own."""
+    """Returns True if the model is the policy without its adapters, so that the role needs no separate weights."""
     absent: Callable[[Config], bool] = _nobody
-    """Whether the samples bring the column, so that the run does not have the model."""
+    """Returns True if the samples contain the column, so that the run does not need the model."""
     save_flag: str = "--save"
     """The flag of `saves_to` in messages."""
     metrics: str = ""
-    """What the names of its metrics begin with after train/."""
+    """Prefix of the names of its metrics after train/."""
     lr: str = "lr"
     """The field of its learning rate."""
     lr_warmup_iters: str = "lr_warmup_iters"
     """The field of its warm-up."""
 
     def has_values(self, c: Config) -> bool:
-        """Whether its head gives one value per token: that of a critic, and of a model that is trained to give rewards
-        in the policy's place."""
+        """Returns True if the head computes one value per token: for a critic, and for a reward model that is trained
+        instead of a policy."""
         return self.head == "value" or (self.trained and loss_of(c.algorithm).head == "value")

@@ -1,7 +1,7 @@
-"""The models that the engines of a run serve, each as one record: the policy, and frozen models such as teachers and
-judges.
+"""This module defines a record for each model that the run's engines serve: the policy, and frozen models such as
+teachers and judges.
 
-Placement, `vime plan` and the engine pools loop over these records; no other code knows how many models there are.
+Placement, `vime plan` and the engine pools loop over these records. No other code depends on the number of models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.records.errors import FlagError
 
 POLICY = "policy"
 DEFAULT = "default"
-"""The name of the teacher of samples that name no other."""
+"""The name of the teacher for samples that do not name a teacher."""
 FLAG = "--frozen-model"
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -26,7 +26,7 @@ _TEACHER = "teacher"
 
 @dataclass(frozen=True)
 class Spelling:
-    """How the flags of a served model are spelled in messages.
+    """The names of a served model's flags in messages.
 
     Example:
         >>> teacher = Spelling({"--rollout-num-gpus": "--opd-teacher-num-gpus"}, "--opd-teacher-engine-args ")
@@ -35,9 +35,9 @@ class Spelling:
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """A flag of the policy -> the flag or the entry with which this model has the same setting."""
+    """Maps a flag of the policy to the flag or entry that has the same meaning for this model."""
     engine: str | None = None
-    """The text before a flag of the engine's own program. None: the backend's prefix, as for the policy."""
+    """The text before a flag of the engine's program. None means the backend's prefix, as for the policy."""
 
     def of(self, flag: str) -> str:
         """The spelling of a flag of the policy."""
@@ -50,7 +50,7 @@ class Spelling:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One model behind a router of its own."""
+    """A model behind a separate router."""
 
     name: str
     checkpoint: str
@@ -58,19 +58,19 @@ class ServedModel:
     backend: str
     """A value of --rollout-backend."""
     devices: int
-    """GPUs of all its engines, or places on a CPU, that the run gives it."""
+    """Number of GPUs, or of slots on a CPU, for all its engines."""
     devices_per_engine: int
     frozen: bool = False
-    """It keeps the weights of its checkpoint. Otherwise the trainer's weights replace them."""
+    """True if the model keeps the weights of its checkpoint. Otherwise the trainer's weights replace the weights."""
     args: tuple[str, ...] = ()
-    """Flags of its engines, such as "max-model-len=8192", besides those that the run sets. Of the policy: none here, as
-    the engine section has them."""
+    """Flags of its engines, such as "max-model-len=8192", in addition to flags that the run sets. Empty for the policy,
+    whose flags are in the engine section."""
     top_tokens: int = 0
-    """The most log-probs that a request may ask for at one place."""
+    """Maximum number of log-probs per position that a request may ask for."""
     temperature: float = 1.0
-    """Its logits are divided by it."""
+    """The temperature by which the model's logits are divided."""
     file: str = ""
-    """What describes it, for messages: a file, or --frozen-model. Empty: flags of its own."""
+    """Source of the model's settings for messages: a file, or --frozen-model. Empty if the model has separate flags."""
 
     @property
     def spelling(self) -> Spelling:
@@ -99,8 +99,8 @@ _OF_TEACHERS = Spelling(
 
 
 def served_models(c: Config) -> tuple[ServedModel, ...]:
-    """The models of a run, the policy first. None where only the trainer runs. ValueError for entries of --frozen-model
-    that are none, and for names that are not unique."""
+    """Returns the models of a run, the policy first. The result is empty if only the trainer runs. ValueError for wrong
+    entries of --frozen-model, and for names that are not unique."""
     if not c.num_engines:
         return ()
     apart, size = bool(c.rollout.rollout_external_engine_addrs), c.cluster.rollout_num_gpus_per_engine
@@ -116,12 +116,12 @@ def served_models(c: Config) -> tuple[ServedModel, ...]:
 
 
 def top_tokens_of_policy(c: Config) -> int:
-    """The most ids of one token that the policy's engines are asked for."""
+    """Returns the maximum number of ids per token that requests to the policy's engines ask for."""
     return max(c.off_policy.replay_kept_tokens, c.algorithm.centred_ids)
 
 
 def teachers(c: Config) -> dict[str, ServedModel]:
-    """Source -> teacher of it, for the teachers that engines of the run serve: --opd-teacher-model, and the frozen
+    """Maps a source to its teacher, for teachers that engines of the run serve: --opd-teacher-model, and the frozen
     models with the names teacher and teacher-SOURCE."""
     if not c.distillation.use_opd:
         return {}
@@ -131,7 +131,7 @@ def teachers(c: Config) -> dict[str, ServedModel]:
 
 
 def _teachers(c: Config) -> dict[str, ServedModel]:
-    """Those with flags of their own."""
+    """Returns the teachers that have separate flags (--opd-teacher-model)."""
     flags = c.distillation
     size = flags.opd_teacher_num_gpus_per_engine
     return {
@@ -151,7 +151,7 @@ def _teachers(c: Config) -> dict[str, ServedModel]:
 
 
 def listed(c: Config) -> list[ServedModel]:
-    """The frozen models of --frozen-model, in its order."""
+    """Returns the frozen models of --frozen-model, in the order of the flag."""
     found: list[ServedModel] = []
     taken = {POLICY, c.engine.policy_name, *(model.name for model in _teachers(c).values())}
     for entry in c.engine.frozen_model:
@@ -210,14 +210,14 @@ def _frozen(c: Config, entry: Mapping[str, Any]) -> ServedModel:
 
 
 def source_of_name(name: str) -> str | None:
-    """Of which source the model of this name is the teacher. None for another model."""
+    """Returns the source for which the model with this name is the teacher, or None for another model."""
     if name == _TEACHER:
         return DEFAULT
     return name.removeprefix(f"{_TEACHER}-") if name.startswith(f"{_TEACHER}-") else None
 
 
 def frozen_devices(c: Config) -> int:
-    """The devices of all models but the policy. They share them with nothing."""
+    """Returns the number of devices of all models except the policy. These devices are not shared."""
     return sum(model.devices for model in served_models(c) if model.frozen)
 
 

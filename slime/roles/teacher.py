@@ -14,7 +14,8 @@ def _start(c: Config) -> Source:
 
 
 def _shape(c: Config) -> str:
-    """The teacher's own config.json; a Megatron checkpoint has none, and is of the policy's shape."""
+    """Returns the teacher's directory if it has a config.json. A Megatron checkpoint lacks one and has the policy's
+    shape."""
     own = given(c.distillation.opd_teacher_load)
     return own if is_hf_directory(own) else c.rollout.hf_checkpoint
 

@@ -1,4 +1,4 @@
-"""Conversations of agents with the engine: an unmodified client talks over HTTP, and its tokens become samples.
+"""Sessions connect agents with the engine: an unmodified client sends HTTP requests, and its tokens become samples.
 
 async def generate(args, sample, sampling_params):
     async with open_session(args, sample, sampling_params) as session:

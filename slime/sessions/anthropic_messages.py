@@ -25,7 +25,7 @@ _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found
 
 
 def read(body: Body, session: Session) -> ChatRequest:
-    """The request. Refused for what sessions do not serve."""
+    """Returns the request. Raises Refused for a field that sessions do not serve."""
     messages: list[Body] = []
     if system := system_text(body.get("system")):
         messages.append({"role": "system", "content": system})
@@ -60,7 +60,7 @@ def _assistant(entry: Body) -> list[Body]:
 
 
 def _from_user(entry: Body) -> list[Body]:
-    """A user's turn: the results of tools first, each a message of its own."""
+    """Returns the messages of a user's turn: first a message for each tool result, then the user's text."""
     results: list[Body] = []
     others = []
     for block in _blocks(entry):
@@ -117,7 +117,7 @@ def whole(answer: ModelAnswer) -> Body:
 
 
 async def events(live: LiveAnswer, body: Body) -> AsyncIterator[list[Event]]:
-    """The answer as the events of a stream. What came from the cache is known at its end."""
+    """Yields the answer as the events of a stream. The number of cached tokens is known only at the end."""
     text: Body = {"type": "text", "text": ""}
     started = False
     async for piece in live.texts():

@@ -1,4 +1,4 @@
-"""What the three dialects share: reading fields of a body, and server-sent events."""
+"""This module holds the code that the three dialects share: reading fields of a body, and server-sent events."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from slime.sessions.session import MODEL, Session
 
 T = TypeVar("T")
 Body: TypeAlias = dict[str, Any]
-"""A JSON object of a client, or one for it."""
+"""A JSON object from a client or for a client."""
 Event: TypeAlias = tuple[str | None, Body]
-"""Name of a server-sent event, and its data."""
+"""The name and the data of a server-sent event."""
 
 _SAMPLING = (
     *(
@@ -49,18 +49,18 @@ class Dialect:
 
     path: str
     read: Callable[[Body, Session], ChatRequest]
-    """Refused for a body that it cannot serve."""
+    """Parses a body. Raises Refused for a body that the dialect cannot serve."""
     whole: Callable[[ModelAnswer], Body]
     events: Callable[[LiveAnswer, Body], AsyncIterator[list[Event]]]
-    """Of an answer, and the body that asked for it: those that there are at one time. Refused when the session ends."""
+    """Yields batches of events for an answer; the body is the request's. Raises Refused if the session ends."""
     failure: Callable[[Refused], Event]
     """The body of an error, and the name of its event."""
     last: str = ""
-    """What ends a stream."""
+    """Text that ends a stream."""
 
 
 def value(body: Body, name: str, kind: type[T], default: T) -> T:
-    """A field of a body; `default` where it is missing or null. Refused for another type."""
+    """Returns a field of a body, or `default` if it is missing or null. Raises Refused for another type."""
     found = body.get(name)
     if found is None:
         return default
@@ -70,7 +70,7 @@ def value(body: Body, name: str, kind: type[T], default: T) -> T:
 
 
 def request_of(body: Body, messages: list[Body], tools: list[Body], length: str, stop: str) -> ChatRequest:
-    """The fields that all dialects have. `length` and `stop`: their names for the most tokens and the stop texts."""
+    """Reads the fields that all dialects have. `length` and `stop` name the fields of token limit and stop texts."""
     stops = [] if body.get(stop) in (None, "") else body[stop]
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
@@ -101,19 +101,19 @@ def _given(found: object) -> bool:
 
 
 def objects(values: object, what: str) -> list[Body]:
-    """A list of objects. Refused for anything else."""
+    """Returns a list of objects. Raises Refused for any other value."""
     if not isinstance(values, list) or not all(isinstance(entry, dict) for entry in values):
         raise Refused("request", f"{what} must be a list of objects, got {values!r:.80}; fix the client")
     return values
 
 
 def given_objects(body: Body, name: str) -> list[Body]:
-    """A list of objects in a field of a body; none where it is missing or null. Refused for anything else."""
+    """Returns a body's field with a list of objects, or [] if it is missing or null. Raises Refused otherwise."""
     return [] if body.get(name) is None else objects(body[name], name)
 
 
 def function_tool(name: object, description: object, parameters: object) -> Body:
-    """A tool as chat templates read it."""
+    """Returns a tool in the form that chat templates read."""
     if not isinstance(name, str) or not name:
         raise Refused("request", f"a tool must have a name, got {name!r:.80}; only functions are served")
     given = {"description": description, "parameters": parameters}
@@ -139,7 +139,7 @@ def simple_message(entry: Body) -> Body:
 
 
 def tool_result(entry: Body, content: str, call_id: str) -> Body:
-    """A message of a tool. `content` and `call_id`: the names of the fields."""
+    """Returns a message with the role tool. `content` and `call_id` are the names of the fields."""
     given = value(entry, call_id, str, "")
     return {"role": "tool", "content": text_of(entry.get(content)), "tool_call_id": given}
 

@@ -1,11 +1,11 @@
-"""Reads JSON that others wrote: bodies of clients, and arguments of the model's calls. Owns which JSON is allowed."""
+"""This module reads JSON from outside: clients' bodies and arguments of the model's calls. It defines allowed JSON."""
 
 from __future__ import annotations
 
 import msgspec
 
 DEEPEST = 100
-"""Most levels of objects and lists. Code that recurses compares, renders and writes the values."""
+"""Maximum number of nested objects and lists. The limit protects recursive code that reads the values later."""
 
 
 def read_json(text: str | bytes) -> object:
@@ -41,8 +41,8 @@ def _levels(value: object) -> int:
 
 
 def as_object(arguments: str) -> dict[str, object]:
-    """The arguments of a call as an object. A text of another kind becomes an object with the text: each dialect can
-    carry that, and a client sends it back unchanged."""
+    """Returns the arguments of a call as an object. A text that is not a JSON object is wrapped in an object: every
+    dialect can carry it, and a client sends it back unchanged."""
     try:
         value = read_json(arguments or "{}")
     except ValueError:
@@ -51,6 +51,5 @@ def as_object(arguments: str) -> dict[str, object]:
 
 
 def as_unicode(text: str) -> str:
-    """The text with each half of a surrogate pair as the escape that JSON has for it. The result always has a UTF-8
-    form."""
+    """Replaces each half of a surrogate pair by its JSON escape, so that the result can be encoded as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,7 +1,7 @@
-"""Sessions by keys that a plug-in chooses: what `slime.agent.adapters` talks to unless it is given something else.
+"""This module opens sessions under keys that a plug-in chooses. `slime.agent.adapters` uses it by default.
 
-An adapter's application runs in a thread and loop of its own. Sessions live in the rollout's loop, whose server has an
-address for each. So a request goes on to that address, and the answer comes back piece by piece.
+An adapter's application runs in a separate thread and event loop. Sessions live in the rollout's loop, whose server has
+an address for every session. So a request is forwarded to that address, and the answer is returned in pieces.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class _Opened:
 class KeyedSessions:
     """`slime.agent.adapters.Sessions` over the sessions of this process's rollout. Every thread may call it.
 
-    The flags of the rollout apply, as in `open_session`. A client may ask for any name of a model, because programs
-    that a plug-in starts have names of their own.
+    The flags of the rollout apply, as in `open_session`. A client may request any model name, because programs that a
+    plug-in starts use their own names.
     """
 
     def __init__(self) -> None:
         self._opened: dict[str, _Opened] = {}
 
     def open(self, key: str, *, sampling: dict[str, Any], max_context_tokens: int) -> None:
-        """RuntimeError without a rollout in this process."""
+        """Opens a session under `key`. RuntimeError without a rollout in this process."""
         own = current_state()
         context = RunContext.of_state(own)
         if key.startswith(EVALUATION):
@@ -87,7 +87,7 @@ class KeyedSessions:
             return response
 
     async def finish(self, key: str, base_sample: Sample) -> list[Sample]:
-        """End it: a sample for each conversation, made from `base_sample`. Raises the fault that ended it."""
+        """Ends the session. Returns a sample per conversation, made from `base_sample`, or raises the fault."""
         session = await self._end(key)
         if session.fault is not None:
             raise session.fault
@@ -95,7 +95,7 @@ class KeyedSessions:
         return session.samples()
 
     async def drop(self, key: str) -> None:
-        """End it without samples."""
+        """Ends the session without samples."""
         await self._end(key)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The limits that end a session, and the reasons that decide what its samples become."""
+"""This module defines the limits that end a session, and the reasons from which the status of its samples follows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slime.config.sections.sessions import SessionsConfig
 
 DONE = "done"
 NO_REQUEST = "no_request"
-"""The agent ended without an answer, and no request with its key came."""
+"""Reason of a session whose agent ended without an answer and sent no request with the session's key."""
 LIMITS = ("turns", "tokens", "tool_calls", "time", "context")
 """Reasons after which a sample is truncated, as one that reached its number of tokens."""
 ABORTS = ("aborted", "deadline")
@@ -17,11 +17,11 @@ ABORTS = ("aborted", "deadline")
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """When a session ends. None for no limit."""
+    """The limits of a session. None means no limit."""
 
     turns: int | None = None
     tokens: int | None = None
-    """Tokens that the model writes."""
+    """Number of tokens that the model generates."""
     tool_calls: int | None = None
     seconds: float | None = None
 

@@ -1,4 +1,4 @@
-"""An answer while the model writes it: its tokens so far, and their text as far as later tokens cannot change it."""
+"""This module streams an answer while the model generates it: the text so far that later tokens cannot change."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _HALF = "\ufffd"
-"""What a decoder shows for bytes that are not yet a character."""
+"""The character that a decoder returns for bytes that are not yet a complete character."""
 
 
 class TextSoFar:
-    """Tokens in, text out: a beginning of what `decode` makes of all tokens.
+    """Decodes tokens incrementally. The text so far is a prefix of the text that `decode` returns for all tokens.
 
-    A special token stays back until another token follows it, because one that ends the turn is no text. So do the last
-    `hold` characters, which may be the beginning of a text that stops the answer.
+    A special token is held back until another token follows, because a token that ends the turn is not text. The last
+    `hold` characters are also held back, because they may be the beginning of a text that stops the answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: Container[int], hold: int = 0) -> None:
         self._tokenizer, self._special, self._hold = tokenizer, special, hold
         self._ids: list[int] = []
         self._start = self._read = 0
-        """The tokens of [start, read) have been read. They are decoded again, because spaces may depend on them."""
+        """The tokens of [start, read) are decoded again with new tokens, because spaces may depend on the context."""
         self._held = ""
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The new text."""
+        """Adds tokens and returns the new text."""
         self._ids += token_ids
         end = len(self._ids)
         if end and self._ids[-1] in self._special:
@@ -57,12 +57,12 @@ class LiveAnswer:
     """One answer, from the request to its end. `follow` begins it; a stream of events reads `texts`, then `answer`."""
 
     def __init__(self, ended: Callable[[], str | None] = lambda: None) -> None:
-        """`ended`: why the session has ended."""
+        """`ended` returns the reason why the session has ended, or None."""
         self._ended = ended
         self.id, self.created = secrets.token_hex(12), int(time.time())
         self.prompt_tokens = 0
         self.sent = ""
-        """The text that was handed out."""
+        """The text that `texts` has yielded."""
         self._task: asyncio.Task[ModelAnswer] | None = None
         self._text: TextSoFar | None = None
         self._ids: list[int] = []
@@ -75,12 +75,12 @@ class LiveAnswer:
         task.add_done_callback(lambda _: self._news.set())
 
     def show(self, text: TextSoFar) -> None:
-        """Hand out text from now on. Without this call, `texts` is empty."""
+        """Lets `texts` yield text from now on. Without this call, `texts` is empty."""
         self._text = text
 
     def on_tokens(self, place: int, token_ids: list[int], log_probs: list[float]) -> None:
-        """`slime.protocols.OnTokens`. Tokens that come again, because another engine took the request over, are no
-        news."""
+        """Implements `slime.protocols.OnTokens`. Ignores tokens that are repeated because another engine has taken over
+        the request."""
         if self._text is None or place + len(token_ids) <= len(self._ids):
             return
         new = token_ids[len(self._ids) - place :]
@@ -90,15 +90,15 @@ class LiveAnswer:
             self._news.set()
 
     def check(self, result: GenerateResult) -> None:
-        """Refused if the client has seen other tokens than those of the result: an engine died, and the next one wrote
-        something else. The sample goes back to the rollout."""
+        """Raises Refused if the client has received other tokens than the result has: an engine died, and the next
+        engine generated other tokens. The sample returns to the rollout."""
         if result.token_ids[: len(self._ids)] != self._ids:
             raise Refused(
                 "aborted", "an engine ended in the middle of an answer that was being streamed", 403
             )
 
     async def texts(self) -> AsyncIterator[str]:
-        """The text in pieces, until the answer is whole. What is left then has `rest`."""
+        """Yields the text in pieces until the answer is complete. `rest` returns the remaining text."""
         assert self._task is not None
         while True:
             await self._news.wait()
@@ -110,7 +110,7 @@ class LiveAnswer:
             yield piece
 
     async def answer(self) -> ModelAnswer:
-        """The whole answer. Refused when the session ended meanwhile."""
+        """Returns the whole answer. Raises Refused if the session has ended meanwhile."""
         assert self._task is not None
         await asyncio.wait({self._task})
         if self._task.cancelled():
@@ -119,7 +119,7 @@ class LiveAnswer:
         return self._task.result()
 
     def rest(self, answer: ModelAnswer) -> str:
-        """What the content has beyond `sent`. Refused where that is no beginning of the content."""
+        """Returns the content after `sent`. Raises Refused if the content does not begin with `sent`."""
         content = answer.reply.content or ""
         if not content.startswith(self.sent):
             raise Refused(

@@ -1,8 +1,8 @@
-"""Chat messages in one form, whatever dialect they came in: the form that chat templates of Hugging Face read.
+"""This module converts the chat messages of every dialect to the form that chat templates of Hugging Face read.
 
-A message has `role` (system, user, assistant, tool) and `content` (text). An assistant's may have `tool_calls`
-({"id", "type": "function", "function": {"name", "arguments"}}, arguments as an object) and `reasoning_content`. A
-tool's has `tool_call_id`.
+A message has `role` (system, user, assistant, tool) and `content` (text). A message of an assistant may have
+`tool_calls` ({"id", "type": "function", "function": {"name", "arguments"}}, arguments as an object) and
+`reasoning_content`. A message of a tool has `tool_call_id`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.types import Message, Tools
 _TEXT = ("text", "input_text", "output_text")
 """The types of text parts."""
 _BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
-"""A line that Claude Code puts into its system prompt. It is another one in each request."""
+"""A line in the system prompt of Claude Code. It differs in every request."""
 
 
 class Refused(Exception):
@@ -30,7 +30,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that the model wrote. `arguments` is the text that it wrote, which should be JSON."""
+    """A call that the model wrote. `arguments` is the model's text, which should be JSON."""
 
     name: str
     arguments: str
@@ -39,7 +39,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer of the model, taken apart."""
+    """A parsed answer of the model."""
 
     content: str | None
     reasoning: str | None = None
@@ -48,7 +48,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """What a client gets, before a dialect writes it."""
+    """The answer for a client, before a dialect formats it."""
 
     id: str
     reply: Reply
@@ -61,24 +61,24 @@ class ModelAnswer:
 
 
 class ChatParser(Protocol):
-    """Takes the model's text apart. The backend gives it, because it knows the formats of its engine.
+    """Parses the model's text. The backend provides the parser, because the formats depend on the engine.
 
-    One with an attribute `plain` that is true says that the content is the text: a client may see the text before the
-    answer is whole.
+    If a parser has a true attribute `plain`, the content is the text, so a client may get the text before the answer is
+    complete.
     """
 
     tools: bool
-    """Whether it finds tool calls."""
+    """True if the parser finds tool calls."""
 
     def parse(
         self, text: str, token_ids: list[int], prompt_ids: list[int], messages: list[Message], tools: Tools
     ) -> Reply:
-        """`text` and `token_ids`: the answer without its end-of-turn token. `prompt_ids`: what it continues."""
+        """Parses the answer `text` and `token_ids`, without its end-of-turn token. `prompt_ids` precede the answer."""
         ...
 
 
 class PlainParser:
-    """The whole text is the content."""
+    """A parser that returns the whole text as the content."""
 
     tools, plain = False, True
 
@@ -90,7 +90,7 @@ class PlainParser:
 
 @dataclass
 class ChatRequest:
-    """What the three dialects ask for."""
+    """A request, in the form that all three dialects share."""
 
     model: str
     messages: list[Message]
@@ -101,7 +101,7 @@ class ChatRequest:
     ignored: list[str] = field(default_factory=list)
     """Fields that have no effect, because they would change the distribution that the trainer assumes."""
     size: int = 0
-    """Of its body, in bytes."""
+    """Size of the request's body in bytes."""
 
 
 def text_of(content: object, kinds: tuple[str, ...] = _TEXT) -> str:
@@ -141,7 +141,7 @@ def _parts(content: object, kinds: tuple[str, ...]) -> list[str]:
 
 
 def tool_call(name: object, arguments: object, call_id: str) -> dict[str, object]:
-    """A call as templates read it."""
+    """Returns a call in the form that chat templates read."""
     if not isinstance(name, str) or not name:
         raise Refused("request", f"a tool call must have a name, got {name!r:.80}; fix the client")
     given = as_object(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
@@ -153,7 +153,7 @@ def tool_call(name: object, arguments: object, call_id: str) -> dict[str, object
 
 
 def assistant(content: str | None, calls: list[dict[str, object]], reasoning: str | None = None) -> Message:
-    """An assistant's message. Templates ask whether the key `tool_calls` is there, so an empty list is left out."""
+    """Returns an assistant's message. Templates check for the key `tool_calls`, so an empty list is left out."""
     message: Message = {"role": "assistant", "content": content or ""}
     if calls:
         message["tool_calls"] = calls
@@ -168,8 +168,8 @@ def of_reply(reply: Reply) -> Message:
 
 
 def same(ours: Message, theirs: Message) -> bool:
-    """Whether the client's message is the one that we have. Of an assistant's turn, reasoning, the ids of calls and
-    space around the content do not count: clients leave them out, make their own, or strip."""
+    """Returns True if the client's message equals the stored message. In an assistant's message, reasoning, the ids of
+    calls and space around the content are ignored, because clients remove or replace them."""
     if ours["role"] != theirs["role"]:
         return False
     if ours["role"] != "assistant":

@@ -1,4 +1,4 @@
-"""Runs what may take long in a thread, so that the event loop of all samples goes on meanwhile."""
+"""This module runs slow functions in threads, so that they do not block the event loop that serves all samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _AT_ONCE = 1 << 15
-"""Characters or bytes that take a few milliseconds at most to read, render and tokenise."""
+"""Number of characters or bytes that can be read, rendered and tokenised within a few milliseconds."""
 _threads = ThreadPoolExecutor(2, thread_name_prefix="session-text")
 """These threads are separate from the event loop's own threads, which reward functions may hold for minutes."""
 _parsers = ThreadPoolExecutor(2, thread_name_prefix="session-parser")

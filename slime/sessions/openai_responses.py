@@ -41,8 +41,8 @@ def read(body: Body, session: Session) -> ChatRequest:
 
 
 def _messages(items: list[Body]) -> list[Body]:
-    """Chat messages. The reasoning, text and calls of an answer are items of their own here; together they are one
-    assistant's message."""
+    """Returns chat messages. In this API, the reasoning, text and calls of an answer are separate items. Together they
+    become one assistant's message."""
     found: list[Body] = []
     for item in items:
         kind = item.get("type") or "message"
@@ -70,7 +70,7 @@ def _messages(items: list[Body]) -> list[Body]:
 
 
 def _join(found: list[Body], part: Body) -> None:
-    """Add a part of an assistant's turn to the turn, if it goes on."""
+    """Adds a part of an assistant's turn to the last message, if the last message belongs to the same turn."""
     if not found or found[-1]["role"] != "assistant":
         found.append(part)
         return
@@ -215,7 +215,7 @@ class _Steps:
             self.add("response.output_text.delta", **at, delta=text, logprobs=[])
 
     def take(self) -> list[Event]:
-        """Those that were not taken yet."""
+        """Returns the events that no earlier call has returned."""
         taken, self._waiting = self._waiting, []
         return taken
 

@@ -34,9 +34,9 @@ async def open_session(
     """A session of `sample`, which an agent can use until the block ends.
 
     `sampling_params` default to those of training samples, `limits` to the --session flags, and `parser`, which finds
-    reasoning and tool calls, to the backend's. A session that a limit or a bad request has ended ends the block too: an
-    error of the agent that follows from it is not raised. Any other error is. After the block, `Session.samples` has
-    what became of it.
+    reasoning and tool calls, to the backend's parser. If a limit or a bad request has ended the session, errors of the
+    agent are not raised, because they follow from that end. Any other error is raised. After the block,
+    `Session.samples` returns the samples.
     """
     context = context_of(args)
     limits = SessionLimits.of(context.config.sessions) if limits is None else limits

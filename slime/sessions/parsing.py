@@ -1,4 +1,4 @@
-"""The process border to the parser of the model's text: which replies are allowed, and how its errors end a session."""
+"""This module calls the parser of the model's text, checks its replies, and lets its errors end the session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.sessions.off_loop import within
 from slime.types import Message, Tools
 
 _LONGEST_S = 60.0
-"""Some parsers need the square of the time for a text of twice the length."""
+"""Limit on the parser's time in seconds. The time of some parsers grows with the square of the text's length."""
 
 
 Answer: TypeAlias = tuple[str, list[int], list[int], list[Message], Tools]

@@ -1,10 +1,10 @@
-"""Chat messages -> the tokens that come after those that a session has. Owns where an assistant's turn ends.
+"""This module renders new chat messages as the tokens that follow a session's tokens. It finds where a turn ends.
 
 A session keeps the tokens of the model as they were sampled. Rendering the whole conversation again would change them:
 templates leave out earlier reasoning, write tool calls in their own way, and a text may be split into other tokens. So
-the conversation is rendered with a mark in the place of the last turn of the model, and only what follows the mark is
-tokenised. What the template puts between the mark and the next message closes the turn; the same conversation without
-the new messages shows how long that is.
+the conversation is rendered with a mark at the end of the model's last turn, and only the text after the mark is
+tokenised. The text between the mark and the next message closes the turn. Rendering the same conversation without the
+new messages shows the length of that text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PIECE = 1 << 15
-"""Characters. No tokenizer needs twice as many tokens for a text that is cut into pieces of this size."""
+"""Size of a piece in characters. Cutting a text into such pieces does not double its number of tokens."""
 
 
 class BoundaryError(Exception):
@@ -146,8 +146,8 @@ def _with_arguments(message: Message, write: Callable[[object], object]) -> Mess
 
 
 def _marked(message: Message, mark: str) -> Message:
-    """The model's turn with the mark at its end: in the content, and in the arguments of the calls, of which a template
-    may leave out either."""
+    """Returns the model's turn with the mark at its end. The mark is in the content and in the arguments of the calls,
+    because a template may leave out the content or the calls."""
     stand_in: Message = {"role": "assistant", "content": mark}
     if "tool_calls" in message:
         stand_in["tool_calls"] = message["tool_calls"]

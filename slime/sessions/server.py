@@ -2,9 +2,9 @@
 
     POST /sessions/{id}/v1/chat/completions, /v1/responses, /v1/messages    GET /sessions/{id}/v1/models
 
-A request must carry its session's key, as `Authorization: Bearer KEY` or `x-api-key: KEY`. Statuses are such that
-clients do not try again: a refusal has ended the session. A stream gets text as the model writes it where engine and
-parser can give it, and comments while there is none, so that no client takes it for dead.
+A request must carry its session's key, as `Authorization: Bearer KEY` or `x-api-key: KEY`. The statuses of refusals
+make clients give up, because a refusal has ended the session. A stream sends text while the model generates it, if the
+engine and the parser support that. While no text is available it sends comments, so that clients keep the connection.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _WRONG_KEY = (
     "the key of a request must be that of an open session, got another key or a session that has ended; give the "
     "client session.api_key, and ask inside the block of open_session"
 )
-"""It is the same text for both, so that nobody learns which sessions there are."""
+"""The text is the same for a wrong key and for an unknown session, so that it does not reveal which sessions exist."""
 
 
 class SessionServer:
-    """Serves the sessions that it was given, each until it is taken away."""
+    """Serves each session from `add` until `remove`."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -116,7 +116,8 @@ class _Route:
             raise
 
     async def count(self, request: web.Request) -> web.Response:
-        """How many tokens the messages of a request have. It is no turn, and a refusal does not end the session."""
+        """Returns the number of tokens of a request's messages. The request is not a turn, and a refusal does not end
+        the session."""
         try:
             session = self._server.session_of(request)
             _, asked = await self._read(request, session)
@@ -137,7 +138,7 @@ class _Route:
         return await off_loop(len(raw), self._parse, raw, session)
 
     def _parse(self, raw: bytes, session: Session) -> tuple[Body, ChatRequest]:
-        """The body and what it asks for. Refused for anything that is no request of the dialect."""
+        """Returns the body and the request. Raises Refused for a body that is not a request of the dialect."""
         try:
             body = read_json(raw)
             if not isinstance(body, dict):

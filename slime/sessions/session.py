@@ -1,4 +1,4 @@
-"""One conversation of an agent with the engine: its tokens, its limits, and the samples that it becomes."""
+"""This module owns a session: an agent's conversations with the engine, their tokens, limits and samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODEL = "policy"
 """The name of the model that sessions serve."""
 _FORBIDDEN = 403
 _SAID = 1000
-"""Most characters of a reason in a sample's metadata."""
+"""Maximum length in characters of a reason in a sample's metadata."""
 
 
 class Session:
@@ -45,15 +45,16 @@ class Session:
         parser: ChatParser,
         model: str | None = MODEL,
     ) -> None:
-        """`model`: the one name that clients may ask for; None for any."""
+        """`model` is the only model name that clients may request; None allows any name."""
         self.id, self.api_key = secrets.token_urlsafe(12), secrets.token_urlsafe(32)
         self.url = ""
         self.ended: str | None = None
         self.said = ""
         self.wrong_keys = 0
-        """Requests to its address with another key. Anybody on this machine can make them, so they do not end it."""
+        """Number of requests to the session's address with a wrong key. They do not end the session, because every
+        process on this machine can send such requests."""
         self.fault: Exception | None = None
-        """An error that is not the agent's: of the engine or of this project. It ends the run."""
+        """An error of the engine or of this project, not of the agent. It ends the run."""
         own = context.run
         self._config, self._own, self._sample = context.config, own, sample
         self._params, self._limits, self._parser = sampling_params, limits, parser
@@ -72,7 +73,7 @@ class Session:
 
     @property
     def base_url(self) -> str:
-        """For OpenAI's clients. Those of Anthropic take `url`."""
+        """The base URL for OpenAI's clients. Anthropic's clients take `url`."""
         return f"{self.url}/v1"
 
     @property
@@ -86,7 +87,7 @@ class Session:
         return len(self._tree.turns)
 
     def end(self, reason: str, said: str = "") -> None:
-        """No request is answered any more, and those that run are cancelled. The first reason counts."""
+        """Ends the session: rejects new requests and cancels running requests. Only the first reason is recorded."""
         if self.ended is None:
             self.ended, self.said = reason, said[:_SAID]
             for task in self._in_flight:
@@ -94,7 +95,7 @@ class Session:
                     task.cancel()
 
     def fail(self, error: Exception) -> None:
-        """End with an error that is not the agent's."""
+        """Ends the session with an error that is not the agent's."""
         self.fault = error
         self.end("error", f"{type(error).__name__}: {error}")
 
@@ -113,8 +114,8 @@ class Session:
         return len(ids)
 
     async def answer(self, request: ChatRequest, live: LiveAnswer | None = None) -> ModelAnswer:
-        """The model's answer. Refused when the session has ended, or ends with this request. Any other error is kept in
-        `fault`. `live` gets the text while it is written, where the engine and the parser can give it."""
+        """Returns the model's answer. Raises Refused if the session has ended, or ends with this request. Stores any
+        other error in `fault`. `live` gets the text during generation, if the engine and the parser support that."""
         task = asyncio.current_task()
         assert task is not None
         self._in_flight.add(task)
@@ -123,7 +124,7 @@ class Session:
         except Refused as refusal:
             self.end(refusal.reason, str(refusal))
             raise
-        except Exception as error:  # border: it must reach the run, not the agent alone
+        except Exception as error:  # border: the error must reach the run, not only the agent
             self.fail(error)
             raise Refused("error", self.said, _FORBIDDEN) from error
         finally:
@@ -169,7 +170,7 @@ class Session:
         return answer
 
     def _check(self, request: ChatRequest) -> None:
-        """Refused unless the session may have one more turn, and the request is one that it can answer."""
+        """Raises Refused unless the session may have another turn and can answer the request."""
         limits, written = self._limits, sum(len(turn.result.token_ids) for turn in self._tree.turns)
         if self.ended is not None:
             raise Refused(self.ended, f"the session has ended: {self.ended}. {self.said}", _FORBIDDEN)
@@ -197,7 +198,8 @@ class Session:
             )
 
     async def _context(self, request: ChatRequest) -> int | None:
-        """The most tokens of a prompt with its answer. Refused for more messages than that."""
+        """Returns the limit on the tokens of a prompt with its answer. Raises Refused if the request has more messages
+        than that."""
         try:
             served = await self._own.context_tokens()
         except TimeoutError as error:
@@ -293,7 +295,7 @@ class Session:
     async def _reply(
         self, request: ChatRequest, prompt: list[int], result: GenerateResult, *, ended: bool
     ) -> tuple[Reply, Refused | None]:
-        """The answer taken apart; where the parser cannot do that, its text, and the refusal."""
+        """Returns the parsed answer. If the parser fails, returns the plain text and the refusal."""
         ids = result.token_ids[:-1] if ended else result.token_ids
         text = str(self._own.tokenizer.decode(ids, skip_special_tokens=False))
         for stop in request.stop:
@@ -354,7 +356,7 @@ class Session:
         return made
 
     def _unasked(self) -> str:
-        """The error of a session in which nothing was asked with its key."""
+        """Returns the error of a session without a request that had the session's key."""
         others = f", and {self.wrong_keys} with another key" if self.wrong_keys else ""
         return (
             f"an agent must ask for an answer with the key of its session, got none{others}; give its client "
@@ -380,8 +382,8 @@ class Session:
         return sample
 
     def reward(self, value: float) -> None:
-        """The reward of the newest turn. `metadata["turn_rewards"]` has those of all turns that a sample trains on, for
-        --advantage-estimator grpo_turn; a turn without one has 0."""
+        """Sets the reward of the newest turn. `metadata["turn_rewards"]` holds the rewards of all turns that a sample
+        trains on, for --advantage-estimator grpo_turn. The default reward of a turn is 0."""
         if not self._tree.turns:
             raise ValueError(
                 "a turn must be there before it gets a reward, got a session without an answer; ask first"

@@ -1,9 +1,9 @@
-"""The turns of a session as a tree, and the samples that it becomes.
+"""This module stores the turns of a session as a tree and converts the tree to samples.
 
-A turn is one request and its answer. A request that repeats the messages of an earlier turn and its answer, and adds to
-them, continues that turn. A client that rewrites history, asks twice or talks about something else forks the tree. Each
-path from a root to a leaf becomes a sample. An answer is trained on in the first sample that it is part of, so no token
-counts twice.
+A turn is a request and its answer. A request that repeats the messages of an earlier turn and its answer, and adds
+messages, continues that turn. A client that changes earlier messages, repeats a request or starts another conversation
+forks the tree. Each path from a root to a leaf becomes a sample. Only the first sample that contains an answer trains
+on the answer, so no token counts twice.
 
 Shapes: N tokens of a path, L layers of the model, K experts per token.
 """
@@ -28,19 +28,19 @@ class Turn:
     added: list[Message]
     """The messages of the request that the parent does not have."""
     prompt_ids: list[int]
-    """Their tokens, the opening of the answer included."""
+    """The tokens of these messages, including the opening of the answer."""
     reply: Message
     result: GenerateResult
     ended: bool
     """The model ended the turn with a special token."""
     tools_key: str = ""
-    """Of a root: the tools, which are a part of its prompt."""
+    """For a root, the tools, which are part of the prompt; "" for other turns."""
     children: list[Turn] = field(default_factory=list)
     reward: float | None = None
 
     @property
     def path(self) -> list[Turn]:
-        """The turns from the root to this one."""
+        """The turns from the root to this turn."""
         turns, turn = [self], self.parent
         while turn is not None:
             turns.append(turn)
@@ -49,12 +49,12 @@ class Turn:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the whole path."""
+        """The tokens of the whole path."""
         return [token for turn in self.path for token in (*turn.prompt_ids, *turn.result.token_ids)]
 
     @property
     def messages(self) -> list[Message]:
-        """Of the whole path, the answer included."""
+        """The messages of the whole path, including the answer."""
         return [message for turn in self.path for message in (*turn.added, turn.reply)]
 
     @property
@@ -80,7 +80,7 @@ class TurnTree:
         self.turns.append(turn)
 
     def last_known(self, messages: list[Message], tools_key: str) -> tuple[Turn | None, int]:
-        """The deepest turn whose messages and answer `messages` repeat, and how many messages these are."""
+        """Returns the deepest turn whose messages and answer are repeated in `messages`, and their number."""
         best: tuple[Turn | None, int] = (None, 0)
         waiting = [(turn, 0) for turn in self._roots if turn.tools_key == tools_key]
         while waiting:
@@ -89,7 +89,7 @@ class TurnTree:
             end = start + len(known)
             if end > len(messages) or not all(map(same, known, messages[start:end])):
                 continue
-            # of two that are equally deep, the newer: a client that asked twice went on with what it got last
+            # Equally deep turns: the newer one, because a client that repeats a request uses the last answer.
             if end >= best[1]:
                 best = turn, end
             waiting += [(child, end) for child in turn.children]
@@ -110,7 +110,7 @@ class TurnTree:
 
 
 def blank(sample: Sample) -> Sample:
-    """The sample before its generation, with a metadata record of its own."""
+    """Returns a copy of the sample without generated fields, with a copy of its metadata."""
     fresh = copy.copy(sample)
     fresh.tokens, fresh.response, fresh.response_length = [], "", 0
     fresh.loss_mask, fresh.rollout_log_probs, fresh.weight_versions = None, None, []
@@ -134,7 +134,7 @@ def _sample_of(path: list[Turn], given: Sample, trained: set[int]) -> Sample:
 
 
 def _append(sample: Sample, result: GenerateResult, *, again: bool) -> None:
-    """Add an answer. `again`: another sample trains on it, and its counts are there."""
+    """Adds an answer. With `again`, another sample trains on the answer and has its counts."""
     if again:
         sample.append_response_tokens(tokens=result.token_ids, trainable=False)
     else:

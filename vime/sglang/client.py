@@ -118,7 +118,7 @@ class SglangEngineClient(RouterClient):
         return scores_of(answer, token_ids[start:], top_k)
 
     async def abort_all(self) -> None:
-        """Abort every running request on every engine of the router, which has no such route itself."""
+        """Aborts every running request on every engine of the router, because the router has no route for that."""
         await self._on_all("/abort_request", {"abort_all": True})
 
     async def _send(self, body: bytes, session: str | None) -> Answer:
@@ -182,8 +182,8 @@ def request_params(sampling_params: dict[str, object]) -> dict[str, object]:
 
 
 def result_of(answer: Answer) -> GenerateResult:
-    """Convert an engine's answer. `Transient` for a request that the engine gave up for a reason of its own, ValueError
-    when a token has no log-prob, DivergedError when a log-prob is NaN."""
+    """Converts an engine's answer. `Transient` for a request that the engine gave up for an internal reason, ValueError
+    if a token has no log-prob, DivergedError if a log-prob is NaN."""
     meta = answer.meta_info
     reason = meta.finish_reason.get("type")
     if reason not in _FINISH:

@@ -1,7 +1,7 @@
 """sglang-router as a supervised subprocess. It differs from vllm-router in its command line and in how engines join.
 
-It adds and removes engines in the background: `add` and `remove` wait until its list shows it. Plug-ins reach it
-without a gateway, because it passes SGLang's /generate on.
+The router adds and removes engines in the background: `add` and `remove` wait until its list shows the change. Plug-ins
+use it without a gateway, because it forwards SGLang's /generate.
 """
 
 from __future__ import annotations

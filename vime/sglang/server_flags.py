@@ -181,7 +181,7 @@ def check_weights(config: Config) -> None:
 
 
 def check_engines(config: Config) -> None:
-    """What SGLang's engines do not give here."""
+    """ValueError for a setting that SGLang's engines do not support in this project."""
     if config.off_policy.replay_kept_tokens:
         raise FlagError(
             "--replay-kept-tokens",
