@@ -109,7 +109,7 @@ class CallTimes:
 
 @dataclass
 class Timings:
-    """Times of all contenders. `yardstick` has one sample per timed call. `failed` has failed contenders with
+    """Times of the contenders. `yardstick` has one sample per timed call. `failed` has failed contenders with
     reasons."""
 
     yardstick: CallTimes
@@ -207,7 +207,7 @@ def _first_calls(entry: Entry, step: Step, device: torch.device, clock: Clock[Ma
 
 
 def what_ran() -> Facts:
-    """Returns the implementation of each operator in the calls since the last look, with the reason for no kernel."""
+    """Returns each operator's implementation in the calls since the last look, and the reasons why no kernel ran."""
     done = telemetry(reset=True)
     found: Facts = {
         "implementation": {name: ", ".join(facts["implementations"]) for name, facts in done.items()}

@@ -153,7 +153,8 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
             f"data of {given.benchmark} must be a prompt file that exists, got {benchmark.data}; name yours with "
             "--data, or take a --preset that makes its own (smoke, shallow: where the file has one)"
         )
-    sys.path.append(str(given.benchmark.absolute().parent))  # hooks beside the file, as its runs find them
+    # Hooks can be in the folder of the file. The runs find them there too.
+    sys.path.append(str(given.benchmark.absolute().parent))
     return given, benchmark
 
 

@@ -110,7 +110,7 @@ class BenchPlan:
         return [*([] if self.rollouts is None else [self.rollouts]), *self.runs]
 
     def lines(self) -> Iterator[str]:
-        """Yields every command in order, in bash syntax, with masked secrets. Common flags of all runs appear once."""
+        """Yields every command in order, in bash syntax, with masked secrets. The common flags appear once."""
         yield f"export PYTHONPATH={shlex.quote(self.python_path)}"
         if self.model_command:
             yield shlex.join(self.model_command)
@@ -146,7 +146,7 @@ def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None 
 
     rollouts, loads = None, list[str]()
     if tier == "module":
-        quiet = ("--rlk-consistency", "off")  # it compares with a trainer, and there is none
+        quiet = ("--rlk-consistency", "off")  # it compares with a trainer, which this run lacks
         rollouts = run("rollouts", None, *quiet, "--debug-rollout-only", "--save-debug-rollout-data", saved)
         loads = ["--load-debug-rollout-data", saved]
     runs = []
@@ -185,7 +185,7 @@ def refuse_unlike_runs(
     its field, or if finished runs had another machine, code or data.
 
     `environments` has finished runs' environments by name; the other runs would use the present environment. The report
-    checks variables, because imports of a run set some of them before the run records them.
+    checks environment variables, because imports of a run set variables before the run records them.
     """
     finished = environments or {}
     now = collect_environment([], {}, [*prompt_files(plan.data), plan.model / "config.json"])

@@ -159,7 +159,7 @@ def _facts(record: Record, pairs: Sequence[Pair]) -> Iterator[tuple[str, str]]:
             f"{flags['rollout_max_response_len']} tokens, prompts of `{file}`, reward "
             f"`{flags.get('custom_rm_path') or flags.get('rm_type')}`",
         )
-    steps = len(first.steps) - record.warm_up  # of all: the record is of finished runs of one length
+    steps = len(first.steps) - record.warm_up  # all runs are finished and have one length
     yield "Counted", f"pairs: {len(pairs)}; steps of each run: {steps} after {record.warm_up} of warm-up"
     baselines = {id(repeat) for repeat, _ in pairs}
     order = " ".join(BASELINE[0] if id(repeat) in baselines else RL_KERNEL[0] for repeat in in_order(pairs))

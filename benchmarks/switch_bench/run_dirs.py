@@ -28,14 +28,14 @@ NOT_OF_A_TRAINER = (
     *("perf/rollout_time", "perf/update_weights_time"),
     *("rollout/raw_reward", "rollout/response_len/mean"),
 )
-"""Of a run on saved rollouts the first two time the reading of a file and a transfer to nobody; the others are those of
-the file."""
+"""Metrics that are left out of a run on saved rollouts. The two times measure the reading of a file and a transfer
+without a receiver. The two values of the rollout come from the file and are equal in every run."""
 MADE_FILE = "make_model.json"
 """File in which scripts/make_model.py describes its model."""
 SYSTEM_PREFIXES = (Path("/usr"), Path("/usr/local"))
 """Prefixes of a system's Python, which also have other software, such as CUDA."""
 SO_FAR = tuple(f"_p{p}" for p in PERCENTILES)
-"""How figures end that a run gives of its steps so far: of them the report has its own, from enough steps on."""
+"""Name endings of a run's percentiles over its steps so far. They are left out, as the report computes percentiles."""
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,12 @@ def whats_missing(plan: BenchPlan) -> list[Planned]:
     be compared."""
     missing = []
     for run in plan.all_runs():
-        expected = flags_of(resolved(run))  # of all: wrong flags show before the first run starts
+        # Every run is resolved here, so that wrong flags raise before the first run starts.
+        expected = flags_of(resolved(run))
         found = flags_of(read_saved(run.run_dir / "config.json"))
         steps = len(read_steps(run.run_dir, trained=run.side is not None).values)
-        if steps >= found.get("num_rollout", run.steps):  # all that was asked for then, less than now perhaps
+        # The run may be complete for its own --num-rollout, which can be smaller than the present one.
+        if steps >= found.get("num_rollout", run.steps):
             _check_same(run, found, expected)
         if not is_whole(run, plan):
             missing.append(run)
@@ -97,7 +99,7 @@ def _make_model(plan: BenchPlan) -> None:
         return
     log = plan.out / "model.log"
     print(f"model: {plan.benchmark.model.arch}, random weights, to {plan.model}", flush=True)
-    # With a safe path, as all commands here have it, Python does not find what lies beside a script.
+    # All commands here run with Python's safe path, which leaves out the folder of the script.
     beside = os.pathsep.join([str(MAKE_MODEL.parent), plan.python_path])
     if status := _run(command, log, beside):
         raise ValueError(

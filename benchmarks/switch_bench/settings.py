@@ -1,19 +1,20 @@
-"""A benchmark's YAML file: what is measured, on which model and data, with which switch. Owns its keys.
+"""Reads the YAML file of a benchmark: its model, data, flags and switch. This module defines the keys of the file.
 
     name: tiny-cpu                      file names and titles
-    claim: baseline against rl_kernel   what a difference may be called (default: the name)
+    claim: baseline against rl_kernel   the title of the comparison in the report (default: the name)
     model: {arch: qwen3-tiny}           random weights of scripts/make_model.py, with `layers: N` of reduced depth;
                                         or {path: DIR}, a Hugging Face directory
     data: arithmetic                    a prompt file, or the sums that come with a random model
-    flags: {colocate: true, lr: 1e-3}   flags of `vime train`, or a list of them as they are typed
-    switch: {field: rlk_fast, baseline: off, rl_kernel: auto}     the one thing that differs (this is the default)
-    steps: 12                           of each run, the warm-up included
-    warm_up: 2                          steps that count for nothing (default 1)
-    repeats: 3                          runs a side (default 1)
-    presets: {smoke: {steps: 3}}        other values by name: of `flags` and `switch` (but its field) those
-                                        it names, of the rest the whole
+    flags: {colocate: true, lr: 1e-3}   flags of `vime train`, or a list of such flags as a user types them
+    switch: {field: rlk_fast, baseline: off, rl_kernel: auto}     the field that differs between the two sides, and
+                                        its two values (this is the default)
+    steps: 12                           steps per run, with the warm-up
+    warm_up: 2                          first steps that the report leaves out (default 1)
+    repeats: 3                          runs per side (default 1)
+    presets: {smoke: {steps: 3}}        other values, by the name of the preset. A preset replaces single entries of
+                                        `flags` and `switch` (but not `field`), and whole values of the other keys
 
-YAML's booleans are true and false only: `off` is a word here, as it is on a command line.
+The reader takes only `true` and `false` as booleans. `off` is a string, as on a command line.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of one metric. `sides` has None for a side that did not record it. `difference` is None unless
+    """The comparison of a metric. `sides` has None for a side that did not record it. `difference` is None unless
     both sides recorded the metric, and for parts that are compared only in WHOLE_OF. `steps` is the number of steps
     per side."""
 

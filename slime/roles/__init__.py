@@ -1,9 +1,10 @@
-"""This package defines the models of a run, one file per role. It must start without torch, for `vime plan`.
+"""The models on a run's trainer ranks. Each role has a file and an entry in ROLES. `vime plan` imports no torch here.
 
-    columns_read(config) -> roles_of(config) -> a learner for each trained role, a frozen model for each other
-                                             -> passes_of(config): which columns they fill, in the order of a step
+    columns_read(config) -> roles_of(config) -> a learner per trained role, a frozen model per other role
+                                             -> passes_of(config): the roles that fill columns, in the order of a step
 
-Memory, loading, checkpoints and the trainer read these records. No other code depends on the number of models.
+Memory plan, loading, checkpoints and the trainer loop over the records, so no other code depends on the number of
+models.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from slime.roles.reference import REFERENCE
 from slime.roles.teacher import TEACHER
 
 ROLES: tuple[Role, ...] = (REFERENCE, TEACHER, CRITIC, POLICY)
-"""All roles, in the order of their passes in a step and of their training."""
+"""All roles, in the order of their passes in a step. Trained roles are trained in the same order."""
 
 
 def roles_of(c: Config) -> tuple[Role, ...]:
-    """Returns the roles of a run: the policy, and roles whose column a loss or an estimator reads and samples lack. For
-    the configuration of a group of ranks (`slime.roles.groups`), returns the group's roles."""
+    """Returns the roles of a run: the policy, and each role whose column a loss or an estimator reads, unless samples
+    bring the column. For the configuration of a rank group (`slime.roles.groups`) it returns the group's roles."""
     read, group = columns_read(c), c.cluster.trainer_roles
     needed = (role for role in ROLES if role is POLICY or (role.column in read and not role.absent(c)))
     return tuple(role for role in needed if not group or role.name in group)
@@ -34,7 +35,7 @@ def passes_of(c: Config) -> tuple[Role, ...]:
 
 
 def order_of_step(c: Config) -> str:
-    """Returns the line that a run prints at its start: the computations of a step in their order."""
+    """Returns the passes and trainings of a step in their order, as the line that a run prints at its start."""
     passes = [f"{role.column} ({role.name})" for role in passes_of(c)]
     trained = [f"train {role.name}" for role in roles_of(c) if role.trained]
     return " -> ".join([*passes, *trained])

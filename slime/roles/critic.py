@@ -1,4 +1,4 @@
-"""This module defines the critic. It has the policy's architecture, and computes a value per token for an estimator."""
+"""The critic, whose values an estimator reads: the policy's architecture with one value per token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from slime.roles.record import Role, Source
 
 
 def folder(own: str | None, of_policy: str | None) -> str | None:
-    """Returns the folder of the critic's checkpoints: the critic's flag, or critic/ in the policy's folder."""
+    """Returns the folder of the critic's checkpoints: `own`, the value of its flag, or critic/ in the policy's
+    folder."""
     return own or (str(Path(of_policy) / "critic") if of_policy else None)
 
 
@@ -32,14 +33,14 @@ def saves_to(c: Config) -> str | None:
 
 
 def resume_folders(c: Config) -> list[str]:
-    """Returns the folders from which a critic may resume: --critic-load, and --critic-save if the command resumes its
-    own checkpoints."""
+    """Returns the folders from which the critic may resume: the load folder, and the save folder if the run resumes
+    from the checkpoints that it saves."""
     load, save = loads_from(c), saves_to(c) if saves_where_it_loads(c) else None
     return list(dict.fromkeys(directory for directory in (load, save) if directory))
 
 
 def _resumed(c: Config) -> Source | None:
-    """Returns the critic's checkpoint of the iteration from which the policy resumes, or None if it is missing."""
+    """Returns the critic's checkpoint with the iteration from which the policy resumes, or None without one."""
     if (iteration := resumed_iteration(c)) is None:
         return None
     for directory in resume_folders(c):
@@ -49,7 +50,7 @@ def _resumed(c: Config) -> Source | None:
 
 
 def _start(c: Config) -> Source:
-    """Returns --critic-load if it contains weights, else the weights with which the policy starts or resumes."""
+    """Returns --critic-load if it holds weights, else the weights with which the policy starts or resumes."""
     own = c.critic.critic_load
     if own and (latest(own) is not None or released(own) or is_hf_directory(own)):
         return Source(own, None, "--critic-load")
@@ -57,7 +58,7 @@ def _start(c: Config) -> Source:
 
 
 def wanted_devices(c: Config) -> tuple[int, int]:
-    """Returns (nodes, ranks per node) of the critic's flags. The defaults are the policy's numbers."""
+    """Returns nodes and ranks per node from the critic's flags. A missing flag takes the policy's value."""
     given = c.critic.critic_num_nodes, c.critic.critic_num_gpus_per_node
     return given[0] or c.cluster.actor_num_nodes, given[1] or c.cluster.actor_num_gpus_per_node
 

@@ -1,10 +1,10 @@
-"""This module assigns roles to groups of trainer ranks. It must start without torch.
+"""Assigns the roles of a run to groups of trainer ranks. This module must not import torch.
 
-    groups_of(config) -> trainer: reference, policy          one trainer per group, each with a configuration for
-                         critic: critic                      which `roles_of` returns only the group's roles
+    groups_of(config) -> trainer: reference, policy          one trainer per group, with the group's configuration,
+                         critic: critic                      for which `roles_of` returns only the group's roles
 
-Each group runs as a separate trainer: it scores samples, computes their advantages and trains its roles. If one group
-fills a column that another group reads, the column is sent between the two halves of a step:
+Every group runs a complete trainer: it scores, computes the advantages of its samples and trains its roles. Between the
+two halves of a step, a group sends the columns that its passes filled to the groups that read them:
 
     trainer   ref_log_probs, log_probs --.   .-- advantages -- train policy
     critic    values --------------------- X --- advantages -- train critic
@@ -26,43 +26,47 @@ class Group:
     """Trainer ranks that have the same roles."""
 
     name: str
-    """Part of the names of ranks, log files and metrics."""
+    """Name of the group in the names of ranks, log files and metrics."""
     config: Config
     """The run's configuration, with the roles and the number of ranks of the group."""
     flags: str
-    """Prefix of its device flags: it has --{flags}-num-nodes x --{flags}-num-gpus-per-node devices."""
+    """Prefix of the flags for the devices: --{flags}-num-nodes x --{flags}-num-gpus-per-node."""
 
     @property
     def ranks(self) -> int:
         return self.config.world_size
 
     def awaits(self, other: Group) -> bool:
-        """Returns True if this group needs columns of `other` before it trains."""
+        """Returns True if this group needs columns from `other` before it trains."""
         return other is not self and bool(sent_by(other.config) & read_by(self.config))
 
 
 def read_by(c: Config) -> frozenset[str]:
-    """Returns the columns that a group reads after all passes. `c` is the group's configuration."""
+    """Returns the columns that a group needs after all passes. `c` is the group's configuration."""
     return columns_read(c) if POLICY in roles_of(c) else read_by_advantages(c)
 
 
 def sent_by(c: Config) -> frozenset[str]:
-    """Returns the columns that a group fills for other groups. The policy's group fills columns for groups without the
-    policy, and these for the policy's group. `c` is the group's configuration."""
+    """Returns the columns that a group fills for other groups. `c` is the group's configuration.
+
+    The policy's group sends the columns that advantages need. Another group sends all its columns that the loss or the
+    estimator reads.
+    """
     roles = roles_of(c)
     read = read_by_advantages(c) if POLICY in roles else columns_read(c)
     return read & {role.column for role in roles}
 
 
 def name_of(c: Config) -> str:
-    """Returns the name of the group with configuration `c`: trainer for the policy's group, else the role's name."""
+    """Returns the name of the group with the configuration `c`: "trainer" for the policy's group, else its role's
+    name."""
     roles = roles_of(c)
     return "trainer" if POLICY in roles else roles[0].name
 
 
 def groups_of(c: Config) -> tuple[Group, ...]:
-    """Returns the groups of a run's trainer ranks. The policy's group is first, and has all roles without separate
-    devices."""
+    """Returns the groups of a run's trainer ranks. The first group has the policy and all roles on the policy's
+    devices; each role with separate devices has a group."""
     roles = roles_of(c)
     apart = [(role, devices) for role in roles if (devices := role.devices(c)) is not None]
     if not apart or c.cluster.trainer_roles:
@@ -74,7 +78,7 @@ def groups_of(c: Config) -> tuple[Group, ...]:
             trainer_roles=[role.name],
             actor_num_nodes=nodes,
             actor_num_gpus_per_node=ranks,
-            # engines share the policy's devices, so nothing has to make room on these
+            # engines share only the policy's devices, so these ranks never offload
             colocate=False,
             offload=False,
             offload_train=None,
@@ -85,14 +89,14 @@ def groups_of(c: Config) -> tuple[Group, ...]:
 
 
 def step_lines(c: Config) -> list[str]:
-    """Returns the lines that a run prints at its start: the computations of each group in a step."""
+    """Returns the order of each group's step, as the lines that a run prints at its start."""
     first, *others = groups_of(c)
     whose = {"": first} | {f" of the {group.name}'s ranks": group for group in others}
     return [f"step{of}: {order_of_step(group.config)}" for of, group in whose.items()]
 
 
 def sent_lines(groups: Sequence[Group]) -> Iterator[str]:
-    """Yields lines for people about the columns that groups send to each other in a step."""
+    """Yields a line of text for each pair of groups with the columns that one sends to the other in a step."""
     for group in groups:
         for other in (other for other in groups if other.awaits(group)):
             columns = ", ".join(sorted(sent_by(group.config) & read_by(other.config)))
@@ -100,12 +104,12 @@ def sent_lines(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def trainer_ranks(c: Config) -> int:
-    """Returns the number of trainer ranks of all groups, each on a separate device. 0 for --debug-rollout-only."""
+    """Returns the total number of trainer ranks. Each rank has one device. It is 0 for --debug-rollout-only."""
     return 0 if c.debug.debug_rollout_only else sum(group.ranks for group in groups_of(c))
 
 
 def several_nodes(c: Config) -> list[str]:
-    """The flags of numbers of nodes, with their values, for each group of trainer ranks on more than one."""
+    """Returns "--FLAG VALUE" of the number of nodes, for each group of trainer ranks on more than one node."""
     nodes = {group.flags: group.config.cluster.actor_num_nodes for group in groups_of(c)}
     return [f"--{flags}-num-nodes {count}" for flags, count in nodes.items() if count > 1]
 

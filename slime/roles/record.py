@@ -1,4 +1,4 @@
-"""This module defines the record of a role, which is a model of a run. It must start without torch."""
+"""Defines Role, the record of one model on a run's trainer ranks. This module must not import torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slime.config import Config
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a role's weights."""
+    """The directory from which a role loads its weights."""
 
     directory: str
-    """A directory of Hugging Face, of Megatron, or of slime's converter."""
+    """A Hugging Face directory, a Megatron directory, or a directory from slime's converter."""
     iteration: int | None
     """The iteration in a Megatron directory; None for the newest."""
     flag: str
@@ -44,45 +44,45 @@ def _has_weights(c: Config) -> bool:
 
 @dataclass(frozen=True)
 class Role:
-    """A model of a run."""
+    """One model of a run."""
 
     name: str
     column: str
     """The column that the role's pass over a rank's samples fills (`slime.data.columns`). A run has the role if a loss
     or an estimator reads this column."""
     timer: str
-    """The time of the pass is `perf/{timer}_time`."""
+    """The pass's time is the metric `perf/{timer}_time`."""
     source: Callable[[Config], Source]
-    """Returns the source of the first weights."""
+    """Returns the role's first weights."""
     resumes: Callable[[Config], Source | None] = _never
     """Returns the checkpoint from which a trained role resumes, None for a new run."""
     saves_to: Callable[[Config], str | None] = _never
-    """Returns the folder of a trained role's checkpoints, or None."""
+    """Returns the folder for a trained role's checkpoints, None if the run saves no checkpoints."""
     devices: Callable[[Config], tuple[int, int] | None] = _with_policy
-    """Returns its separate devices, (nodes, ranks per node): --{name}-num-nodes, --{name}-num-gpus-per-node. None if
-    the role shares the policy's devices."""
+    """Returns the role's separate devices as (nodes, ranks per node), from --{name}-num-nodes and
+    --{name}-num-gpus-per-node. None if the role shares the policy's devices."""
     trained: bool = False
     """True if the role has gradients, an optimizer and a checkpoint."""
     head: Literal["lm", "value"] = "lm"
-    """The output: log-probs of a vocabulary, or one value per token."""
+    """The model's head: "lm" for log-probs over the vocabulary, "value" for one value per token."""
     prefix: str = ""
-    """Prefix that --custom-megatron-before-log-prob-hook-path gets before the pass."""
+    """Argument with which --custom-megatron-before-log-prob-hook-path is called before the pass."""
     shape: Callable[[Config], str] = _as_policy
     """Returns the directory whose config.json describes the model."""
     of_base: Callable[[Config], bool] = _has_weights
-    """Returns True if the model is the policy without its adapters, so that the role needs no separate weights."""
+    """Returns True if the model is the policy's model without its adapters. Such a role loads no weights."""
     absent: Callable[[Config], bool] = _nobody
-    """Returns True if the samples contain the column, so that the run does not need the model."""
+    """Returns True if samples bring the column. Then the trainer does not have the model."""
     save_flag: str = "--save"
-    """The flag of `saves_to` in messages."""
+    """The flag that messages name for `saves_to`."""
     metrics: str = ""
-    """Prefix of the names of its metrics after train/."""
+    """Prefix of the role's metrics after "train/"."""
     lr: str = "lr"
-    """The field of its learning rate."""
+    """The field of the configuration with the learning rate."""
     lr_warmup_iters: str = "lr_warmup_iters"
-    """The field of its warm-up."""
+    """The field of the configuration with the number of warm-up steps of the learning rate."""
 
     def has_values(self, c: Config) -> bool:
-        """Returns True if the head computes one value per token: for a critic, and for a reward model that is trained
-        instead of a policy."""
+        """Returns True if the head computes one value per token. This holds for a critic, and for a policy that is
+        trained as a reward model."""
         return self.head == "value" or (self.trained and loss_of(c.algorithm).head == "value")

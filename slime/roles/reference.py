@@ -1,4 +1,4 @@
-"""The reference model, to which a KL keeps the policy close."""
+"""The reference model. A KL term keeps the policy close to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _start(c: Config) -> Source:
 
 
 def _of_base(c: Config) -> bool:
-    """With adapters, where the policy's base is loaded from the same weights, on the same ranks."""
+    """Returns True with adapters if the reference and the policy's base load the same weights."""
     if not c.lora.lora_rank:
         return False
     ours, policy = _start(c), POLICY.source(c)

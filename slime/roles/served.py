@@ -1,7 +1,7 @@
-"""This module defines a record for each model that the run's engines serve: the policy, and frozen models such as
-teachers and judges.
+"""Defines one record for each model that a run's engines serve: the policy, and frozen models such as teachers and
+judges.
 
-Placement, `vime plan` and the engine pools loop over these records. No other code depends on the number of models.
+Placement, `vime plan` and the engine pools loop over these records, so no other code depends on the number of models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.records.errors import FlagError
 
 POLICY = "policy"
 DEFAULT = "default"
-"""The name of the teacher for samples that do not name a teacher."""
+"""The source of samples that name no source. Its teacher scores these samples."""
 FLAG = "--frozen-model"
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -26,7 +26,7 @@ _TEACHER = "teacher"
 
 @dataclass(frozen=True)
 class Spelling:
-    """The names of a served model's flags in messages.
+    """Spells the flags of a served model for messages.
 
     Example:
         >>> teacher = Spelling({"--rollout-num-gpus": "--opd-teacher-num-gpus"}, "--opd-teacher-engine-args ")
@@ -35,22 +35,23 @@ class Spelling:
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """Maps a flag of the policy to the flag or entry that has the same meaning for this model."""
+    """Maps a flag of the policy to the flag or the entry for the same setting of this model."""
     engine: str | None = None
-    """The text before a flag of the engine's program. None means the backend's prefix, as for the policy."""
+    """The text before a flag of the engine's program. None: the backend's prefix, as for the policy."""
 
     def of(self, flag: str) -> str:
-        """The spelling of a flag of the policy."""
+        """Returns this model's spelling of a policy flag."""
         return self.names.get(flag, flag)
 
     def engine_flag(self, name: str, prefix: str = "--") -> str:
-        """The spelling of the flag `name` of the engine's program, whose flags have `prefix` for the policy."""
+        """Returns the spelling of the flag `name` of the engine's program. For the policy, `prefix` precedes the
+        name."""
         return f"{prefix if self.engine is None else self.engine}{name}"
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model behind a separate router."""
+    """One model of a run, served by engines behind one router."""
 
     name: str
     checkpoint: str
@@ -58,19 +59,19 @@ class ServedModel:
     backend: str
     """A value of --rollout-backend."""
     devices: int
-    """Number of GPUs, or of slots on a CPU, for all its engines."""
+    """Number of GPUs, or of device slots on a CPU, that the run reserves for the model's engines."""
     devices_per_engine: int
     frozen: bool = False
-    """True if the model keeps the weights of its checkpoint. Otherwise the trainer's weights replace the weights."""
+    """True if the model keeps the weights of its checkpoint. Otherwise the trainer's weights replace them."""
     args: tuple[str, ...] = ()
-    """Flags of its engines, such as "max-model-len=8192", in addition to flags that the run sets. Empty for the policy,
-    whose flags are in the engine section."""
+    """Further flags of the engines, such as "max-model-len=8192". Empty for the policy, whose flags are in the engine
+    section of the configuration."""
     top_tokens: int = 0
-    """Maximum number of log-probs per position that a request may ask for."""
+    """Largest number of log-probs that a request may ask for at one position."""
     temperature: float = 1.0
-    """The temperature by which the model's logits are divided."""
+    """The model's logits are divided by this temperature."""
     file: str = ""
-    """Source of the model's settings for messages: a file, or --frozen-model. Empty if the model has separate flags."""
+    """The file or flag that describes the model, for messages. Empty for a model with dedicated flags."""
 
     @property
     def spelling(self) -> Spelling:
@@ -99,7 +100,7 @@ _OF_TEACHERS = Spelling(
 
 
 def served_models(c: Config) -> tuple[ServedModel, ...]:
-    """Returns the models of a run, the policy first. The result is empty if only the trainer runs. ValueError for wrong
+    """Returns the served models of a run, the policy first; () if only the trainer runs. Raises ValueError for invalid
     entries of --frozen-model, and for names that are not unique."""
     if not c.num_engines:
         return ()
@@ -116,13 +117,13 @@ def served_models(c: Config) -> tuple[ServedModel, ...]:
 
 
 def top_tokens_of_policy(c: Config) -> int:
-    """Returns the maximum number of ids per token that requests to the policy's engines ask for."""
+    """Returns the largest number of token ids per position that a request to the policy's engines may ask for."""
     return max(c.off_policy.replay_kept_tokens, c.algorithm.centred_ids)
 
 
 def teachers(c: Config) -> dict[str, ServedModel]:
-    """Maps a source to its teacher, for teachers that engines of the run serve: --opd-teacher-model, and the frozen
-    models with the names teacher and teacher-SOURCE."""
+    """Returns {source: teacher} for the teachers that the run's engines serve. They come from --opd-teacher-model, and
+    from frozen models with the names teacher and teacher-SOURCE."""
     if not c.distillation.use_opd:
         return {}
     return _teachers(c) | {
@@ -131,7 +132,7 @@ def teachers(c: Config) -> dict[str, ServedModel]:
 
 
 def _teachers(c: Config) -> dict[str, ServedModel]:
-    """Returns the teachers that have separate flags (--opd-teacher-model)."""
+    """Returns {source: teacher} for the teachers of --opd-teacher-model."""
     flags = c.distillation
     size = flags.opd_teacher_num_gpus_per_engine
     return {
@@ -179,7 +180,7 @@ _ENTRIES: dict[str, type] = {
 
 
 def _frozen(c: Config, entry: Mapping[str, Any]) -> ServedModel:
-    """The record of one --frozen-model."""
+    """Returns the record for one entry of --frozen-model. Raises ValueError for an invalid entry."""
     file = entry.get("file", FLAG)
     for key, value in entry.items():
         if key not in _ENTRIES or not isinstance(value, _ENTRIES[key]):
@@ -210,19 +211,19 @@ def _frozen(c: Config, entry: Mapping[str, Any]) -> ServedModel:
 
 
 def source_of_name(name: str) -> str | None:
-    """Returns the source for which the model with this name is the teacher, or None for another model."""
+    """Returns the source whose teacher has this name, or None if the name is not a teacher's."""
     if name == _TEACHER:
         return DEFAULT
     return name.removeprefix(f"{_TEACHER}-") if name.startswith(f"{_TEACHER}-") else None
 
 
 def frozen_devices(c: Config) -> int:
-    """Returns the number of devices of all models except the policy. These devices are not shared."""
+    """Returns the number of devices of the frozen models. No other process uses these devices."""
     return sum(model.devices for model in served_models(c) if model.frozen)
 
 
 def by_name(field: str, values: Sequence[str] | None) -> dict[str, str]:
-    """["math=A", "B"] -> {"math": "A", DEFAULT: "B"}. ValueError for a name that is given twice."""
+    """Returns values by name: ["math=A", "B"] -> {"math": "A", DEFAULT: "B"}. Raises ValueError for a repeated name."""
     found: dict[str, str] = {}
     for typed in values or ():
         match = _NAMED.fullmatch(typed)

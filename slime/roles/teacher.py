@@ -14,8 +14,8 @@ def _start(c: Config) -> Source:
 
 
 def _shape(c: Config) -> str:
-    """Returns the teacher's directory if it has a config.json. A Megatron checkpoint lacks one and has the policy's
-    shape."""
+    """Returns the directory with the teacher's config.json. A Megatron checkpoint contains no config.json, so its
+    teacher must have the policy's shape."""
     own = given(c.distillation.opd_teacher_load)
     return own if is_hf_directory(own) else c.rollout.hf_checkpoint
 
