@@ -1,8 +1,7 @@
-"""The run's key, which every route of every server needs, and the size of a request that a server accepts.
+"""Checks each request to an engine server before the server reads it: the run's key, and the size of the body.
 
-Owns the answers to requests without the key or with a body that is too large, and the proof that this server has the
-key. The types are those of ASGI, by which a server calls the middleware:
-https://asgi.readthedocs.io/en/latest/specs/main.html.
+The module also answers refused requests, and proves to clients that this server has the key. The types are those of
+ASGI, with which a server calls the middleware: https://asgi.readthedocs.io/en/latest/specs/main.html.
 """
 
 from __future__ import annotations
@@ -41,15 +40,17 @@ class TooLargeError(Exception):
 
 
 def has_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:
-    """Whether an ASGI header list holds `Authorization: Bearer <run_key>`; compared in constant time. sglang-router
-    sends the key of its worker and that of its caller: each one must be right."""
+    """Returns True if an ASGI header list holds `Authorization: Bearer <run_key>`, compared in constant time.
+
+    sglang-router sends the key of its worker and the key of its caller; every such header must be right.
+    """
     given = [value for name, value in headers if name == b"authorization"]
     right = [hmac.compare_digest(each, b"Bearer " + run_key.encode()) for each in given]
     return bool(right) and all(right)
 
 
 async def prove(scope: Scope, send: Send, run_key: str) -> None:
-    """Answer a challenge, see `slime.peers.proof`."""
+    """Answers a challenge, see `slime.peers.proof`."""
     asked = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("challenge", [""])[0]
     host, port = scope["server"]
     try:
@@ -63,8 +64,8 @@ async def prove(scope: Scope, send: Send, run_key: str) -> None:
 
 
 async def bounded(scope: Scope, receive: Receive, send: Send, serve: App) -> None:
-    """`serve` a request. A body of more than LARGEST_BODY_BYTES is answered with 413, and one that is nested deeper
-    than Python's parsers go with 400."""
+    """Passes a request to `serve`. It answers 413 for a body of more than LARGEST_BODY_BYTES, and 400 for a body that
+    is nested too deep for Python's parsers."""
     taken, started = 0, False
     length = dict(scope["headers"]).get(b"content-length", b"0")
     if length.isdigit() and int(length) > LARGEST_BODY_BYTES:
@@ -98,7 +99,7 @@ async def bounded(scope: Scope, receive: Receive, send: Send, serve: App) -> Non
 
 
 async def answer(send: Send, status: int, **said: str) -> None:
-    """Send `said` as JSON."""
+    """Sends `said` as JSON."""
     body = json.dumps(said).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -106,7 +107,7 @@ async def answer(send: Send, status: int, **said: str) -> None:
 
 
 async def refuse(scope: Scope, send: Send) -> None:
-    """The answer to a request without the key."""
+    """Answers a request without the key with 401, or closes its websocket with 1008."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return

@@ -1,4 +1,4 @@
-"""Blocking HTTP requests to the servers of a run, with the run's key, and what an engine's control routes must offer.
+"""Sends blocking HTTP requests to the servers of a run, with the run's key, and defines an engine's control routes.
 
 Each request has a timeout, and carries the key only to a server that has proved itself (slime.peers.proof). The
 module uses the standard library only, and ignores the proxies of the environment.
@@ -22,11 +22,11 @@ from slime.peers.proof import require_proof
 
 PauseMode = Literal["keep", "abort", "wait"]
 SERVED_MODEL_NAME = "policy"
-"""What the servers of this project call the model of their checkpoint."""
+"""Name under which the servers of this project serve the model of their checkpoint."""
 ADAPTER_HEADER = "x-adapter"
-"""The header of a request that is for one adapter of an engine alone."""
+"""The header that names the adapter for a request."""
 CHECKPOINT_VERSION = -1
-"""The version of a server that was given no weights yet: those of its checkpoint."""
+"""The weight version of a server that still has the weights of its checkpoint."""
 _LOOK_EVERY_S = 1.0
 
 
@@ -44,11 +44,11 @@ def request(
     headers: dict[str, str] | None = None,
     timeout_s: float,
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    """Send one request to the server at `url`. Return the response and its body.
+    """Sends one request to the server at `url`, and returns the response and its body.
 
-    ControlError when the status is not 2xx. NotProvenError, an OSError, when the server is not the run's: it did not
-    get the key. OSError when no answer comes within `timeout_s`, or when the server stops
-    listening: a vLLM server whose engine process died stops listening, and never answers the requests that it has.
+    Raises ControlError if the status is not 2xx. Raises NotProvenError, an OSError, if the server does not belong to
+    the run; it did not get the key. Raises OSError if no answer comes within `timeout_s`, or if the server stops
+    listening. A vLLM server whose engine process died stops listening and never answers its open requests.
     """
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
@@ -74,7 +74,7 @@ def request(
 
 
 def _await_answer(connection: http.client.HTTPConnection, timeout_s: float) -> None:
-    """Return when an answer can be read. OSError after `timeout_s`, or when the server stops listening."""
+    """Returns when an answer can be read. Raises OSError after `timeout_s`, or when the server stops listening."""
     end, waiting = time.monotonic() + timeout_s, select.poll()
     waiting.register(connection.sock, select.POLLIN)
     while (left_s := end - time.monotonic()) > 0:
@@ -90,7 +90,7 @@ def _await_answer(connection: http.client.HTTPConnection, timeout_s: float) -> N
 
 
 def answers(url: str, run_key: str, path: str, *, timeout_s: float) -> bool:
-    """Whether GET `path` answers 200 within `timeout_s`."""
+    """Returns True if GET `path` succeeds within `timeout_s`."""
     try:
         request(url, run_key, "GET", path, timeout_s=timeout_s)
     except (ControlError, OSError, http.client.HTTPException):
@@ -100,18 +100,18 @@ def answers(url: str, run_key: str, path: str, *, timeout_s: float) -> bool:
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine has to do."""
+    """The load of an engine."""
 
     running: int
-    """Requests that compute."""
+    """Number of requests that the engine computes."""
     waiting: int
-    """Requests in its queue."""
+    """Number of requests in the queue."""
     kv_cache: float
-    """Share of its memory for keys and values that is used, 0 to 1."""
+    """Used share of the KV cache, 0 to 1."""
 
 
 class Control(Protocol):
-    """The control routes of one engine server, whatever engine it is (VllmControl, SglangControl)."""
+    """The control routes of an engine server of any backend (VllmControl, SglangControl)."""
 
     url: str
 
@@ -127,13 +127,13 @@ class Control(Protocol):
     def is_healthy(self, timeout_s: float) -> bool: ...
 
     def model(self) -> str:
-        """The folder of the checkpoint that it was started with."""
+        """Returns the folder of the checkpoint with which the server was started."""
         ...
 
     def load(self) -> Load | None:
-        """What it has to do. None where it does not say."""
+        """Returns the engine's load, or None if the engine does not report it."""
         ...
 
 
 MakeControl = Callable[[str, str], Control]
-"""The control of the server at a URL, with the run's key."""
+"""A function (URL, run's key) -> control of the server at the URL."""

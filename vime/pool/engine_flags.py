@@ -1,7 +1,6 @@
-"""The flags of engines and routers that all backends share: how a program's own parser checks them, and the settings of
-an engine that follow from the run.
+"""Checks flags of engines and routers with the parser of their program, and derives an engine's settings from the run.
 
-Owns no flag: each backend names its prefixes and the flags that a run sets itself.
+All backends share this module. It defines no flag: each backend names its prefixes and the flags that only a run sets.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ WITHOUT_ROUTER = {
 
 
 class RaisingParser(argparse.ArgumentParser):
-    """Parser that raises ValueError where its base class would end the process."""
+    """A parser that raises ValueError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)

@@ -1,8 +1,8 @@
-"""One engine server as a supervised subprocess, of any backend. Every route needs the run's key.
+"""Runs an engine server of any backend as a supervised subprocess. Every route needs the run's key.
 
-A backend's server has its own command line and environment. The module imports no torch, vLLM or Ray, because its
-process only starts and watches the server, as a Ray actor or in the driver. The environment passes the key, never a
-command line.
+The backends' servers differ in their command lines and environments. The module imports no torch, vLLM or Ray, because
+its process only starts and watches the server, as a Ray actor or in the driver. The environment passes the key, never
+a command line.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from vime.pool.process import Server, ServerSpec
 
 
 def option(tokens: Sequence[str]) -> str:
-    """The name of the option that a flag sets: ["--no-enable-x"] and ["--enable-x=1"] -> "enable-x"."""
+    """Returns the name of the option that a flag sets: ["--no-enable-x"] and ["--enable-x=1"] -> "enable-x"."""
     return tokens[0].partition("=")[0].removeprefix("--").removeprefix("no-")
 
 
 def pair_up(argv: Sequence[str]) -> list[list[str]]:
-    """Group each flag with its values: ["--a", "1", "--b"] -> [["--a", "1"], ["--b"]]."""
+    """Groups each flag with its values: ["--a", "1", "--b"] -> [["--a", "1"], ["--b"]]."""
     out: list[list[str]] = []
     for token in argv:
         if token.startswith("--"):
@@ -38,14 +38,14 @@ class EngineSpec(ServerSpec):
 
     `env` is added to the environment of this process. Weight updates may come only from `weight_dir`. `cpu_threads`:
     OpenMP threads of an engine on CPU. 0 means half of the cores, which leaves the other half to the API server
-    (fastest in measurements on 2 cores). `index`: the engine's place in the pool, which decides its devices. A
+    (fastest in measurements on 2 cores). `index`: the engine's index in the pool, which decides its devices. A
     restarted engine keeps `index`.
     """
 
     model_path: str
     weight_dir: str
     local_checkpoint_dir: str | None = None
-    """Where the host keeps its copy of the weights; None: in `weight_dir`."""
+    """Folder for the host's copy of the weights; None: `weight_dir`."""
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
     tensor_parallel_size: int = 1
@@ -58,13 +58,14 @@ class EngineSpec(ServerSpec):
     """PCI addresses of the engine's GPUs. The engine runs on the CPUs near them; empty: on any CPUs."""
     numa_binding: str = "auto"
     keeps_weights: bool = False
-    """While it sleeps, its weights are on the host. Otherwise they are dropped, as an update brings all of them."""
+    """True if a sleeping engine keeps its weights in host memory. Otherwise it drops them, because the next update
+    brings the complete weights."""
     waits: bool = False
-    """Whether the engine takes its device only after `open_gate`; `start_timeout_s` counts from `wait_ready`."""
+    """True if the engine takes its device only after `open_gate`; `start_timeout_s` counts from `wait_ready`."""
     nodes: int = 1
     """Number of nodes of the engine. Each node has its own server process."""
     node: int = 0
-    """Index of this process's node. Node 0 serves HTTP, the other nodes have workers only."""
+    """Index of this process's node. Node 0 serves HTTP; the other nodes run only workers."""
 
 
 class EngineServer(Server[EngineSpec]):
@@ -77,15 +78,15 @@ class EngineServer(Server[EngineSpec]):
 
     @property
     def _gate(self) -> Path:
-        """The engine may take its device when this file exists. The file needs no shared file system."""
+        """The file whose existence allows the engine to take its device. It needs no shared file system."""
         return Path(f"{self.spec.log_path}.gate").absolute()
 
     def meeting_point(self) -> str:
-        """HOST:PORT on this node, where the processes of an engine of several nodes connect to each other."""
+        """Returns HOST:PORT on this node, to which the processes of a multi-node engine connect."""
         return f"{self.spec.host}:{self._hold()}"
 
     def start(self, master: str = "") -> str:
-        """Start the server. `master`: the `meeting_point` of the first process, for an engine of several nodes."""
+        """Starts the server. `master` is the `meeting_point` of the first process, for a multi-node engine."""
         self._master = master
         self._gate.unlink(missing_ok=True)
         cpus: set[int] = set()
@@ -102,7 +103,7 @@ class EngineServer(Server[EngineSpec]):
         return super().is_ready() if self.spec.node == 0 else self.poll() is None
 
     def open_gate(self) -> None:
-        """Let an engine with `EngineSpec.waits` take its device."""
+        """Lets an engine with `EngineSpec.waits` take its device."""
         if self.spec.waits:
             self._gate.touch()
 

@@ -1,7 +1,7 @@
-"""Engines and routers that were started apart from the run: their addresses, their key, and the checks before a run.
+"""Handles external engines and routers, which a user starts outside the run: addresses, key, and checks before a run.
 
-`vime serve engine` and `vime serve router` start them with the flags of the run. They keep running after the run. Both
-sides read the run's key from VIME_RUN_KEY, so it is never on a command line.
+`vime serve engine` and `vime serve router` start them with the flags of the run. They keep running after the run. The
+servers and the run read the run's key from VIME_RUN_KEY, so the key is never on a command line.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _POLL_S = 0.5
 
 
 class Address(TypedDict):
-    """Where a server listens."""
+    """The host and the port of a server."""
 
     host: str
     port: int
 
 
 def uses(config: Config) -> bool:
-    """Whether a server of the run was started apart."""
+    """Returns True if the run uses an external engine or router."""
     return bool(config.rollout.rollout_external_engine_addrs or config.engine.router_ip)
 
 
 def given_key() -> str:
-    """The run's key for servers started apart. ValueError if there is none."""
+    """Returns the run's key from VIME_RUN_KEY. Raises ValueError if it is missing or too short."""
     key = os.environ.get(KEY_VARIABLE, "")
     if len(key) < LEAST_KEY:
         raise ValueError(
@@ -55,12 +55,12 @@ def given_key() -> str:
 
 
 def key_of(config: Config) -> str:
-    """The run's key: the given one, also where an engine that was started apart may join later, or a new one."""
+    """Returns the run's key: VIME_RUN_KEY if it is set or external servers need it, else a new random key."""
     return given_key() if uses(config) or KEY_VARIABLE in os.environ else secrets.token_hex(32)
 
 
 def split(address: str, typed: str) -> Address:
-    """HOST:PORT or http://HOST:PORT as an address."""
+    """Parses HOST:PORT or http://HOST:PORT. Raises FlagError for another form."""
     parts = urlsplit(address if "://" in address else f"http://{address}")
     try:
         host, port = parts.hostname, parts.port
@@ -72,12 +72,12 @@ def split(address: str, typed: str) -> Address:
 
 
 def addresses(config: Config) -> list[Address]:
-    """`host` and `port` of each engine that was started apart."""
+    """Returns `host` and `port` of each external engine."""
     return [split(each, ENGINES) for each in config.rollout.rollout_external_engine_addrs or []]
 
 
 def router_settings(config: Config) -> dict[str, Any]:
-    """Fields of a RouterSpec that the flags of its address decide."""
+    """Returns the fields of a RouterSpec that follow from --vllm-router-ip and --vllm-router-port."""
     ip, port = config.engine.router_ip, config.engine.router_port
     if ip is None:
         return {} if port is None else {"gateway_port": port}
@@ -85,7 +85,7 @@ def router_settings(config: Config) -> dict[str, Any]:
 
 
 def check_addresses(config: Config) -> None:
-    """Each server that was started apart has one address of its own."""
+    """Checks that each external engine has a different address, and that the router's address has a port."""
     engines = addresses(config)
     for index, each in enumerate(engines):
         if each in engines[:index]:
@@ -102,7 +102,7 @@ def check_addresses(config: Config) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """Engines that were started apart have their own devices, and read weights from a folder that they know."""
+    """Checks that a run with external engines is not colocated and sends weights through the folder --weight-dir."""
     if not config.rollout.rollout_external_engine_addrs:
         return
     if config.cluster.colocate:
@@ -122,7 +122,8 @@ def check_weights(config: Config) -> None:
 
 
 def require_joinable(config: Config, url: str, *, trained: bool) -> None:
-    """ValueError unless the engine at `url` may join a run that goes on. `trained`: weights go to it."""
+    """Raises ValueError unless the external engine at `url` may join the present run. With `trained`, the run sends
+    weights to the engine."""
     address = urlsplit(url).netloc
     if KEY_VARIABLE not in os.environ:
         raise ValueError(
@@ -142,8 +143,8 @@ def require_joinable(config: Config, url: str, *, trained: bool) -> None:
 
 
 def require_reachable(config: Config, path: str = "/health") -> None:
-    """Ask every server that was started apart: an engine at `path`, which must need the key. One ValueError with all
-    that do not answer, within 15 s."""
+    """Sends a request to every external server, to an engine at `path`, which must be a route that needs the key.
+    Raises one ValueError, within 15 s, for the servers that do not answer."""
     if not uses(config) or not config.num_engines:
         return
     key = given_key()
@@ -201,10 +202,10 @@ def _is_loopback(host: str) -> bool:
 
 
 class ExternalEngine:
-    """A `vime.pool.member.EngineHandle` of a server that this run neither starts nor ends.
+    """A `vime.pool.member.EngineHandle` for a server that this run neither starts nor stops.
 
-    If the server ends, the pool waits here for a new one at the same address, up to --engine-start-timeout-s. vLLM
-    takes seconds to start, so the pool, which looks several times a second, sees each restart.
+    If the server ends, the pool waits here for a new server at the same address, up to --engine-start-timeout-s. vLLM
+    takes seconds to start, and the pool polls several times per second, so the pool detects each restart.
     """
 
     def __init__(self, spec: EngineSpec, control: MakeControl) -> None:
@@ -217,7 +218,7 @@ class ExternalEngine:
     def open_gate(self) -> None: ...
 
     def wait_ready(self) -> None:
-        """Return once it serves. A run before this one may have left it paused."""
+        """Returns once the engine serves, and resumes it, because an earlier run may have left it paused."""
         end = time.monotonic() + self.spec.start_timeout_s
         while not answers(self.spec.url, self.spec.run_key, "/health", timeout_s=5):
             if time.monotonic() >= end:
@@ -229,7 +230,7 @@ class ExternalEngine:
         self._control(self.spec.url, self.spec.run_key).resume()
 
     def poll(self) -> int | None:
-        """None while the run's own server listens at the address, as far as this host can see."""
+        """Returns None while a server listens at the address, else 1. A server on this host must have the run's key."""
         host, port = self.spec.host, self.spec.port
         return None if accepts(host, port) and not is_strangers(host, port, self.spec.run_key) else 1
 

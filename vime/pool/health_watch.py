@@ -1,4 +1,4 @@
-"""Logs which engine has not answered for a while, and what the pool will do. Records what the engines have to do.
+"""Logs each engine that has not answered for a while, with the pool's next action, and records the engines' load.
 
 The port of a stopped process (SIGSTOP) still accepts connections, so only a missing answer shows it.
 """
@@ -21,7 +21,7 @@ _LOAD_EVERY_S = 5.0
 
 
 class HealthWatch:
-    """The thread that asks every serving engine for /health, and for processes that a signal has stopped."""
+    """The thread that requests /health from every serving engine, and detects processes that a signal has stopped."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class HealthWatch:
         patience_s: float,
         record: Callable[[Member, Load], None],
     ) -> None:
-        """`patience_s`: the pool replaces an engine that is silent for that long. `record` gets the load of an engine
-        when it has changed."""
+        """`patience_s` is the number of seconds without an answer after which the pool replaces an engine. The watch
+        calls `record` with an engine's load when the load has changed."""
         self._members, self._stopping, self._patience_s = members, stopping, patience_s
         self._record = record
         self._loads: dict[str, tuple[float, Load]] = {}
@@ -78,7 +78,8 @@ class HealthWatch:
             )
 
     def _look_at_load(self, member: Member, now: float) -> None:
-        """Every few seconds. An engine that does not say what it has to do is silent soon, and named then."""
+        """Records a changed load, at most every _LOAD_EVERY_S seconds. A failed request is ignored, because a silent
+        engine fails the next health check."""
         at, known = self._loads.get(member.name, (0.0, None))
         if now - at < _LOAD_EVERY_S:
             return

@@ -1,7 +1,6 @@
 """Finds the cause of a failed start in the log of a server.
 
-vLLM logs the cause in its engine core, and afterwards a traceback of its API server, which only says that the engine
-core failed.
+vLLM's engine core logs the cause. Afterwards its API server logs a traceback that only reports a failed engine core.
 """
 
 from __future__ import annotations
@@ -9,16 +8,16 @@ from __future__ import annotations
 import re
 
 _PREFIX = re.compile(r"^(?:\([^)]*\) ?)*(?:(?:ERROR|CRITICAL|WARNING|INFO) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")
-"""vLLM's own: (EngineCore pid=7) ERROR 11-25 10:00:00 [core.py:1100]"""
+"""vLLM's prefix of a log line: (EngineCore pid=7) ERROR 11-25 10:00:00 [core.py:1100]"""
 _ERROR = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit): .+")
 _FOLLOWS = re.compile(
     r"engine core initialization failed|engine core proc|worker.* initialization failed|workerproc|"
     r"process .*(?:died|failed)|see (?:root cause|stack trace)",
     re.IGNORECASE,
 )
-"""Errors that only say that another process failed."""
+"""Errors that only report the failure of another process."""
 _LISTED = re.compile(r"validation errors? for \w+$")
-"""Pydantic's first line. The fields and what is wrong with them are on the lines after it."""
+"""Pydantic's first line. The next lines hold the fields and their errors."""
 _REMEDIES = (
     (
         r"VLLM_PORT.*appears to be a URI",
@@ -41,8 +40,8 @@ _REMEDIES = (
 
 
 def cause_of(log: str) -> str | None:
-    """The first error in `log` that is no consequence of another process's, in one line, with what to do if that is
-    known. None without an error."""
+    """Returns the first error in `log` that is not a consequence of another process's error, as one line, with the
+    remedy if one is known. Returns None without an error."""
     plain = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
     errors = [_whole(plain, i) for i, line in enumerate(plain) if _ERROR.match(line)]
     if not errors:
@@ -53,7 +52,7 @@ def cause_of(log: str) -> str | None:
 
 
 def _whole(lines: list[str], i: int) -> str:
-    """The error that begins on line i. A list of pydantic's gives its first entry too."""
+    """Returns the error that begins on line i. For a list of pydantic's errors it adds the first entry."""
     if not _LISTED.search(lines[i]):
         return lines[i]
     return ": ".join(

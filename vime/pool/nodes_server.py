@@ -1,8 +1,8 @@
-"""One engine over several nodes: a server process per node, started and stopped together.
+"""Runs one engine over several nodes: a server process per node, started and stopped together.
 
-vLLM runs such an engine in its multi-node mode: the process on the first node serves HTTP, the others run workers only
-(`--headless`), and all meet at an address of the first node. vLLM does not notice the death of another node's process,
-so this class does: when one process has ended, the engine has ended.
+vLLM runs such an engine in its multi-node mode. The process on the first node serves HTTP, the other processes run only
+workers (`--headless`), and all connect to an address of the first node. vLLM does not detect that another node's
+process has died, so this class does: when one process has ended, the engine has ended.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class NodeServer(Protocol):
 
 
 class NodesServer:
-    """The pool's EngineHandle over the server processes of one engine, in the order of their nodes."""
+    """The pool's EngineHandle for the server processes of an engine, in the order of their nodes."""
 
     def __init__(self, members: Sequence[NodeServer]) -> None:
         self._members = list(members)
 
     def start(self) -> str:
-        """Start all processes; returns the URL of the first one."""
+        """Starts all processes and returns the URL of the first process."""
         first, *others = self._members
         master = first.meeting_point()
         url = first.start(master)
@@ -50,7 +50,7 @@ class NodesServer:
             member.open_gate()
 
     def wait_ready(self) -> None:
-        """Return once the engine serves. RuntimeError when the process of any node ends before."""
+        """Returns once the engine serves. Raises RuntimeError if a node's process ends before."""
         first, *others = self._members
         with ThreadPoolExecutor(1) as thread:
             serving = thread.submit(first.wait_ready)
@@ -66,27 +66,28 @@ class NodesServer:
             serving.result()
 
     def poll(self) -> int | None:
-        """Exit status of the first process that has ended; None while all run."""
+        """Returns the exit status of the first process that has ended, or None while all processes run."""
         return next((status for _, status in self._statuses()), None)
 
     def whereabouts(self) -> tuple[str, bool]:
-        """Of the nodes with a stopped process, or else of the first node."""
+        """Returns the text of the nodes with a stopped process, or else of the first node, and True if one is
+        stopped."""
         found = [member.whereabouts() for member in self._members]
         stopped = [text for text, is_stopped in found if is_stopped]
         return "; ".join(stopped) or found[0][0], bool(stopped)
 
     def tail_log(self) -> str:
-        """The last log lines of the processes that have ended, or else of the first one."""
+        """Returns the last log lines of the processes that have ended, or else of the first process."""
         ended = [self._ended(number, status) for number, status in self._statuses()]
         return "\n".join(ended) or self._members[0].tail_log()
 
     def stop(self) -> None:
-        """End all processes at the same time."""
+        """Stops all processes at the same time."""
         with ThreadPoolExecutor(len(self._members)) as threads:
             list(threads.map(lambda member: member.stop(), self._members))
 
     def _statuses(self) -> list[tuple[int, int]]:
-        """(node, exit status) of the processes that have ended."""
+        """Returns (node, exit status) of the processes that have ended."""
         statuses = [(number, member.poll()) for number, member in enumerate(self._members)]
         return [(number, status) for number, status in statuses if status is not None]
 

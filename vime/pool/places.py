@@ -1,8 +1,9 @@
-"""Where the engines of one served model are, and where more of them may start while the run goes on.
+"""Assigns devices to the engines of a served model, also to engines that join during the run.
 
-The places that the run reserved at its start stay its own until it ends: Ray gives a placement group back as a whole.
-So an engine that joins takes the place of one that has left, or else devices of the cluster that are free, and the
-latter are free again when it leaves. An engine that was started apart has no place here.
+The run keeps the devices that it reserved at its start until it ends, because Ray releases a placement group as a
+whole. An engine that joins takes reserved devices that another engine has left, or else free devices of the cluster.
+The run releases devices of the second kind when the engine leaves. External engines (`vime.pool.external`) need no
+devices.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """The bundles of one engine in a placement group. `lent`: the group is that engine's alone."""
+    """The bundles of an engine in a placement group. With `lent`, the group was made for this engine only."""
 
     placed: Placement
     bundles: Sequence[int]
@@ -33,8 +34,11 @@ class EnginePlace:
 
 @dataclass
 class Places:
-    """`make_spec` makes the spec of the engine with an index. `joined`: the run is in a cluster that others started, so
-    actors on the engines' nodes start the servers. `colocated`: trainers have the devices of these engines."""
+    """The assigned and the free devices of a served model's engines.
+
+    `make_spec` returns the spec of the engine with an index. With `joined`, the run is in an existing Ray cluster, so
+    actors on the engines' nodes start the servers. With `colocated`, trainers share the devices of these engines.
+    """
 
     config: Config
     model: str
@@ -44,19 +48,20 @@ class Places:
     joined: bool
     colocated: bool
     taken: dict[int, EnginePlace | external.Address] = field(default_factory=dict)
-    """By the engine's index."""
+    """Index of an engine -> its bundles, or the address of an external engine."""
     free: list[EnginePlace] = field(default_factory=list)
     count: int = 0
-    """Engines so far. An index is used once, so that each engine has a log of its own."""
+    """Number of engines so far, and the next index. Each engine gets a new index, so each has a separate log."""
 
     def add(self, place: EnginePlace | external.Address) -> EngineSpec:
-        """The spec of a new engine in `place`."""
+        """Registers a new engine in `place` and returns its spec."""
         index, self.count = self.count, self.count + 1
         self.taken[index] = place
         return self.make_spec(index)
 
     def take(self, count: int) -> list[EngineSpec]:
-        """Places for that many more engines. ValueError, with nothing taken, if there are too few."""
+        """Reserves devices for `count` more engines and returns their specs. Raises ValueError, and reserves nothing,
+        if too few devices are free."""
         if self.colocated:
             raise ValueError(
                 "engines must have places of their own to join a run, got --colocate, which gives the places of "
@@ -76,7 +81,7 @@ class Places:
         return [self.add(place) for place in found]
 
     def give_back(self, index: int) -> None:
-        """The engine has ended: another one may have its place."""
+        """Frees the devices of an engine that has ended."""
         place = self.taken.pop(index)
         if isinstance(place, EnginePlace):
             if place.lent:
@@ -85,18 +90,18 @@ class Places:
                 self.free.append(place)
 
     def spawn(self, spec: EngineSpec) -> EngineHandle:
-        """The server of an engine, not started yet."""
+        """Returns the handle of an engine's server without starting it."""
         place = self.taken[spec.index]
         if not isinstance(place, EnginePlace):
             return external.ExternalEngine(replace(spec, **place), self.control)
         return make_servers(spec, self._seats(place), here=not self.joined, server=self.server)
 
     def is_apart(self, index: int) -> bool:
-        """Whether the engine was started apart: this run does not end it."""
+        """Returns True for an external engine, which this run does not stop."""
         return not isinstance(self.taken[index], EnginePlace)
 
     def where(self, index: int) -> str:
-        """The place of an engine in words."""
+        """Returns an engine's host and GPUs, or its address, as text."""
         place = self.taken[index]
         if not isinstance(place, EnginePlace):
             return f"started apart, at {place['host']}"
@@ -108,7 +113,7 @@ class Places:
         return " + ".join(parts)
 
     def _seats(self, place: EnginePlace) -> list[Seat]:
-        """Where the server processes of the engine run, one per node."""
+        """Returns host, visible GPUs and Ray options per server process of the engine, one process per node."""
         placed = place.placed
         return [
             Seat(

@@ -1,6 +1,6 @@
-"""One server as a supervised subprocess with a log file: the common part of engine servers and routers.
+"""Runs a server as a supervised subprocess with a log file. This is the base of engine servers and routers.
 
-Owns start, watch and end of the process, free ports, and the check that a port is free. Imports neither torch nor vLLM.
+The module starts, watches and stops the process, and finds and checks free ports. It imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from vime.run.surroundings import without_proxies
 
 TAIL_LINES = 30
 FREE_PORTS = range(20000, 32768)
-"""Above the ports of Ray's workers, and below those that Linux gives to sockets by itself (ip_local_port_range)."""
+"""Ports above the ports of Ray's workers, and below the ports that Linux assigns to sockets (ip_local_port_range)."""
 _GRACE_S = 10.0
 _WARNING = re.compile(r"\.py:\d+: \w*Warning: ")
 _SEARCHED_BYTES = 8 << 20
 
 
 def hold_port(host: str, port: int = 0) -> socket.socket:
-    """A socket bound to `port`, or to a port of FREE_PORTS that no other socket has. It does not listen.
+    """Returns a socket bound to `port`, or to a free port of FREE_PORTS. The socket does not listen.
 
-    While it is open, no other run gets the port from this function. A server that sets SO_REUSEADDR (vLLM, vllm-router
-    and most others do) can bind the port and listen. RuntimeError if 100 tries find no port.
+    While the socket is open, no other run gets the port from this function. A server that sets SO_REUSEADDR (vLLM,
+    vllm-router and most others do) can bind the port and listen. RuntimeError if 100 tries find no port.
     """
     for _ in range(100):
         held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -63,14 +63,15 @@ def hold_port(host: str, port: int = 0) -> socket.socket:
 
 
 def free_port(host: str) -> int:
-    """A port of FREE_PORTS that nothing has at `host` now. Nothing keeps it free."""
+    """Returns a port of FREE_PORTS that is free at `host` now. The port is not reserved."""
     with hold_port(host) as held:
         port: int = held.getsockname()[1]
     return port
 
 
 def accepts(host: str, port: int) -> bool:
-    """Whether something listens at host:port. A connection that takes longer than a second counts: a busy server."""
+    """Returns True if a server listens at host:port. A connection that takes more than a second also counts, because a
+    busy server accepts slowly."""
     try:
         socket.create_connection((host, port), timeout=1).close()
     except TimeoutError:
@@ -81,7 +82,7 @@ def accepts(host: str, port: int) -> bool:
 
 
 def require_free_port(host: str, port: int, what: str) -> None:
-    """ValueError when `what` cannot listen at host:port because something does already."""
+    """Raises ValueError if `what` cannot listen at host:port, for example because the port is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -98,7 +99,7 @@ def require_free_port(host: str, port: int, what: str) -> None:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM is Ctrl-C for this block: what it started ends in order."""
+    """Makes SIGTERM raise KeyboardInterrupt in this block, so that the block stops its processes in order."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
@@ -111,8 +112,9 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 class SupervisedProcess:
-    """A command under `vime.pool.supervise`: it ends, with all its children, at `stop()` or when this process ends,
-    however it ends. Standard output and error are appended to `log_path`. `grace_s` is its time to end by itself."""
+    """Runs a command under `vime.pool.supervise`. The command and all its children end at `stop()`, or when this
+    process ends, even by SIGKILL. Standard output and error are appended to `log_path`. `grace_s` is the number of
+    seconds between SIGTERM and SIGKILL."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], log_path: str, *, grace_s: float = _GRACE_S
@@ -137,11 +139,11 @@ class SupervisedProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Exit status, or None while it runs."""
+        """Returns the exit status, or None while the process runs."""
         return self._process.poll()
 
     def whereabouts(self) -> tuple[str, bool]:
-        """Its process and host in words, and whether a signal has stopped a process of it."""
+        """Returns process id and host as text, and True if a signal has stopped one of the processes."""
         server = [process.pid for process in descendants(self.pid, recursive=False)] or [self.pid]
         text = f"process {server[0]} on {socket.gethostname()}"
         stopped = [process.pid for process in descendants(self.pid) if is_stopped(process)]
@@ -151,18 +153,19 @@ class SupervisedProcess:
         return text, bool(stopped)
 
     def tail_log(self, lines: int = TAIL_LINES) -> str:
-        """The last lines of the log since this start."""
+        """Returns the last lines of the log since this start."""
         return tail(self.log_path, lines, begins=self._log_begins)
 
     def cause(self) -> str | None:
-        """Why it failed, from what it has logged; see vime.pool.log_cause."""
+        """Returns the cause of a failure from the log, or None; see vime.pool.log_cause."""
         with contextlib.suppress(OSError), open(self.log_path, "rb") as file:
             file.seek(self._log_begins)
             return cause_of(file.read(_SEARCHED_BYTES).decode(errors="replace"))
         return None
 
     def stop(self) -> None:
-        """End it and all its children: SIGTERM, after the grace SIGKILL. Returns when nothing is left; repeatable."""
+        """Stops the command and its children with SIGTERM, and with SIGKILL after `grace_s`. Returns when all processes
+        have ended. It may be called again."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -173,8 +176,8 @@ class SupervisedProcess:
 
 
 def tail(path: str, lines: int = TAIL_LINES, *, begins: int = 0) -> str:
-    """The last `lines` lines of a text file after its first `begins` bytes; "" when there is none. Warnings of Python's
-    libraries, which have no part in an end, are left out."""
+    """Returns the last `lines` lines of a text file after its first `begins` bytes, or "" for a missing file. It leaves
+    out Python's warnings, because they do not explain why a process ended."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(begins, file.tell() - 800 * lines))
@@ -184,7 +187,7 @@ def tail(path: str, lines: int = TAIL_LINES, *, begins: int = 0) -> str:
 
 
 def _without_warnings(lines: Iterable[str]) -> Iterator[str]:
-    """The lines without those that Python's `warnings` prints: the warning, and the indented lines below it."""
+    """Yields the lines without the output of Python's `warnings`: the warning, and the indented lines below it."""
     in_warning = False
     for line in lines:
         in_warning = bool(_WARNING.search(line)) or (in_warning and line.startswith((" ", "\t")))
@@ -193,7 +196,7 @@ def _without_warnings(lines: Iterable[str]) -> Iterator[str]:
 
 
 def ended_how(status: int | None) -> str:
-    """How a process ended, for a sentence: the signal, or the exit status. "" for one that runs."""
+    """Returns the exit status, and the signal if one ended the process, for a message; "" for a running process."""
     if status is None:
         return ""
     number = -status if status < 0 else status - 128
@@ -204,7 +207,8 @@ def ended_how(status: int | None) -> str:
 def wait_ready(
     process: SupervisedProcess, ready: Callable[[], bool], what: str, timeout_s: float, flag: str
 ) -> None:
-    """Return once `ready()` holds. RuntimeError, with the last log lines, when `process` ends before or time is up."""
+    """Returns once `ready()` returns True. Raises RuntimeError, with the last log lines, if `process` ends before, or
+    after `timeout_s` seconds."""
     end = time.monotonic() + timeout_s
     while not ready():
         status = process.poll()
@@ -224,7 +228,7 @@ def _log_lines(process: SupervisedProcess) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """What every server of a run has. `port` 0: a free one is picked when it starts."""
+    """The settings that every server of a run has. With `port` 0, the server gets a free port at its start."""
 
     run_key: str = field(repr=False)
     log_path: str
@@ -238,14 +242,15 @@ class ServerSpec:
 
 
 class Started(Protocol):
-    """What `require_running` needs of a server that is on its way."""
+    """The methods of a starting server that `require_running` calls."""
 
     def wait_ready(self) -> None: ...
     def poll(self) -> int | None: ...
 
 
 def require_running(servers: Iterable[Started]) -> None:
-    """For a wait on something else while servers start: what `wait_ready` says of the first one that has ended."""
+    """Raises the error of `wait_ready` for the first server that has ended. A caller that waits for another event while
+    servers start calls this function repeatedly."""
     for server in servers:
         if server.poll() is not None:
             server.wait_ready()
@@ -255,7 +260,7 @@ S = TypeVar("S", bound=ServerSpec)
 
 
 class Server(Generic[S]):
-    """Starts and watches one server. Not thread-safe; `start`, `wait_ready`, `stop` in that order."""
+    """Starts and watches one server. It is not thread-safe. Call `start`, `wait_ready` and `stop` in this order."""
 
     name: ClassVar[str]
     ready_path: ClassVar[str]  # a route that answers 200 to the run's key once the server serves
@@ -267,43 +272,44 @@ class Server(Generic[S]):
         self._held: list[socket.socket] = []
 
     def command(self) -> list[str]:
-        """The command line; holds no secret."""
+        """Returns the command line, which contains no secret."""
         raise NotImplementedError
 
     def environment(self) -> dict[str, str]:
-        """This process's own without proxies, with the key and the way to this package."""
+        """Returns the environment of this process without proxies, with the run's key and the path of this package."""
         path = os.pathsep.join([ROOT, *entries(os.environ)])
         return {**without_proxies(os.environ), "PYTHONPATH": path, KEY_VARIABLE: self.spec.run_key}
 
     def choose_port(self) -> None:
-        """Hold a free port for it, if it has none yet. Others may learn the address before it listens."""
+        """Reserves a free port if the port is 0, so that other processes can get the address before the server
+        listens."""
         if self.spec.port == 0:
             self.spec = replace(self.spec, port=self._hold())
 
     def _hold(self, host: str = "", port: int = 0) -> int:
-        """A port that is this server's while this object lives, at its own host or another address of this machine: a
-        free one, or `port`, which nothing has."""
+        """Reserves a port for this server for the lifetime of this object, and returns its number. The port is `port`,
+        which must be free, or any free port, at `host` or at the server's host."""
         self._held.append(hold_port(host or self.spec.host, port))
         number: int = self._held[-1].getsockname()[1]
         return number
 
     def _take_port(self, host: str, port: int, what: str) -> None:
-        """Hold a port for the server that starts now. ValueError when something listens there."""
+        """Reserves a port for the server that starts now. Raises ValueError if the port is in use."""
         self._share_ports(True)
         require_free_port(host, port, what)
         if all(held.getsockname()[1] != port for held in self._held):
             self._hold(host, port)
 
     def _share_ports(self, shared: bool) -> None:
-        """Whether another socket than the held ones may be bound to the held ports: the server's own must, and then no
-        stranger's, also after the server has ended."""
+        """Allows or forbids that other sockets bind the reserved ports. The server's socket must bind them; afterwards
+        no other socket may, even after the server has ended."""
         for held in self._held:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(shared))
 
     def start(self) -> str:
-        """Start it and return its URL, before it is ready; a second start keeps the URL.
+        """Starts the server and returns its URL before it is ready. A second start keeps the URL.
 
-        ValueError when the port is taken or the host cannot be listened at.
+        Raises ValueError if the port is in use or the server cannot listen at the host.
         """
         self.choose_port()
         self._take_port(self.spec.host, self.spec.port, self.name)
@@ -311,7 +317,8 @@ class Server(Generic[S]):
         return self.spec.url
 
     def wait_ready(self) -> None:
-        """Return once it serves. RuntimeError with the last log lines when it ends before, or never does."""
+        """Returns once the server serves. Raises RuntimeError, with the last log lines, if it ends before or takes
+        longer than `start_timeout_s`."""
         wait_ready(
             self._started(),
             self.is_ready,
@@ -322,23 +329,23 @@ class Server(Generic[S]):
         self._share_ports(False)
 
     def is_ready(self) -> bool:
-        """Whether it serves."""
+        """Returns True if the server answers on `ready_path`."""
         return answers(self.spec.url, self.spec.run_key, self.ready_path, timeout_s=5)
 
     def poll(self) -> int | None:
-        """Exit status, or None while it runs."""
+        """Returns the exit status, or None while the server runs."""
         return self._started().poll()
 
     def whereabouts(self) -> tuple[str, bool]:
-        """Its process and host in words, and whether a signal has stopped a process of it."""
+        """Returns process id and host as text, and True if a signal has stopped one of the server's processes."""
         return self._started().whereabouts()
 
     def tail_log(self) -> str:
-        """The last lines of its log."""
+        """Returns the last lines of the server's log."""
         return self._started().tail_log()
 
     def stop(self) -> None:
-        """End it and everything it started; nothing to do when it was never started."""
+        """Stops the server and all its child processes. It does nothing if the server was never started."""
         if self._process is not None:
             self._process.stop()
 

@@ -1,8 +1,8 @@
-"""Starts engine servers where their GPUs are.
+"""Starts engine servers on the nodes of their GPUs.
 
-On the driver's own host, the driver starts and watches a server. In a cluster that the run joined, a Ray actor on the
-engine's node does. Ray shows an actor one GPU; the server of an engine with several GPUs sees the GPUs in `spec.env`,
-which the placement sets.
+On the driver's host, the driver starts and watches a server. In an existing cluster that the run joined, a Ray actor on
+the engine's node does this. Ray makes only one GPU visible to an actor. For an engine with several GPUs, the placement
+sets the visible GPUs in `spec.env`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _QUICK_S = 5.0
 
 
 class RayEngineServer:
-    """EngineServer inside a Ray actor, with EngineServer's interface. `options` go to the actor (resources, placement).
+    """Runs an EngineServer in a Ray actor, with the same interface. `options` are the actor's resources and placement.
 
-    When the driver or the actor dies, so does the server: the actor's process holds the supervisor's pipe.
+    The server ends with the driver and with the actor, because the actor's process holds the supervisor's pipe.
     """
 
     def __init__(self, spec: EngineSpec, options: dict[str, object], server: type[EngineServer]) -> None:
@@ -45,7 +45,7 @@ class RayEngineServer:
         ray.get(self._actor.wait_ready.remote())
 
     def poll(self) -> int | None:
-        """Exit status, None while it runs; -1 when the actor itself is gone."""
+        """Returns the exit status, None while the server runs, or -1 if the actor is lost."""
         try:
             status: int | None = ray.get(self._actor.poll.remote())
             return status
@@ -53,7 +53,7 @@ class RayEngineServer:
             return -1
 
     def whereabouts(self) -> tuple[str, bool]:
-        """See EngineServer. An actor that is lost or does not answer knows nothing of its processes."""
+        """See EngineServer. The text names no process if the actor is lost or does not answer."""
         try:
             found: tuple[str, bool] = ray.get(self._actor.whereabouts.remote(), timeout=_QUICK_S)
             return found
@@ -77,8 +77,8 @@ class RayEngineServer:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where an engine's server process on one node runs: the node's address, the GPUs that it sees there as environment
-    variables, their PCI buses, and the Ray options that bring its actor there."""
+    """The node of an engine's server process: its address, the environment variables with the visible GPUs, their PCI
+    buses, and the Ray options that start the actor on this node."""
 
     host: str
     visible: Mapping[str, str]
@@ -93,9 +93,11 @@ def make_servers(
     here: bool,
     server: type[EngineServer],
 ) -> EngineServer | RayEngineServer | NodesServer:
-    """The handle of one engine with a server process in each of `seats`, in the order of its nodes. `here`: this
-    process starts and watches them itself, because all seats are on its host. Otherwise an actor per seat does.
-    `server` makes the process of one seat."""
+    """Returns the handle of an engine with one server process per seat, in the order of its nodes.
+
+    With `here`, all seats are on this host, and this process starts and watches the servers. Otherwise one actor per
+    seat does this. `server` is the class of a seat's process.
+    """
     log = Path(spec.log_path)
     specs = [
         replace(

@@ -1,7 +1,7 @@
-"""The router of a run as a supervised subprocess: the one address that rollouts talk to.
+"""Runs the router of a run as a supervised subprocess. Rollouts send all requests to its address.
 
-A backend's router has its own command line, and its own routes to add and remove engines. Every route needs the run's
-key.
+The backends' routers differ in their command lines and in the routes that add and remove engines. Every route needs
+the run's key.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ NEVER = 2**32 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec(ServerSpec):
-    """What the router is to be. `argv`: flags of the backend's router; they win over the defaults of its class."""
+    """The settings of a router. `argv` are flags of the backend's router; they override the defaults of its class."""
 
     argv: tuple[str, ...] = ()
     gateway_port: int = 0
-    """Where the gateway for plug-ins listens, see vime.sglang_api.gateway. 0: a free port is picked at once."""
+    """Port of the gateway for plug-ins, see vime.sglang_api.gateway. With 0, the run reserves a free port at once."""
     gateway_host: str = "127.0.0.1"
     external: bool = False
-    """Whether somebody else started the router at `host` and `port`. Then only the gateway is the run's own."""
+    """True if the router at `host` and `port` was started outside the run. Then the run starts only the gateway."""
     request_timeout_s: float = 600.0
     adapter: str = ""
-    """The adapter that requests of plug-ins are for."""
+    """The adapter that serves requests of plug-ins."""
 
     @property
     def gateway_url(self) -> str:
@@ -35,22 +35,22 @@ class RouterSpec(ServerSpec):
 
 
 class RouterServer(Server[RouterSpec]):
-    """One router: a server that engines are added to and removed from once it serves."""
+    """A router server. Engines can be added and removed once it serves."""
 
     name = "the router"
     ready_path = "/workers"
     timeout_flag = "a start-up time of"
 
     def add(self, engine_url: str) -> None:
-        """Route to a healthy engine from now on. RuntimeError when the router refuses."""
+        """Adds a healthy engine to the router. Raises RuntimeError if the router refuses."""
         raise NotImplementedError
 
     def remove(self, engine_url: str) -> None:
-        """Route to this engine no more; one that is not there is fine."""
+        """Removes an engine from the router. It does nothing for an engine that the router does not have."""
         raise NotImplementedError
 
     def engines(self) -> list[str]:
-        """URLs of the engines it routes to."""
+        """Returns the URLs of the router's engines."""
         raise NotImplementedError
 
     def _request(self, method: str, path: str, body: object = None) -> bytes:

@@ -1,4 +1,4 @@
-"""What the clients of all routers share: one HTTP session with the run's key, and retries until a deadline.
+"""The base of the routers' clients: one HTTP session with the run's key, and retries until a deadline.
 
 A client can be pickled, because it opens its session only at the first request.
 """
@@ -23,7 +23,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _TRANSIENT_STATUS = {408, 425, 429}
 _CONTROL_S = 30.0
 _LOG_AFTER_S = 10.0
-"""An engine that restarts answers earlier, and the pool logs its restart."""
+"""Seconds without an answer before the client logs it. A restarting engine, which the pool logs, answers earlier."""
 
 T = TypeVar("T")
 
@@ -33,7 +33,8 @@ class Transient(Exception):
 
 
 async def require_ok(response: aiohttp.ClientResponse) -> None:
-    """`Transient` for HTTP 5xx, 408, 425 and 429, and ValueError with the answer for any other status than 200."""
+    """Raises `Transient` for HTTP 5xx, 408, 425 and 429, and ValueError with the answer for any other status than
+    200."""
     if response.status == 200:
         return
     said = f"HTTP {response.status}: {(await response.text())[:1000]}"
@@ -43,7 +44,7 @@ async def require_ok(response: aiohttp.ClientResponse) -> None:
 
 
 def require_finite(log_probs: npt.NDArray[np.float32], version: int) -> None:
-    """DivergedError when a log-prob is NaN. `version`: of the weights that made the last token."""
+    """Raises DivergedError if a log-prob is NaN. `version` is the weight version that generated the last token."""
     if not (bad := np.isnan(log_probs)).any():
         return
     trained = "the first weights" if version < 1 else f"the weights after rollout {version - 1}"
@@ -54,7 +55,7 @@ def require_finite(log_probs: npt.NDArray[np.float32], version: int) -> None:
 
 
 def check_start(start: int, token_ids: list[int]) -> None:
-    """`start` of a request for log-probs is a place that others come before."""
+    """Checks that `start`, the first position of a request for log-probs, has a token before it. Raises ValueError."""
     if not 1 <= start < len(token_ids):
         raise ValueError(
             f"start must lie in [1, {len(token_ids)}), got {start} for {len(token_ids)} tokens; nothing predicts the "
@@ -69,8 +70,8 @@ def scored(
     versions: list[int],
     shape: tuple[int, int],
 ) -> ScoreResult:
-    """The result from flat arrays, for `shape` (places, most probable tokens of each). ValueError where some are
-    missing, DivergedError when a log-prob is NaN."""
+    """Makes the result from flat arrays, for `shape` (positions, most probable tokens per position). Raises ValueError
+    if values are missing, and DivergedError if a log-prob is NaN."""
     places, top_k = shape
     if (len(log_probs), len(top_ids), len(top_log_probs)) != (places, places * top_k, places * top_k):
         raise ValueError(
@@ -83,10 +84,10 @@ def scored(
 
 
 class RouterClient:
-    """Requests through the router at `router_url`, e.g. "http://127.0.0.1:3000". A base class."""
+    """A base class that sends requests through the router at `router_url`, for example "http://127.0.0.1:3000"."""
 
     def __init__(self, router_url: str, run_key: str, *, held: bool = False) -> None:
-        """`held`: the run itself started the router, see `slime.peers.proof.require_proof`."""
+        """With `held`, this run started the router, see `slime.peers.proof.require_proof`."""
         self.router_url, self._held = router_url, held
         self._run_key = run_key
         self._session: aiohttp.ClientSession | None = None
@@ -95,7 +96,7 @@ class RouterClient:
         return {**self.__dict__, "_session": None}
 
     async def close(self) -> None:
-        """Close the connections. The next request opens new ones."""
+        """Closes the connections. The next request opens new connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -117,7 +118,7 @@ class RouterClient:
     async def _request(
         self, method: str, url: str, body: object = None, headers: Mapping[str, str] | None = None
     ) -> bytes:
-        """The answer to one control request, with status 200. RuntimeError for another status."""
+        """Sends a control request and returns the answer. Raises RuntimeError for another status than 200."""
         url = url if url.startswith("http") else self.router_url + url
         timeout = aiohttp.ClientTimeout(total=_CONTROL_S)
         sent = self._connections().request(method, url, json=body, headers=headers, timeout=timeout)
@@ -127,8 +128,8 @@ class RouterClient:
             return await response.read()
 
     async def _on_all(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> None:
-        """POST `body` to `path` of every engine of the router. A dead engine has nothing to abort: its requests fail,
-        and `_until` retries them until their deadline."""
+        """Sends a POST of `body` to `path` of every engine of the router. It ignores dead engines, whose requests fail;
+        `_until` retries such requests until their deadline."""
         listed = json.loads(await self._request("GET", "/workers"))
         urls = [worker["url"] for worker in listed["workers"]]
         results = await asyncio.gather(
@@ -139,7 +140,7 @@ class RouterClient:
                 raise result
 
     async def context_tokens(self, deadline_s: float) -> int:
-        """The context of the engine that has the smallest one, see `slime.protocols.RolloutEngine`."""
+        """Returns the smallest context length of all engines in tokens, see `slime.protocols.RolloutEngine`."""
         return await self._until(deadline_s, self._ask_context, prompt_tokens=0)
 
     async def _ask_context(self) -> int:
@@ -156,8 +157,8 @@ class RouterClient:
     async def _until(
         self, deadline_s: float, attempt: Callable[[], Awaitable[T]], *, prompt_tokens: int
     ) -> T:
-        """What `attempt` returns. It is called again after a `Transient`. TimeoutError when `deadline_s` seconds
-        (--rollout-deadline-s) end without an answer."""
+        """Returns the result of `attempt`, and calls it again after a `Transient`. Raises TimeoutError if `deadline_s`
+        seconds (--rollout-deadline-s) pass without an answer."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         end = began + deadline_s

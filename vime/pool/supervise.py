@@ -30,16 +30,17 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent's calling thread ends. Linux only."""
+    """Makes the kernel send SIGKILL to this process when the parent's calling thread ends. It works on Linux only."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @functools.cache
 def forks_die_with_parent() -> None:
-    """Tie what this process forks to it, too: the kernel forgets `die_with_parent` in a fork. Forks of the main thread
-    alone, as a child is tied to the thread that forked it, and other threads may end before it. Once a process.
+    """Makes forked children end with this process, because a fork does not inherit `die_with_parent`.
 
-    They also close the TCP sockets that they got with it: a server's port would listen until its engine has ended, too.
+    It covers only forks of the main thread: a child ends with the thread that forked it, and other threads may end
+    earlier. The children also close inherited TCP sockets. Otherwise the port of an ended server would listen until its
+    engine has ended. Only the first call in a process has an effect.
     """
     by_main = False
 
@@ -57,7 +58,7 @@ def forks_die_with_parent() -> None:
 
 def _close_tcp_sockets() -> None:
     for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own is closed by now, and others are no sockets
+        with contextlib.suppress(OSError):  # the descriptor of the listing is closed, and some are no sockets
             found = socket.socket(fileno=int(entry))
             if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                 found.close()
@@ -66,7 +67,8 @@ def _close_tcp_sockets() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `argv[1:]`; `argv[0]` is the grace in seconds. Returns its exit status (128 + signal when killed by one)."""
+    """Runs the command `argv[1:]` with `argv[0]` as the grace in seconds. Returns the exit status, or 128 + the signal
+    that ended the command."""
     grace_s, command = float(argv[0]), list(argv[1:])
     # Orphans of the command become children of this process, so that they can be found and ended.
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -90,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _noted(number: int, frame: object) -> None:
-    """The signal is read from the wake-up pipe."""
+    """Does nothing: `main` reads the signal from the wake-up pipe."""
 
 
 def _ended_by_signal(numbers: bytes) -> bool:
@@ -104,9 +106,10 @@ def _wait(child: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def _end_descendants() -> None:
-    """SIGKILL every process below this one, until none is left: what is killed hands its children up to here.
+    """Sends SIGKILL to the children of this process until no child is left. Children of a killed process become
+    children of this process.
 
-    Python's resource trackers get time to end by themselves, because they remove semaphores from /dev/shm.
+    Python's resource trackers get _TRACKER_S seconds to end, because they remove semaphores from /dev/shm.
     """
     began = time.monotonic()
     while below := psutil.Process().children():
