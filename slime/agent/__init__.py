@@ -1,5 +1,5 @@
-"""What an agent of a rollout needs besides the model: sandboxes, programs that run in them, the dialects they speak.
+"""Tools for agents in rollouts: sandboxes, programs that run in sandboxes, and the HTTP dialects of these programs.
 
-The names are those that plug-ins of slime import: `slime.agent.sandbox`, `slime.agent.harness`,
+Plug-ins of slime import these modules: `slime.agent.sandbox`, `slime.agent.harness`,
 `slime.agent.adapters`, `slime.agent.aiohttp_threaded`.
 """

@@ -1,4 +1,4 @@
-"""Import path of slime plug-ins: an aiohttp application in a thread with a loop of its own."""
+"""Runs an aiohttp application in a thread with a separate event loop. Plug-ins of slime import this module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STOP_S = 10.0
 
 
 class FilteredAccessLogger(AbstractAccessLogger):
-    """Logs the requests that failed, and no other: an agent makes thousands."""
+    """Logs only failed requests, because an agent sends thousands of requests."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         if response.status >= 400:
@@ -26,7 +26,7 @@ class FilteredAccessLogger(AbstractAccessLogger):
 
 @dataclass
 class AppHandle:
-    """A running application. `port` is the one that it got."""
+    """A running application. `port` is its actual port."""
 
     host: str
     port: int
@@ -35,7 +35,7 @@ class AppHandle:
     _ended: asyncio.Event
 
     def stop(self) -> None:
-        """Close the application and end its thread. Any number of times."""
+        """Closes the application and ends its thread. It may be called again."""
         if self.thread.is_alive():
             self.loop.call_soon_threadsafe(self._ended.set)
             self.thread.join(_STOP_S)
@@ -49,7 +49,8 @@ def run_app_in_thread(
     thread_name: str = "aiohttp-app",
     runner_kwargs: Mapping[str, object] | None = None,
 ) -> AppHandle:
-    """Serve `app` until `stop`, or this process ends. Returns when it listens; raises what its start raised."""
+    """Serves `app` until `stop`, or until this process ends. Returns when `app` listens, and raises an error of its
+    start."""
     started: Future[AppHandle] = Future()
 
     async def serve() -> None:

@@ -1,4 +1,5 @@
-"""The keys of sessions that plug-ins name: 32 random bytes for each session, under its name while it is open."""
+"""Stores the keys of sessions that plug-ins name. A key has 32 random bytes, and is stored while the session is
+open."""
 
 from __future__ import annotations
 
@@ -12,23 +13,24 @@ _keys: dict[str, str] = {}
 
 
 def issue(name: str) -> str:
-    """A new key for the session `name` of an adapter."""
+    """Makes and stores a new key for the session `name` of an adapter."""
     _keys[name] = secrets.token_urlsafe(KEY_BYTES)
     return _keys[name]
 
 
 def withdraw(name: str, key: str) -> None:
-    """The session with this key has ended."""
+    """Removes the key of a session that has ended."""
     if _keys.get(name) == key:
         del _keys[name]
 
 
 def key_of(name: str) -> str:
-    """What an agent of the session `name` shows: its key, or the name where no adapter of this process opened it."""
+    """Returns the key of the session `name`, or the name if no adapter of this process has opened the session."""
     return _keys.get(name, name)
 
 
 def is_key(name: str, *, loopback: bool) -> bool:
-    """Whether the name of an open session may be its key, too. A name of 64 hexadecimal digits or more may. Other names
-    can be guessed, so they may on `loopback` alone; the `session_id` of a sample (`rollout/3`) never may."""
+    """Returns True if the name of an open session may also be its key. This holds for a name of at least 64 hexadecimal
+    digits. Other names can be guessed, so they may be keys only on `loopback`. The `session_id` of a sample
+    (`rollout/3`) is never a key."""
     return bool(_RANDOM.fullmatch(name)) or (loopback and not _SAMPLES_OWN.fullmatch(name))

@@ -1,4 +1,4 @@
-"""The addresses that agents of slime's plug-ins talk to, over the sessions of this project."""
+"""The HTTP servers to which agents of slime's plug-ins send requests. The sessions of this project answer them."""
 
 from slime.agent.adapters.common import BaseAdapter, Sessions
 from slime.agent.adapters.dialects import AnthropicAdapter, OpenAIAdapter, ResponsesAdapter

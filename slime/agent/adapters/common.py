@@ -1,8 +1,8 @@
-"""The life of a plug-in's sessions by name: open, answer, finish. Holds no token and parses no body.
+"""Opens, answers and finishes a plug-in's sessions by name. This module holds no token and parses no body.
 
-A plug-in makes one adapter, serves its `app`, opens a session per sample under a name of its own choice, and gets the
-samples when the agent has ended. The agent shows the session's key, which `open_session` returns and which the
-harnesses of `slime.agent.harness` find by the name: the name itself can be guessed.
+A plug-in makes one adapter, serves its `app`, opens a session per sample under a name that it chooses, and gets the
+samples when the agent has ended. The agent sends the session's key, because a name can be guessed. `open_session`
+returns the key, and the harnesses of `slime.agent.harness` find it by the name.
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ _NO_TURN = ("messages/count_tokens",)
 
 
 class Sessions(Protocol):
-    """What holds the conversations."""
+    """The object that holds the conversations."""
 
     def open(self, key: str, *, sampling: dict[str, Any], max_context_tokens: int) -> None:
-        """A new conversation. `max_context_tokens` of 0: the run's own limit."""
+        """Opens a conversation. With `max_context_tokens` 0, the limit of the run holds."""
         ...
 
     async def answer(self, key: str, path: str, request: web.Request) -> web.StreamResponse:
-        """One request of the dialect with this path, answered as its client expects it."""
+        """Answers a request in the dialect of its path."""
         ...
 
     async def finish(self, key: str, base_sample: Sample) -> list[Sample]:
-        """End it: a sample for each conversation, made from `base_sample`."""
+        """Ends a session and returns one sample per conversation, made from `base_sample`."""
         ...
 
     async def drop(self, key: str) -> None:
-        """End it without samples."""
+        """Ends a session without samples."""
         ...
 
     async def close(self) -> None:
-        """Close what the loop that served an application opened."""
+        """Closes the resources that belong to the event loop of an application."""
         ...
 
 
 class BaseAdapter:
-    """`sessions` holds the conversations; without it, those of this process's rollout do (`slime.sessions.keyed`).
+    """The base of all adapters. `sessions` holds the conversations; the default is `slime.sessions.keyed`, the sessions
+    of this process's rollout.
 
-    `tokenizer`, `tool_parser`, `reasoning_parser` and `address`, the router's under the name that slime or upstream
-    vime gives it, are kept for the plug-in: the sessions know those of the run. `debug_callback` and
-    `fork_threshold_tokens` belong to slime's own record of turns, which a session does not have: ValueError for the
-    first, a warning for the second.
+    The adapter stores `tokenizer`, `tool_parser`, `reasoning_parser` and `address` only for the plug-in; the sessions
+    use the run's values. `address` is the router's address under the name that slime or upstream vime uses.
+    `debug_callback` and `fork_threshold_tokens` belong to slime's record of turns, which sessions do not have. The
+    first raises ValueError, the second logs a warning.
     """
 
     paths: tuple[str, ...] = ()
@@ -106,8 +107,9 @@ class BaseAdapter:
     def open_session(
         self, sid: str, *, sampling_defaults: dict[str, Any] | None = None, max_context_tokens: int = 0
     ) -> str:
-        """A new session and its key. ValueError for a name that is in use. One that is finished is free again: a group
-        that is drawn a second time keeps its `session_id`s, and its sessions get new keys."""
+        """Opens a session and returns its key. Raises ValueError for the name of an open session. The name of a
+        finished session is free again: a group that is generated again keeps its `session_id`s, and its sessions get
+        new keys."""
         if sid in self._open:
             raise ValueError(
                 f"session_id must be new for each agent, got {sid!r} while its session is open; choose another, or "
@@ -123,7 +125,7 @@ class BaseAdapter:
         return key
 
     async def shutdown_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
-        """Take no further request; cancel those that are not answered after `wait_timeout` seconds."""
+        """Refuses further requests, and cancels requests that are not answered after `wait_timeout` seconds."""
         self.closed.add(sid)
         session_keys.withdraw(sid, self._keys.get(sid, ""))
         tasks = [task for task in self.inflight.pop(sid, ()) if not task.done()]
@@ -141,8 +143,8 @@ class BaseAdapter:
         extra_metadata: dict[str, Any] | None = None,
         wait_timeout: float = 5.0,
     ) -> list[Sample]:
-        """The samples of a session, each with the reward. [] for a session that is finished already, and without
-        `base_sample`, which only ends it."""
+        """Ends a session and returns its samples, with the reward. Returns [] for a finished session. Without
+        `base_sample` it only ends the session and returns []."""
         if base_sample is None:
             await self.drop_session(sid, wait_timeout=wait_timeout)
             return []
@@ -152,13 +154,13 @@ class BaseAdapter:
         self._open.discard(sid)
         samples = await self.sessions.finish(sid, base_sample)
         for sample in samples:
-            if sample.status is not Sample.Status.ABORTED:  # it is drawn again, without a reward
+            if sample.status is not Sample.Status.ABORTED:  # it is generated again, without a reward
                 sample.reward = reward
             sample.metadata = {**(sample.metadata or {}), **(extra_metadata or {})}
         return samples
 
     async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
-        """End a session without samples. Nothing for one that is finished already."""
+        """Ends a session without samples. It does nothing for a finished session."""
         await self.shutdown_session(sid, wait_timeout=wait_timeout)
         if sid in self._open:
             self._open.discard(sid)
@@ -195,7 +197,7 @@ class BaseAdapter:
 
 
 def _is_on_loopback(request: web.Request) -> bool:
-    """Whether the request came to a loopback address of this server."""
+    """Returns True if the request came to a loopback address of this server."""
     own = request.transport.get_extra_info("sockname") if request.transport else None
     return own is not None and ip_address(own[0].partition("%")[0]).is_loopback
 

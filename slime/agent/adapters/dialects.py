@@ -1,4 +1,4 @@
-"""Which paths each adapter serves. What the bodies mean is the sessions' affair."""
+"""Defines the paths that each adapter serves. The sessions parse the bodies."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class OpenAIAdapter(BaseAdapter):
 
 
 class ResponsesAdapter(BaseAdapter):
-    """Responses alone."""
+    """Only Responses."""
 
     paths = ("responses",)
 
 
 class AnthropicAdapter(BaseAdapter):
-    """Messages, and how many tokens they have."""
+    """Messages, and their number of tokens."""
 
     paths = ("messages", "messages/count_tokens")

@@ -1,4 +1,5 @@
-"""Claude Code without a terminal. Never run by this project: a test checks its command and files with a stand-in."""
+"""Runs Claude Code without a terminal. This project never ran it: a test checks its command and files with a
+substitute."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class ClaudeCodeHarness(BaseHarness):
         await install(sb, "claude", "SLIME_AGENT_CC_TARBALL")
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
-        """It asks for consent at its first start, which nobody could give."""
+        """Writes the consent for which the program would prompt at its first start."""
         consent = json.dumps({"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True})
         for file in (".claude.json", ".claude/settings.json"):
             await sb.write_file(f"{home_of(sb)}/{file}", consent, user="agent")
@@ -40,7 +41,7 @@ class ClaudeCodeHarness(BaseHarness):
         key = env.pop("ANTHROPIC_API_KEY")
         env = {
             **env,
-            # It asks for consent before it uses a key, and not for a token.
+            # The program prompts for consent before it uses a key, but not for a token.
             "ANTHROPIC_AUTH_TOKEN": key,
             "ANTHROPIC_MODEL": ctx.model_label,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",

@@ -1,4 +1,4 @@
-"""Codex without a terminal. Never run by this project: a test checks its command and files with a stand-in."""
+"""Runs Codex without a terminal. This project never ran it: a test checks its command and files with a substitute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime.agent.harness.common import (
 )
 from slime.agent.sandbox import Sandbox
 
-# The sandbox holds Codex; its own one cannot be nested in it.
+# Codex runs in our sandbox. Codex's sandbox cannot be nested in it, so it is switched off.
 _FLAGS = "--skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --json"
 _EXTRA = "SLIME_AGENT_CODEX_EXTRA_ARGS"
 _CONFIG = """\
@@ -37,7 +37,7 @@ class CodexHarness(BaseHarness):
         await install(sb, "codex", "SLIME_AGENT_CODEX_TARBALL")
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
-        """A provider of its own: the environment alone changes the address of OpenAI's only."""
+        """Writes a configuration with a separate provider, because the environment changes only OpenAI's address."""
         text = _CONFIG.format(model=ctx.model_label, base_url=environment_of(ctx)["OPENAI_BASE_URL"])
         await sb.write_file(f"{home_of(sb)}/.codex/config.toml", text, user="agent")
 

@@ -1,4 +1,4 @@
-"""What agents of slime's plug-ins have in common: install, configure, run, wait."""
+"""The base of the agents of slime's plug-ins: it installs, configures and runs a program, and waits for its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AGENT_FILE = "/tmp/agent.tgz"  # ok: a path in the sandbox
 
 @dataclass(frozen=True)
 class HarnessContext:
-    """What an agent is run with. `session_id` is the key that it shows at `adapter_url`."""
+    """The settings of an agent's run. `session_id` is the key that the agent sends to `adapter_url`."""
 
     workdir: str
     session_id: str
@@ -32,23 +32,23 @@ class HarnessContext:
 
 
 class BaseHarness(ABC):
-    """One kind of agent. Holds no state of a run, so one object serves all."""
+    """One kind of agent. It holds no state of a run, so one object serves all runs."""
 
     name = ""
 
     @abstractmethod
     async def install_cli(self, sb: Sandbox) -> None:
-        """Put the program into the sandbox."""
+        """Installs the program in the sandbox."""
 
     @abstractmethod
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
-        """Write what the program reads at its start."""
+        """Writes the files that the program reads at its start."""
 
     @abstractmethod
     async def launch_and_wait(
         self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float
     ) -> int:
-        """Run it to its end: its exit code, -1 when the time is over."""
+        """Runs the program to its end. Returns its exit code, or -1 when the time is over."""
 
     async def run(
         self,
@@ -60,8 +60,8 @@ class BaseHarness(ABC):
         time_budget_sec: float,
         prompt: str,
     ) -> int:
-        """Configure and run the program in `workdir`, which exists: its exit code, -1 when the time is over. It gets
-        the key of the session `session_id` that an adapter has opened."""
+        """Configures and runs the program in the existing folder `workdir`, with the key of the session `session_id`,
+        which an adapter has opened. Returns the exit code, or -1 when the time is over."""
         await ensure_agent_user(sb, workdir)
         await reach(sb, adapter_url)
         ctx = HarnessContext(workdir, key_of(session_id), adapter_url)
@@ -70,7 +70,7 @@ class BaseHarness(ABC):
 
 
 def home_of(sb: Sandbox) -> str:
-    """Where the program looks for its files."""
+    """Returns the home folder of the program in the sandbox."""
     home: str = getattr(sb, "home", _HOME)
     return home
 
@@ -78,7 +78,8 @@ def home_of(sb: Sandbox) -> str:
 async def run_command(
     sb: Sandbox, *, workdir: str, start_cmd: str, env: dict[str, str], time_budget_sec: float
 ) -> int:
-    """Run a command as the user `agent`; what it writes goes to .harness/trajectory.jsonl of `workdir`."""
+    """Runs a command as the user `agent` and returns its exit code. Its output goes to .harness/trajectory.jsonl in
+    `workdir`."""
     record = f"{workdir}/.harness"
     await sb.exec(f"mkdir -p {shlex.quote(record)}", user="agent", check=True)
     code, _ = await exec_and_wait(
@@ -95,8 +96,9 @@ async def run_command(
 
 
 async def install(sb: Sandbox, program: str, archive_variable: str) -> None:
-    """Nothing where the program is already there; else the npm package that the variable names, on the Node of
-    SLIME_AGENT_NODE_TARBALL where that is set. ValueError if there is neither."""
+    """Installs the npm package that the environment variable names, unless the sandbox has the program. If
+    SLIME_AGENT_NODE_TARBALL is set, it installs this Node first. Raises ValueError if the sandbox lacks the program and
+    the variable is not set."""
     code, _, _ = await sb.exec(f"command -v {program}")
     if code == 0:
         return

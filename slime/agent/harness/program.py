@@ -1,4 +1,4 @@
-"""Any program that takes its model's address from the environment, as the clients of OpenAI and Anthropic do."""
+"""Runs any program that reads its model's address from the environment, as the clients of OpenAI and Anthropic do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def endpoint(base_url: str, api_key: str) -> dict[str, str]:
-    """The variables of both clients. OpenAI's expects /v1 at the end of its address, Anthropic's adds it by itself."""
+    """Returns the environment variables for both clients. OpenAI's client expects /v1 at the end of the address;
+    Anthropic's client adds /v1."""
     root = base_url.rstrip("/").removesuffix("/v1")
     return {
         "OPENAI_BASE_URL": f"{root}/v1",
@@ -22,7 +23,7 @@ def endpoint(base_url: str, api_key: str) -> dict[str, str]:
 
 
 async def reach(sandbox: Sandbox, base_url: str) -> None:
-    """Let a sandbox without network reach the one port of this host's loopback that `base_url` names."""
+    """Opens the port of `base_url` for a sandbox without network, if `base_url` is on this host's loopback."""
     url = urlsplit(base_url)
     if url.hostname is None or url.port is None:
         raise ValueError(
@@ -45,11 +46,11 @@ async def run_agent(
     stdin: str | None = None,
     user: str = "root",
 ) -> ExecResult:
-    """Run `command` against a session until it ends or its time is over (`timed_out`).
+    """Runs `command` with the model of a session until the command ends or its time is over (`timed_out`).
 
-    `base_url`, `api_key`: of the session; for one that an adapter has opened, its name serves as `api_key`. A
-    LocalSandbox needs network="loopback" to reach it; any other sandbox must reach the address by itself. `stdin`:
-    often the task.
+    `base_url` and `api_key` belong to the session. If an adapter has opened the session, its name serves as `api_key`.
+    A LocalSandbox needs network="loopback" to reach the address. Any other sandbox needs a network that reaches it.
+    `stdin` often holds the task.
     """
     await reach(sandbox, base_url)
     variables = {**endpoint(base_url, key_of(api_key)), **(env or {})}

@@ -35,7 +35,7 @@ INSTALL = "install the package bubblewrap, version 0.7 or newer (`apt-get instal
 
 @dataclass(frozen=True)
 class View:
-    """What one sandbox sees of the host."""
+    """The parts of the host that a sandbox sees."""
 
     folder: str
     hidden: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class View:
 
 @dataclass(frozen=True)
 class Way:
-    """How this host lets bwrap make namespaces, or why it does not."""
+    """The way in which this host allows bwrap to make namespaces, or the reason why it refuses (`refused`)."""
 
     as_root: bool = False
     """bwrap runs as root, and only the commands change to the sandbox's user."""
@@ -60,7 +60,7 @@ def code_folder(namespaces: bool) -> str:
 
 
 def command(view: View, as_root: bool) -> list[str]:
-    """The words before the command that becomes process 1 of the sandbox."""
+    """Returns the words of bwrap's command line before the command that becomes process 1 of the sandbox."""
     words = [
         shutil.which("bwrap") or "bwrap",
         "--unshare-pid",

@@ -12,17 +12,17 @@ _PERIOD_S, _REST = 0.2, 20
 
 
 class DiskWatch:
-    """`breach(pids)` walks the folder and the descriptors of the processes, at most each 0.2 s and for at most 1/20 of
-    the time."""
+    """Watches the disk limits. `breach(pids)` walks the folder and the descriptors of the processes, at most every 0.2
+    s and for at most 1/20 of the time."""
 
     def __init__(self, folder: str, disk_bytes: int, files: int, network: bool) -> None:
         self.folder, self.disk_bytes, self.files, self.network = folder, disk_bytes, files, network
         self.held = Held()
-        """At the last walk."""
+        """The holdings at the last walk."""
         self._next = 0.0
 
     def breach(self, pids: list[int]) -> str:
-        """ "disk", "files", or "" within the limits."""
+        """Returns the exceeded limit, "disk" or "files", or "" within the limits."""
         now = time.monotonic()
         if now < self._next:
             return ""
@@ -50,7 +50,7 @@ class DiskWatch:
 
 
 def _entries(folder: str) -> list[tuple[int, str]]:
-    """(bytes, path of a folder or "") of what lies in `folder`. Files may vanish meanwhile."""
+    """Returns (bytes, path of a folder or "") for each entry of `folder`. Files may vanish during the call."""
     found: list[tuple[int, str]] = []
     with contextlib.suppress(PermissionError, FileNotFoundError):
         if not os.access(folder, os.R_OK | os.X_OK):

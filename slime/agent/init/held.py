@@ -8,7 +8,7 @@ import stat
 from dataclasses import dataclass, field
 
 SOCKET_BYTES = 208 << 10
-"""One socket buffers at most this: the kernel's default, which `system_calls` keeps programs from raising."""
+"""Largest buffer of a socket in bytes: the kernel's default. `system_calls` prevents programs from raising it."""
 PIPE_BYTES = 64 << 10
 _TABLES = ("tcp", "tcp6", "udp", "udp6", "icmp", "icmp6")
 
@@ -41,7 +41,8 @@ class Held:
 
 
 def held(pids: list[int], folder: str, network: bool) -> Held:
-    """`network`: the network is the host's, so only sockets with a descriptor here count."""
+    """Returns the holdings of the processes. With `network`, the network is the host's, so only sockets with a
+    descriptor in these processes count."""
     device, found = os.stat(folder).st_dev, Held()
     for pid in pids:
         # Processes and descriptors may vanish meanwhile.

@@ -29,6 +29,7 @@ def has_filters() -> None:
 
 
 def restrict(program: bytes) -> None:
-    """Binds this process and its later children by the BPF program. What they execute gets no capabilities."""
+    """Applies the BPF program to this process and its later children. Programs that they execute get no
+    capabilities."""
     prctl(_PR_CAP_AMBIENT, _CLEAR_ALL)
     prctl(_PR_SET_SECCOMP, _FILTER, _Program(len(program) // 8, program))

@@ -1,8 +1,8 @@
 """Hides files from the commands of a sandbox without namespaces: Landlock, Linux 5.13 and newer.
 
-A command may read, list and execute below the folders that a sandbox with namespaces shows, and nowhere else. Landlock
-hides the memory and the environment of all other processes, too. It cannot take a folder out of an allowed one, so
-`allowed` names what is around a hidden place.
+A command may read, list and execute only below the folders that a sandbox with namespaces shows. Landlock also hides
+the memory and the environment of all other processes. It cannot exclude a folder inside an allowed folder, so `allowed`
+yields the entries around a hidden path.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _EXECUTE, _READ_FILE, _READ_DIR = 1, 4, 8
 _OF_FOLDERS = _EXECUTE | _READ_FILE | _READ_DIR
 _OF_FILES = _EXECUTE | _READ_FILE
 SEMAPHORES = "/dev/shm"
-"""Python's multiprocessing and other programs open their semaphores there."""
+"""Folder in which Python's multiprocessing and other programs open their semaphores."""
 _SCOPED, _HAS_SCOPES = 3, 6
-"""Abstract Unix sockets and signals, from this version on."""
+"""Bits that restrict abstract Unix sockets and signals, and the first version of Landlock with them."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,7 +39,7 @@ def _call(number: int, *words: object) -> int:
 
 
 def version() -> int:
-    """Of Landlock in this kernel. 0: none."""
+    """Returns the version of Landlock in this kernel, or 0 for a kernel without Landlock."""
     try:
         return _call(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_VERSION))
     except OSError as error:
@@ -49,9 +49,9 @@ def version() -> int:
 
 
 def ruleset(places: Iterable[str], *, scoped: bool) -> int | None:
-    """A descriptor for `restrict`, which allows to read below `places`. None if the kernel has no Landlock.
+    """Returns a descriptor for `restrict` that allows reads only below `places`, or None without Landlock.
 
-    `scoped`: no signal and no abstract Unix socket reaches a process that the command has not started.
+    With `scoped`, signals and abstract Unix sockets reach only processes that the command has started.
     """
     supported = version()
     if not supported:
@@ -73,13 +73,13 @@ def ruleset(places: Iterable[str], *, scoped: bool) -> int | None:
 
 
 def restrict(made: int) -> None:
-    """Binds this process and its later children. Needs PR_SET_NO_NEW_PRIVS."""
+    """Applies the rules to this process and its later children. The process must have set PR_SET_NO_NEW_PRIVS."""
     _call(_RESTRICT, ctypes.c_int(made), ctypes.c_uint(0))
 
 
 def allowed(folder: str, hidden: list[str], shown: list[str]) -> Iterator[str]:
-    """What a command may read: the system's folders and `shown` without `hidden`, the sandbox's `folder`, the devices
-    that every program needs, /proc, and the folder of semaphores."""
+    """Yields the paths that a command may read: the system's folders without `hidden`, `shown`, the sandbox's `folder`,
+    the devices that every program needs, /proc, and the folder of semaphores."""
     covered = [os.path.realpath(place) for place in hidden]
     for place in SYSTEM:
         yield from _around(os.path.realpath(place), covered)
@@ -87,7 +87,7 @@ def allowed(folder: str, hidden: list[str], shown: list[str]) -> Iterator[str]:
 
 
 def _around(place: str, hidden: list[str]) -> Iterator[str]:
-    """`place`, or its entries if a hidden place lies below it."""
+    """Yields `place`, or its allowed entries if a hidden path is below it, or nothing if `place` is hidden."""
     if place in hidden:
         return
     if not any(each.startswith(f"{place}/") for each in hidden):

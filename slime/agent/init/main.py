@@ -32,7 +32,7 @@ def start() -> None:
         else:
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             places = landlock.allowed(settings["folder"], settings["hidden"], settings["shown"])
-            # A sandbox with a user of its own reaches no process of another user. Its commands may signal each other.
+            # A sandbox with a separate user reaches no process of another user. Its commands may signal each other.
             readable = landlock.ruleset(places, scoped=settings["uid"] is None)
         group = Members(*settings["group"]) if settings["group"] else None
         scratch = bubblewrap.SCRATCH if settings["isolation"] == "namespaces" else ()
@@ -51,6 +51,6 @@ def seal(own_network: bool) -> None:
     Raises OSError if the host gives this process no rights over its own network."""
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     if own_network:
-        # So that the two buffers of a connection's end are no more than one of another socket.
+        # With these sizes, the two buffers of a TCP socket hold at most SOCKET_BYTES.
         for name in ("tcp_rmem", "tcp_wmem"):
             Path(f"/proc/sys/net/ipv4/{name}").write_text(_TCP_BUFFERS, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The processes of a sandbox: which they are, what they hold, how all of them end."""
+"""Finds the processes of a sandbox, measures their memory, and ends them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _SIZES = re.compile(rb"^(VmRSS|HugetlbPages|VmPTE):\s+(\d+) kB", re.MULTILINE)
 
 
 def pids() -> list[int]:
-    """The processes of the sandbox: all others for process 1 of its namespace, else all descendants of this process,
-    which is their subreaper. A process whose parents have ended becomes its child, however often it forked."""
+    """Returns the processes of the sandbox. In a namespace, where this process is 1, these are all other processes.
+    Without a namespace, these are all descendants of this process. It is their subreaper, so a process whose parents
+    have ended becomes its child."""
     if os.getpid() == 1:
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
     found, todo = [], [os.getpid()]
@@ -25,9 +26,10 @@ def pids() -> list[int]:
 
 
 def kill_all(uid: int | None) -> None:
-    """Ends all processes of the sandbox. `uid`: the sandbox's own user, None if it shares this process's user.
+    """Ends all processes of the sandbox. `uid` is the sandbox's user, None if it shares the user of this process.
 
-    Without a namespace all are stopped first, until no new one appears, so that none can fork while others are killed.
+    Without a namespace, it first stops all processes until no new process appears. A stopped process cannot fork while
+    other processes are killed.
     """
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -49,7 +51,7 @@ def kill_all(uid: int | None) -> None:
 
 
 def _kill_as_user(uid: int) -> None:
-    """Kills every process of the user, which one call of that user does at once, a fork bomb included."""
+    """Kills every process of the user. One call by this user kills all of its processes at once, also a fork bomb."""
     try:
         child = os.fork()
     except OSError:
@@ -66,11 +68,11 @@ def _kill_as_user(uid: int) -> None:
 
 
 ended: dict[int, int] = {}
-"""Process to wait status, of those that `reap` met and nobody has asked for yet."""
+"""Process id -> wait status, for processes that `reap` collected and `Owner` has not reported yet."""
 
 
 def reap() -> None:
-    """Take the exit of every child that has ended, so that no zombie stays."""
+    """Collects the exit status of every child that has ended, so that no zombie stays."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -86,8 +88,7 @@ def send(pids: set[int], number: int) -> None:
 
 
 def of_command(pids: list[int], leader: int) -> set[int]:
-    """Those of `pids` that the command with this leader started and that did not leave its session, with their
-    descendants."""
+    """Returns the processes of a command: the leader, the processes in its session, and their descendants in `pids`."""
     parent, session = {}, {}
     for pid in pids:
         if values := _stat(pid):
@@ -129,7 +130,7 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def tasks_of_user(uid: int) -> int:
-    """Threads of all processes of the user that are in view."""
+    """Returns the number of threads of the user's visible processes."""
     count = 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -154,7 +155,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name: state, parent, group, session, ..."""
+    """Returns the fields of /proc/PID/stat after the name: state, parent, group, session, ..."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

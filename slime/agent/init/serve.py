@@ -1,8 +1,9 @@
-"""Commands of one sandbox: start, limits, end.
+"""Starts the commands of a sandbox, enforces the limits and ends the commands.
 
-A request is one byte with descriptors: a file of JSON, then what it needs. {"op": "exec", "id", "argv", "env", "cwd"}
-comes with stdin, stdout and stderr; {"op": "kill", "id", "reason"} and {"op": "listen", "id", "port"} with nothing. The
-end of the socket, or of the process that holds its other side, ends everything.
+A request is one byte with descriptors. The first descriptor is a file of JSON: {"op": "exec", "id", "argv", "env",
+"cwd"}, which is followed by the descriptors of stdin, stdout and stderr, or {"op": "kill", "id", "reason"}, or {"op":
+"listen", "id", "port"}. When the socket closes, also because the process at its other end died, all processes are
+killed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from slime.agent.init.memory_group import Members
 _TICK_S = 0.05
 _FD_LIMIT = 4096
 _SPARE_TASKS = 256
-"""What else the user may start while a command runs, where the sandbox shares its user."""
+"""Number of tasks that the user may start outside the sandbox while a command runs, if the sandbox shares the user."""
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Command:
 
 
 class Owner:
-    """Serves until the socket ends. One thread, so that a fork is safe."""
+    """Serves requests until the socket closes. It uses one thread, so that a fork is safe."""
 
     def __init__(
         self,
@@ -44,7 +45,8 @@ class Owner:
     ) -> None:
         self.channel, self.group = channel, group
         self.readable: int | None = settings["readable"]
-        """Of Landlock: what commands may read. None without it, and with namespaces, which need no Landlock."""
+        """Landlock's descriptor with the paths that commands may read. None without Landlock, and with namespaces,
+        which need no Landlock."""
         self.memory_files: tuple[str, ...] = settings["memory_files"]
         self._kills, self._filter = 0, system_calls.program()
         self.folder: str = settings["folder"]
@@ -59,7 +61,7 @@ class Owner:
         os.set_blocking(wakes, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakes)
-        # A terminal's Ctrl-C is the host process's affair, and of process 1 the kernel asks for a handler.
+        # The host process handles a terminal's Ctrl-C. The kernel delivers to process 1 only signals with a handler.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def run(self) -> None:
@@ -106,7 +108,7 @@ class Owner:
             else:
                 self._listen(request)
         except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, OSError):
-            return False  # The run's process writes no such request, so nothing that waits here is of use.
+            return False  # The run's process writes no such request, so the sandbox ends.
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -127,7 +129,7 @@ class Owner:
         self.running[pid] = Command(request["id"])
 
     def _become(self, request: dict[str, Any], streams: list[int]) -> None:
-        """In the child: the command, or exit code 126 with the reason on stderr."""
+        """Executes the command in the child process. On failure it writes the reason to stderr and exits with 126."""
         try:
             for target, source in enumerate(streams):
                 # The descriptors that the requests brought are never below 3.
@@ -169,13 +171,14 @@ class Owner:
             _, hard = resource.getrlimit(name)
             if value is not None:
                 value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-                # At the hard limit of CPU time the kernel kills without saying why.
+                # At the hard limit of CPU time the kernel sends SIGKILL, which has no reason.
                 more = value + 5 if name == resource.RLIMIT_CPU else value
                 resource.setrlimit(name, (value, more if hard == resource.RLIM_INFINITY else min(more, hard)))
 
     def _process_limit(self) -> int:
-        """What the kernel keeps at once, for a fork bomb outruns any watch: beyond the watch's limit, so that the watch
-        ends it with its reason. The kernel counts all tasks of a user, which may be more than the sandbox's."""
+        """Returns the kernel's limit of tasks. A fork bomb is faster than the watch, so the kernel needs a limit. It is
+        above the watch's limit, so that the watch ends the command and reports the reason. The kernel counts all tasks
+        of a user, which may include tasks outside the sandbox."""
         limit = 2 * self._limit("processes")
         own = self.namespaces and _counts_by_namespace()
         if self.uid is not None or own:
@@ -186,7 +189,7 @@ class Owner:
         for leader, command in self.running.items():
             if command.number == number:
                 command.reason = command.reason or reason
-                # Twice: a process that appeared meanwhile is of a parent that is gone now.
+                # The second pass kills processes that started during the first pass.
                 for _ in range(2):
                     processes.send(processes.of_command(processes.pids(), leader), signal.SIGKILL)
 
@@ -207,7 +210,7 @@ class Owner:
         processes.ended.clear()
 
     def _watch(self) -> None:
-        """Ends everything when all processes together exceed a limit."""
+        """Ends all commands when the processes together exceed a limit."""
         pids = processes.pids()
         if not pids:
             return
@@ -228,7 +231,7 @@ class Owner:
         processes.kill_all(self.uid)
 
     def _memory_is_over(self) -> bool:
-        """Returns whether the kernel has ended a process because of the limit since the last call."""
+        """Returns True if the kernel has ended a process because of the memory limit since the last call."""
         before, self._kills = self._kills, self.group.kills() if self.group else 0
         return self._kills > before
 
@@ -244,6 +247,6 @@ class Owner:
 
 
 def _counts_by_namespace() -> bool:
-    """Whether the process limit counts a user namespace by itself (Linux 5.14), not all that the user runs."""
+    """Returns True if the kernel counts processes per user namespace (Linux 5.14), instead of per user."""
     major, minor = os.uname().release.split(".")[:2]
     return (int(major), int("".join(filter(str.isdigit, minor)))) >= (5, 14)

@@ -1,4 +1,4 @@
-"""Where commands of a model run. The names that plug-ins of slime import are here, too."""
+"""Sandboxes that run a model's commands. The package exports the names that plug-ins of slime import."""
 
 from slime.agent.sandbox.container import ContainerSandbox
 from slime.agent.sandbox.e2b import E2BSandbox

@@ -1,4 +1,4 @@
-"""This process's side of the socket to a sandbox's owner, `slime.agent.init`."""
+"""Sends requests to a sandbox's owner process (`slime.agent.init`) through a socket, and receives the replies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _FIELDS: dict[str, dict[str, type]] = {
     "exec": {"code": int, "reason": str},
     "listen": {},
 }
-"""What the answer to each operation holds, unless it has failed. The first message answers the start."""
+"""Operation -> fields and types of its answer, unless the operation failed. The first message answers the start."""
 
 
 class Channel:
-    """Requests and their replies, in one event loop. When the other side ends, open requests raise SandboxError."""
+    """Requests and replies in one event loop. When the owner process ends, open requests raise SandboxError."""
 
     def __init__(self, ours: socket.socket) -> None:
         ours.setblocking(False)
@@ -32,14 +32,14 @@ class Channel:
         self._numbers = itertools.count(1)
         self._open: dict[int, tuple[str, asyncio.Future[Message]]] = {}
         self.first: asyncio.Future[Message] = self._loop.create_future()
-        """What the owner says when it is ready."""
+        """The owner's first message, sent when it is ready."""
         self.closed = False
         self._loop.add_reader(ours.fileno(), self._read)
 
     def ask(
         self, operation: str, descriptors: Sequence[int] = (), **fields: object
     ) -> tuple[int, asyncio.Future[Message]]:
-        """Send a request: its number, and the future of its reply."""
+        """Sends a request. Returns its number, and the future of its reply."""
         number = next(self._numbers)
         reply = self._loop.create_future()
         self._open[number] = operation, reply
@@ -60,7 +60,7 @@ class Channel:
             for future in [self.first, *(reply for _, reply in self._open.values())]:
                 if not future.done():
                     future.set_exception(error)
-                    # Nobody may be waiting any more.
+                    # Reading the exception avoids asyncio's warning if no task waits for the future.
                     future.exception()
             self._open.clear()
 
@@ -94,7 +94,7 @@ class Channel:
             return
         try:
             message, future = self._answer(data, len(descriptors))
-        except (ValueError, RecursionError):  # it is not the owner that wrote this
+        except (ValueError, RecursionError):  # the owner writes no such message, so another process did
             message, future = {}, None
             self.close()
         if future is None or future.done():
@@ -104,7 +104,8 @@ class Channel:
             future.set_result({**message, "descriptors": descriptors})
 
     def _answer(self, data: bytes, descriptors: int) -> tuple[Message, asyncio.Future[Message] | None]:
-        """The message, and what waits for it, which waits no more. ValueError for a message of another form."""
+        """Parses a message. Returns it with the future that waits for it, None if no request waits. The request is no
+        longer open. Raises ValueError for a message of another form."""
         message: Message = json.loads(data)
         if type(message) is not dict or type(message.get("id", 0)) is not int:
             raise ValueError(
@@ -127,15 +128,16 @@ class Channel:
 
 
 class CommandOutput:
-    """stdout and stderr of a command. Keeps the first `limit` bytes of both together, drops the rest without blocking
-    the command, and calls `full` once."""
+    """Collects stdout and stderr of a command. It keeps the first `limit` bytes of the two streams together, drops the
+    rest without blocking the command, and sets the event `full`."""
 
     def __init__(self, limit: int) -> None:
         self.left, self.truncated = limit, False
         self.full: asyncio.Event = asyncio.Event()
 
     async def pipe(self) -> tuple[int, Stream]:
-        """(the end to write to, which the caller closes; what arrives)."""
+        """Makes a pipe. Returns the descriptor for writing, which the caller closes, and the stream that collects the
+        data."""
         reader, writer = os.pipe()
         stream = Stream(self)
         stream.transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -153,7 +155,7 @@ class CommandOutput:
 
 
 async def all_read(*streams: Stream) -> None:
-    """Until every process has closed its end of the pipes."""
+    """Waits until every process has closed its end of the pipes."""
     for stream in streams:
         await stream.ended.wait()
 

@@ -1,6 +1,6 @@
-"""A sandbox in a container of docker or podman, through the engine's command line.
+"""Runs a sandbox in a container of docker or podman, through the engine's command line.
 
-Never run against an engine by this project: tests check the command lines with a stand-in for it.
+This project never ran it with a real engine: the tests check the command lines with a substitute program.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _GROUP = "/tmp/.vime-command-"  # ok: a path in the sandbox
 class ContainerSandbox:
     """`async with ContainerSandbox("python:3.12") as sandbox`. The image needs sh, timeout, setsid, cat and tar.
 
-    `network`: "none", or what the engine's --network takes. `engine`: the program, with its first arguments.
-    The engine keeps `limits` of memory, processes and open files, and one file's size; this class keeps time and
-    output. The size of all files is not limited.
+    `network`: "none", or another value of the engine's --network. `engine`: the program, with its first arguments.
+    The engine enforces the limits of memory, processes, open files and the size of one file. This class enforces the
+    limits of time and output. The total size of all files is not limited.
     """
 
     single_user = False
@@ -67,7 +67,7 @@ class ContainerSandbox:
         await self.close()
 
     async def start(self) -> None:
-        """SandboxError with the engine's words if it cannot start."""
+        """Starts the container. Raises SandboxError with the engine's message if the start fails."""
         if self.slots:
             await self.slots.acquire()
         self._running = True
@@ -87,7 +87,7 @@ class ContainerSandbox:
             )
 
     async def close(self) -> None:
-        """Remove the container with all its processes. Any number of times."""
+        """Removes the container with all its processes. It may be called again."""
         if self._running:
             self._running = False
             try:
@@ -130,7 +130,7 @@ class ContainerSandbox:
         return checked(result, cmd, check)
 
     async def write_file(self, sandbox_path: str, content: FileContent, *, user: str = "root") -> None:
-        """See protocol.Sandbox. Every path of the container is inside."""
+        """See protocol.Sandbox. Every path is allowed, because all paths are in the container."""
         data = content.read_bytes() if isinstance(content, Path) else content
         script = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
         result = await self._engine(
@@ -141,7 +141,8 @@ class ContainerSandbox:
         checked(result, f"write {sandbox_path}", True)
 
     async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
-        """See protocol.Sandbox. ValueError, too, beyond the limit of a command's output."""
+        """See protocol.Sandbox. It also raises ValueError if the file is larger than the limit of a command's
+        output."""
         result = await self._engine(
             *("exec", "--user", user, "--workdir", self.workdir, self.sandbox_id, "cat", "--", sandbox_path)
         )
@@ -153,7 +154,7 @@ class ContainerSandbox:
         return "" if result.exit_code else result.stdout
 
     async def upload(self, source: Path, sandbox_path: str = ".") -> None:
-        """Copy a folder of this host into a folder of the container."""
+        """Copies a folder of this host into a folder of the container."""
         buffer = io.BytesIO()
         with tarfile.TarFile(fileobj=buffer, mode="w") as archive:
             for path in sorted(source.rglob("*")):
@@ -168,7 +169,7 @@ class ContainerSandbox:
         checked(result, f"upload {sandbox_path}", True)
 
     async def download(self, sandbox_path: str, target: Path) -> int:
-        """Copy the regular files below a folder of the container to `target`; returns how many."""
+        """Copies the regular files below a folder of the container to `target` and returns their number."""
         output = CommandOutput(self.limits.disk_bytes)
         result, data = await self._run(
             output,
@@ -200,7 +201,7 @@ class ContainerSandbox:
         stdin: str | bytes | None = None,
         timeout: float = _ENGINE_S,
     ) -> tuple[ExecResult, bytes]:
-        """One run of the engine's client, ended at its time and at its output's limit."""
+        """Runs the engine's client, and kills it after `timeout` seconds or at the limit of its output."""
         writers: list[int] = []
         try:
             out_end, out = await output.pipe()

@@ -1,6 +1,6 @@
-"""A sandbox of a service with E2B's protocol, through the package `e2b`, which the caller installs.
+"""Runs a sandbox in a service with E2B's protocol, through the package `e2b`, which the caller installs.
 
-Never run against a service by this project: a test checks the calls with a stand-in for the package.
+This project never ran it with a real service: a test checks the calls with a substitute for the package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LARGE_FILE_S = 600.0
 
 
 class E2BSandbox:
-    """`async with E2BSandbox("image") as sandbox`. The service keeps the limits.
+    """`async with E2BSandbox("image") as sandbox`. The service enforces the limits.
 
     `timeout`: seconds that the sandbox may live; default $SLIME_AGENT_SANDBOX_LIFETIME_SEC, else an hour.
     `image_metadata_key`: the key under which the service's gateway reads the image; default
@@ -40,7 +40,7 @@ class E2BSandbox:
         self._box: Any = None
 
     async def __aenter__(self) -> Self:
-        """ValueError without the package."""
+        """Starts the sandbox. Raises ValueError if the package is missing."""
         try:
             self._e2b = import_module("e2b")
         except ModuleNotFoundError as error:
@@ -78,7 +78,7 @@ class E2BSandbox:
         cwd: str | None = None,
         stdin: str | bytes | None = None,
     ) -> ExecResult:
-        """See protocol.Sandbox. ValueError for `stdin`: write a file and read it in the command."""
+        """See protocol.Sandbox. Raises ValueError for `stdin`; write a file and read it in the command instead."""
         if stdin is not None:
             raise ValueError(
                 "stdin must be None for E2BSandbox, got text; write_file it and read it in the command"

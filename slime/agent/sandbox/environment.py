@@ -1,4 +1,4 @@
-"""The environment of a sandbox's commands: a short list of the host's variables, so that no key or proxy gets in."""
+"""Makes the environment of a sandbox's commands from a few variables of the host, so that it holds no key or proxy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SYSTEM = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin"
 
 
 def environment(home: str, tmp: str) -> dict[str, str]:
-    """What every command gets. This process's Python comes first on PATH."""
+    """Returns the environment of every command. The Python of this process comes first on PATH."""
     path = dict.fromkeys([os.path.dirname(sys.executable), *_SYSTEM])
     passed = {name: os.environ[name] for name in PASSED if name in os.environ}
     return {

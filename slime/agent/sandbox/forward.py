@@ -1,4 +1,4 @@
-"""Connections to one port inside a sandbox's network go on to the same port of this host's loopback."""
+"""Forwards connections from one port inside a sandbox's network to the same port of this host's loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Removes what a closed sandbox left on the host: processes without their owner, files in public folders."""
+"""Removes the remains of a closed sandbox from the host: processes without an owner, and files in public folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ MARKER = "VIME_SANDBOX"
 
 
 def sweep(sandbox_id: str) -> None:
-    """Kill processes that lost their owner. Only code that kills the owner and clears its own environment stays."""
+    """Kills the sandbox's processes that have lost their owner. Only a program that kills the owner and clears its
+    environment survives."""
     marker = f"{MARKER}={sandbox_id}".encode()
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
@@ -35,7 +36,7 @@ def _environ(pid: str) -> bytes:
 
 
 def delete_of_user(user: int) -> None:
-    """What a sandbox without namespaces left in the host's public folders."""
+    """Deletes the files of a user, those of a sandbox without namespaces, from the host's public folders."""
     for place in ("/tmp", "/var/tmp", "/dev/shm"):
         with contextlib.suppress(FileNotFoundError):
             for entry in list(os.scandir(place)):
@@ -45,7 +46,7 @@ def delete_of_user(user: int) -> None:
 
 
 def delete(folder: str) -> None:
-    """rm, because trees deeper than Python's recursion limit are among what is deleted."""
+    """Deletes a folder with `rm`, because its tree may be deeper than Python's recursion limit."""
     if os.getuid():
         subprocess.run(["chmod", "-R", "u+rwX", "--", folder], stderr=subprocess.DEVNULL, check=False)
     subprocess.run(["rm", "-rf", "--", folder], check=False)

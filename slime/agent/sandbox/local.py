@@ -1,6 +1,7 @@
-"""A sandbox on this host: a folder, its own user where this process is root, and bubblewrap where the host has it.
+"""Runs a sandbox on this host: in a folder, as a separate user if this process is root, and in bubblewrap if the host
+has it.
 
-docs/security.md lists what a sandbox holds and what it does not hold.
+docs/security.md lists the attacks that a sandbox prevents, and those that it does not prevent.
 """
 
 from __future__ import annotations
@@ -48,18 +49,20 @@ _START_S, _GRACE_S, _END_S = 60.0, 0.3, 30.0
 
 
 class LocalSandbox:
-    """Commands of a model on this host. `async with LocalSandbox() as sandbox: await sandbox.exec("ls")`.
+    """Runs a model's commands on this host: `async with LocalSandbox() as sandbox: await sandbox.exec("ls")`.
 
-    `isolation`: "namespaces" needs bubblewrap and fails where the host has none or refuses it, "processes" does
-    without, "auto" (the default) takes it where it can and logs a warning once where it cannot. `network`: "none",
-    "loopback" (`allow_loopback` opens single ports of this host's loopback), "host". Without namespaces every sandbox
-    has the host's network. `folder`: where the sandbox's own folder is made. With namespaces or Landlock a sandbox sees
-    the system's folders (/usr, /etc, /opt and their like), this process's Python and its own folder. `show` adds files
-    and folders of the host, which namespaces keep read-only, and `hide` takes some away. `slots`: a semaphore that
-    bounds how many sandboxes run at a time.
+    `isolation`: "namespaces" uses bubblewrap, and fails if the host lacks or refuses it. "processes" uses no
+    bubblewrap. "auto" (the default) uses bubblewrap if possible, and otherwise logs a warning once.
+    `network`: "none", "loopback" (`allow_loopback` opens single ports of this host's loopback), or "host". Without
+    namespaces, every sandbox has the host's network.
+    `folder`: the folder in which the sandbox's folder is made.
+    `show`, `hide`: with namespaces or Landlock, a sandbox sees the system's folders (such as /usr, /etc and /opt), the
+    Python of this process and the sandbox's folder. `show` adds files and folders of the host, which are read-only with
+    namespaces. `hide` removes files and folders.
+    `slots`: a semaphore that bounds the number of sandboxes that run at a time.
 
-    A path of a file is absolute below `folder`, or relative to `workdir`. Every command runs as the same user, whatever
-    `user` says.
+    A file's path is absolute below `folder`, or relative to `workdir`. All commands run as the same user; the argument
+    `user` has no effect.
     """
 
     single_user = True
@@ -223,12 +226,12 @@ class LocalSandbox:
         cwd: str | None = None,
         stdin: str | bytes | socket.socket | None = None,
     ) -> ExecResult:
-        """See protocol.Sandbox. The shell is bash where there is one. A socket as `stdin` is handed over: the command
-        has it, and this process closes it, so that its other end sees when the command ends.
+        """See protocol.Sandbox. The shell is bash if the host has it, else sh. This process closes a socket that is
+        given as `stdin`, so that the socket's other end detects when the command ends.
 
-        A limit of the whole sandbox (memory, processes, disk, files) ends all its processes; time and output end the
-        command and what it started, unless that left its session. SandboxError if the sandbox is not running or ends
-        meanwhile."""
+        A limit of the whole sandbox (memory, processes, disk, files) ends all its processes. Time and output end the
+        command and its children, unless a child left the command's session. Raises SandboxError if the sandbox is not
+        running or ends during the command."""
         if self._channel is None:
             raise SandboxError(
                 "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"

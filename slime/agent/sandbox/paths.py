@@ -1,7 +1,7 @@
-"""Files in a folder that someone else writes to at the same time: no path may lead out of it.
+"""Reads and writes files in a folder while untrusted programs change it. No path may lead out of the folder.
 
-Each part of a path is opened by itself and never through a symbolic link, so that a link cannot be put in between the
-check and its use.
+The functions open each part of a path separately, and never follow a symbolic link. So no program can replace a folder
+by a link between the check and the use.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def parts_of(root: str, start: str, path: str) -> list[str]:
-    """The parts below `root` of a path that is absolute or relative to `start`, a folder in `root`. ValueError if it
-    leads out."""
+    """Returns the parts of a path below `root`. The path is absolute, or relative to `start`, a folder in `root`.
+    Raises ValueError if the path leads out of `root`."""
     whole = path if path.startswith("/") else f"{start}/{path}"
     inside = whole.startswith(root + "/") or whole == root
     parts = [part for part in whole[len(root) :].split("/") if part not in ("", ".")]
@@ -32,7 +32,8 @@ def parts_of(root: str, start: str, path: str) -> list[str]:
 
 @contextlib.contextmanager
 def _parent(root: str, parts: list[str], make: int | None) -> Iterator[int]:
-    """Descriptor of the folder that holds the last part. `make`: create folders, for that user (-1: this one)."""
+    """Yields the descriptor of the folder of the last part. With `make`, it creates missing folders, owned by the user
+    `make` (-1: this process's user)."""
     held = os.open(root, _FOLDER)
     try:
         for part in parts[:-1]:
@@ -64,7 +65,8 @@ def _is_link(name: str, folder: int) -> bool:
 
 
 def read(root: str, parts: list[str], limit: int) -> bytes:
-    """FileNotFoundError if it is not there; ValueError if it is no regular file or larger than `limit` bytes."""
+    """Reads a file. Raises FileNotFoundError for a missing file, and ValueError if it is not a regular file or is
+    larger than `limit` bytes."""
     with _parent(root, parts, None) as folder:
         # O_NONBLOCK: a pipe without a writer must not hold this process.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -83,7 +85,7 @@ def read(root: str, parts: list[str], limit: int) -> bytes:
 
 
 def write(root: str, parts: list[str], content: str | bytes | Path, owner: int | None) -> None:
-    """A new file in place of what was there, so that nothing is written through a hard link."""
+    """Writes a new file and renames it over the old one, so that a hard link to the old file is not changed."""
     user = -1 if owner is None else owner
     temporary = f".{secrets.token_hex(8)}"
     with _parent(root, parts, user) as folder:
@@ -101,14 +103,15 @@ def write(root: str, parts: list[str], content: str | bytes | Path, owner: int |
 
 
 def upload(root: str, parts: list[str], source: Path, owner: int | None) -> None:
-    """The files and folders below `source`, with their modes. Symbolic links of the host are left out."""
+    """Copies the files and folders below `source` with their modes. It skips symbolic links of the host."""
     for path in sorted(source.rglob("*")):
         if path.is_file() and not path.is_symlink():
             write(root, [*parts, *path.relative_to(source).parts], path, owner)
 
 
 def download(root: str, parts: list[str], target: Path, limit: int) -> int:
-    """Copies regular files below `parts`; returns how many. ValueError beyond `limit` bytes in all."""
+    """Copies the regular files below `parts` to `target` and returns their number. Raises ValueError if their total
+    size exceeds `limit` bytes."""
     left, count, todo = limit, 0, [parts]
     while todo:
         here = todo.pop()

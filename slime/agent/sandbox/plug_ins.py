@@ -1,4 +1,4 @@
-"""The functions beside the sandbox that plug-ins of slime call."""
+"""Functions for sandboxes that plug-ins of slime call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_sandbox(image: str, *, timeout: float | None = None) -> Sandbox:
 
 
 async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:
-    """A user `agent` that owns `workdir` and may use git there. A sandbox with one user needs none."""
+    """Makes a user `agent` that owns `workdir` and may use git there. It does nothing in a sandbox with one user."""
     if getattr(sb, "single_user", False):
         return
     folder = shlex.quote(workdir)

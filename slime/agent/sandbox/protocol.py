@@ -1,4 +1,4 @@
-"""What a sandbox is: the calls that every kind has, their result, the limits."""
+"""Defines the interface of all sandboxes: the methods of a sandbox, the result of a command, and the limits."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from types import TracebackType
 from typing import Literal, Protocol, Self, runtime_checkable
 
 FileContent = str | bytes | Path
-"""Text, bytes, or a file of this host."""
+"""Text, bytes, or the path of a file on this host."""
 Reason = Literal["", "time", "output", "memory", "processes", "disk", "files", "cpu", "file size"]
-"""The limit that ended a command; "" for a command that ended by itself."""
+"""The limit that ended a command; "" if no limit ended the command."""
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed: it did not start, or ended under a command."""
+    """Raised if a sandbox does not start, or ends during a command."""
 
 
 class ExecResult(tuple[int, str, str]):
-    """(exit_code, stdout, stderr), as hooks of slime unpack it, with what a limit did.
+    """The result of a command: a tuple (exit_code, stdout, stderr), which hooks of slime unpack, with two more fields.
 
-    A command that a signal ended has exit code 128 + the number of the signal. Bytes that are not UTF-8 are replaced.
+    If a signal ended the command, the exit code is 128 + the number of the signal. Invalid UTF-8 is replaced.
     """
 
     reason: Reason
     truncated: bool
-    """CommandOutput beyond the limit was dropped."""
+    """True if output beyond the limit was dropped."""
 
     def __new__(
         cls, exit_code: int, stdout: str, stderr: str, reason: Reason = "", truncated: bool = False
@@ -53,26 +53,30 @@ class ExecResult(tuple[int, str, str]):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one sandbox, all its processes together where nothing else is said. ValueError unless all are positive."""
+    """The limits of a sandbox. A limit covers the sum over all processes unless its text names one process.
+
+    Raises ValueError unless all limits are positive.
+    """
 
     memory_bytes: int = 2 << 30
-    """Resident memory."""
+    """Resident memory in bytes."""
     address_space_bytes: int | None = 8 << 30
-    """Of one process. None for programs that reserve much more than they use, such as Node with WebAssembly."""
+    """Address space of one process in bytes. Use None for programs that reserve much more memory than they use, such as
+    Node with WebAssembly."""
     processes: int = 256
-    """Processes; threads count where the kernel counts them."""
+    """Number of processes. Threads count if the kernel counts them."""
     cpu_s: int = 3600
-    """CPU time of one process."""
+    """CPU time of one process in seconds."""
     disk_bytes: int = 1 << 30
-    """What the folder may hold, and one file."""
+    """Bytes in the sandbox's folder, and bytes in one file."""
     files: int = 50_000
-    """Files and folders in the folder."""
+    """Number of files and folders in the sandbox's folder."""
     open_files: int = 1024
-    """Of one process."""
+    """Number of open files of one process."""
     output_bytes: int = 1 << 20
-    """stdout and stderr of one command together."""
+    """Bytes of stdout and stderr of one command together."""
     tmp_bytes: int = 64 << 20
-    """/tmp and /dev/shm, each. They are memory."""
+    """Size in bytes of /tmp, and of /dev/shm. Both are in memory."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -85,7 +89,7 @@ class Limits:
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """A place where commands of a model run. `async with` starts and closes it."""
+    """An isolated environment that runs a model's commands. `async with` starts and closes it."""
 
     sandbox_id: str
 
@@ -109,15 +113,16 @@ class Sandbox(Protocol):
         cwd: str | None = None,
         stdin: str | bytes | None = None,
     ) -> ExecResult:
-        """Run a shell command. With `check`, RuntimeError unless it ends with exit code 0."""
+        """Runs a shell command. With `check`, it raises RuntimeError unless the exit code is 0."""
         ...
 
     async def write_file(self, sandbox_path: str, content: FileContent, *, user: str = "root") -> None:
-        """Write a file and the folders above it. ValueError for a path outside the sandbox."""
+        """Writes a file and creates its parent folders. Raises ValueError for a path outside the sandbox."""
         ...
 
     async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
-        """The text of a file, "" if there is none (the rule of slime). ValueError for a path outside the sandbox."""
+        """Returns the text of a file, or "" for a missing file, as slime does. Raises ValueError for a path outside the
+        sandbox."""
         ...
 
 
@@ -128,7 +133,7 @@ def not_running() -> SandboxError:
 
 
 def checked(result: ExecResult, cmd: str, check: bool) -> ExecResult:
-    """`result`, or with `check` RuntimeError unless its exit code is 0."""
+    """Returns `result`. With `check`, it raises RuntimeError unless the exit code is 0."""
     if check and result.exit_code:
         why = f", ended by the {result.reason} limit" if result.reason else ""
         raise RuntimeError(

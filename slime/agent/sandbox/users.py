@@ -1,4 +1,5 @@
-"""A user of its own for each sandbox, so that no two can touch each other and one signal ends all of one."""
+"""Chooses a separate user id for each sandbox. Sandboxes then cannot access each other, and one signal to the user ends
+all processes of a sandbox."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from pathlib import Path
 
 
 def free_user() -> int | None:
-    """A number that no account has; None unless this process is root, which alone may change its user, of a user
-    namespace with more than a few users.
+    """Returns a random user id that no account has. It is random, so that sandboxes of other processes differ.
 
-    Random, so that sandboxes of other processes on the host have others.
+    Returns None unless this process is root, because only root may change its user, or if the user namespace has at
+    most 1000 free ids.
     """
     if os.getuid() != 0:
         return None
@@ -20,7 +21,8 @@ def free_user() -> int | None:
 
 
 def _unused() -> tuple[int, int]:
-    """A range far from accounts; in a container with few users, the upper part of what it has."""
+    """Returns (first, end) of a range of ids above all accounts. In a container with few ids it is the upper part of
+    the container's range."""
     lines = Path("/proc/self/uid_map").read_text(encoding="utf-8").splitlines()
     inside, _, count = (int(word) for word in lines[-1].split())
     end = inside + count
