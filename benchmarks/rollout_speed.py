@@ -50,6 +50,7 @@ from slime.rollout.manager import RolloutManager
 from slime.types import Sample
 from vime.backends import parse_config
 from vime.pool.control import SERVED_MODEL_NAME
+from vime.pool.engine_flags import engine_dtype
 from vime.pool.process import sigterm_interrupts
 from vime.pool.router import RouterSpec
 from vime.vllm import versions as vllm_versions
@@ -57,7 +58,7 @@ from vime.vllm.client import VllmEngineClient
 from vime.vllm.control import VllmControl
 from vime.vllm.pool import VllmEnginePool
 from vime.vllm.server import VllmSpec
-from vime.vllm.server_flags import engine_dtype, engine_settings
+from vime.vllm.server_flags import engine_settings
 
 OURS, RAW = "ours", "raw"
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import hashlib
 import threading
+import weakref
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -38,7 +39,7 @@ _PROMPTS_REMEMBERED = 4096
 
 
 NO_RUN = "GenerateState(args) must be called while a rollout runs, got no state in this process; call it from a hook"
-_entered: list[GenerateState] = []
+_entered: list[weakref.ref[GenerateState]] = []
 
 
 def rollout_sampling_params(rollout: RolloutConfig) -> SamplingParams:
@@ -135,7 +136,7 @@ class GenerateState:
 
     def enter(self) -> GenerateState:
         """Makes this state the one that plug-ins in this process use, until `close`, and returns the state."""
-        _entered.append(self)
+        _entered.append(weakref.ref(self))
         return self
 
     def part(self, kind: type[T], make: Callable[[], T]) -> T:
@@ -206,8 +207,7 @@ class GenerateState:
 
     def close(self) -> None:
         """Closes the engines' connections and ends the loop. After that, `run` no longer works."""
-        if self in _entered:
-            _entered.remove(self)
+        _entered[:] = [each for each in _entered if each() not in (None, self)]
         self.events.close()
         self.spans.close()
         if self._loop is None:
@@ -326,11 +326,12 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 def entered() -> GenerateState | None:
     """Returns the state of this process's run (`GenerateState.enter`), or None in a process without a run."""
-    return _entered[-1] if _entered else None
+    living = [state for each in _entered if (state := each()) is not None]
+    return living[-1] if living else None
 
 
 def current_state() -> GenerateState:
     """Returns the state of this process's run. RuntimeError in a process without a run."""
-    if not _entered:
+    if (state := entered()) is None:
         raise RuntimeError(NO_RUN)
-    return _entered[-1]
+    return state

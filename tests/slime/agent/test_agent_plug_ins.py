@@ -148,7 +148,8 @@ def test_an_adapter_keeps_the_life_of_its_sessions():
     assert conversations.dropped == ["c"] and conversations.closed
 
 
-def test_an_adapter_without_a_rollout_says_what_is_missing():
+def test_an_adapter_without_a_rollout_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr("slime.rollout.state._entered", [])
     adapter = SameAdapter(tokenizer=None, sglang_url="http://x", tool_parser="qwen25", reasoning_parser=None)
     with pytest.raises(RuntimeError, match="while a rollout runs"):
         adapter.open_session("a")

@@ -28,7 +28,8 @@ def test_whoever_asks_gets_the_runs_own_state():
     assert own.sampling_params["no_stop_trim"] is True
 
 
-def test_without_a_rollout_there_is_no_state():
+def test_without_a_rollout_there_is_no_state(monkeypatch):
+    monkeypatch.setattr("slime.rollout.state._entered", [])
     with pytest.raises(RuntimeError, match="must be called while a rollout runs"):
         GenerateState(SimpleNamespace())
 

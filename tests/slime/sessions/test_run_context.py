@@ -22,7 +22,8 @@ def whole_args(**changed: object) -> Namespace:
     return Namespace(**{name: config.value_of(name) for name in SECTION_OF})
 
 
-def test_what_a_hook_sets_is_read_at_the_next_call() -> None:
+def test_what_a_hook_sets_is_read_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.rollout.state._entered", [])
     args = whole_args(rollout_temperature=0.5)
     first = context_of(args)
     assert context_of(args).config == first.config and first.state is None

@@ -285,9 +285,10 @@ def variables() -> set[str]:
 def shipped_options() -> set[str]:
     """Returns flags of vLLM's server in a shipped command, a message or a page, and flags whose values this project
     reads."""
-    texts = [file.read_text() for file in _shipped(".sh", ".yaml", ".md", ".py")]
-    found = {name for text in texts for name in re.findall(r"--vllm-([a-z0-9-]+[a-z0-9])\b", text)}
-    read = {name for text in texts for name in re.findall(r"backend_args(?:\.get\(|\[)\"(\w+)", text)}
+    texts = {file: file.read_text() for file in _shipped(".sh", ".yaml", ".md", ".py")}
+    found = {name for text in texts.values() for name in re.findall(r"--vllm-([a-z0-9-]+[a-z0-9])\b", text)}
+    of_vllm = [text for file, text in texts.items() if "sglang" not in file.parts]
+    read = {name for text in of_vllm for name in re.findall(r"backend_args(?:\.get\(|\[)\"(\w+)", text)}
     return {name.replace("-", "_") for name in found if not name.startswith("router-")} - _OWN_OPTIONS | read
 
 
