@@ -166,11 +166,15 @@ def test_samples_of_one_prompt_and_moment_share_a_request() -> None:
         return order
 
     assert sorted(serve(handler, ask)) == ["0", "1", "2", "7"]
+    seen.sort(
+        key=lambda body: len(body["prompt"]), reverse=True
+    )  # two connections may arrive in either order
     assert [body["prompt"] for body in seen] == [[1, 2], [3]]
     shared = {"include_stop_str_in_output": True, "temperature": 0.5}
     each = [{"seed": seed, "max_tokens": 4 + seed} for seed in range(3)]
     assert seen[0]["vime_samples"] == {"shared": shared, "each": each}
-    assert serve(handler, ask)[-1] == "0", "the last frame is that of the first sample"
+    of_group = [text for text in serve(handler, ask) if text != "7"]
+    assert of_group == ["2", "1", "0"], "the last frame is that of the first sample"
 
 
 def test_only_what_an_answer_lacks_is_asked_for_again() -> None:
