@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 
 import aiohttp
@@ -209,6 +210,9 @@ class Elsewhere:
         return (await self.inner.exec(f"cat {sandbox_path}")).stdout
 
 
+@pytest.mark.skipif(
+    not shutil.which("bwrap"), reason="without bubblewrap a command's background processes end"
+)
 def test_exec_and_wait_outlives_a_connection_that_ends_early(monkeypatch):
     monkeypatch.setattr(plug_ins, "POLL_S", 0.2)
 
