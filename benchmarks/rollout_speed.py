@@ -202,7 +202,7 @@ class Contest:
         began = time.perf_counter()
         batch = self.manager.generate(turn)
         seconds = time.perf_counter() - began
-        data = pickle.loads(batch.rank_data[0])  # Safe: this process has just made these bytes.
+        data = pickle.loads(batch.rank_data[0])  # ok: this process has just made these bytes
         responses = data["response_lengths"]
         assert len(responses) == self.args.requests, f"{len(responses)} samples of {self.args.requests}"
         return sum(responses), seconds
