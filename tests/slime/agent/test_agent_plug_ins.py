@@ -186,7 +186,7 @@ def test_exec_and_wait_gives_code_and_output():
 
 class Elsewhere:
     """A plug-in's sandbox on top of a local sandbox, whose connection ends early. Its /tmp is the local sandbox's own
-    folder for temporary files, because a local sandbox without bubblewrap cannot write to /tmp."""
+    folder for temporary files, because a command without bubblewrap cannot read in /tmp (docs/security.md)."""
 
     sandbox_id = "elsewhere"
 
