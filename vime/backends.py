@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from slime.config import Config, FlagGroup
 from slime.config.problems import with_prefix
+from slime.config.variables import check_variables, variable_notes
 from slime.data.limits.context import longest_sequence
 from slime.protocols import EnginePool, NoEngines, WeightSource
 from slime.records.errors import FlagError
@@ -95,9 +96,13 @@ def parse_config(argv: Sequence[str], rules: Sequence[Rule] = (), *, download: b
     `rules` are more checks, whose errors are in the same report. `download`: fetch --hf-checkpoint and --ref-load if
     they name models of the Hugging Face hub.
     """
-    config = parse_args(argv, BACKENDS, _from_environment, (check_served, *rules), download=download)
+    config = parse_args(
+        argv, BACKENDS, _from_environment, (_check_variables, check_served, *rules), download=download
+    )
     config = _within_teachers(config)
-    return dataclasses.replace(config, notes=(*config.notes, *backend_of(config).remarks(config)))
+    served = {engines.model.backend for engines in models_of(config)}
+    notes = (*variable_notes(config, os.environ, served), *backend_of(config).remarks(config))
+    return dataclasses.replace(config, notes=(*config.notes, *notes))
 
 
 def _within_teachers(config: Config) -> Config:
@@ -128,6 +133,10 @@ def check_each(argv: Sequence[str]) -> None:
 def public_rows() -> Iterator[Row]:
     """Returns rows of the flags that this project implements, accepts at their default, or accepts without effect."""
     return own_rows(BACKENDS)
+
+
+def _check_variables(config: Config) -> None:
+    check_variables(config, os.environ)
 
 
 def _from_environment(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
