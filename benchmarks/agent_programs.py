@@ -187,7 +187,7 @@ def main() -> int:
         stack.push(stack.checkpoint)
         tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TOOLS)
         args: Any = make_args(rollout_max_response_len=200, rollout_deadline_s=90.0)
-        state = GenerateState(Config.of_args(args), stack.pool.client(), tokenizer, hook_args=args).enter()
+        state = GenerateState(Config.from_args(args), stack.pool.client(), tokenizer, hook_args=args).enter()
         results = []
         try:
             for program in PROGRAMS:

@@ -108,7 +108,7 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TEMPLATE)
         hook_args: Any = make_args(rollout_deadline_s=300.0)
         state = GenerateState(
-            Config.of_args(hook_args), stack.pool.client(), tokenizer, hook_args=hook_args
+            Config.from_args(hook_args), stack.pool.client(), tokenizer, hook_args=hook_args
         ).enter()
         gc.collect()
         gc.freeze()  # The rollout manager's process does the same.

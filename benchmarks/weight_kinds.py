@@ -38,16 +38,16 @@ from operator_bench.machine import describe
 from safetensors.torch import load_file
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.channel import Export, TrainerPlace
+from slime.weight_sync.channel import Export, TrainerSettings
 from slime.weight_sync.delta import sparse
-from slime.weight_sync.delta.local_copy import LocalCopy, Place
+from slime.weight_sync.delta.local_copy import CopyVersion, LocalCopy
 from slime.weight_sync.delta.payload import apply, octets, words
 from slime.weight_sync.delta.registry import ENCODINGS, encoding
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.publisher import Publisher
-from slime.weight_sync.slices import Place as SlicePlace
 from slime.weight_sync.slices import Slice, whole_slices
+from slime.weight_sync.slices import SlicePosition as SlicePlace
 
 RANK = 32
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -117,7 +117,7 @@ def delta(old: Tensors, new: Tensors, name: str, scratch: Path) -> dict[str, flo
     for _ in range(1):
         snapshot, copy = Snapshot(name, "xxh3-128"), LocalCopy(scratch / "copy")
         source = FileChannel(scratch / "whole").publish(snapshot.taken(Export(old.items)), 0)
-        copy.keep(source.info["path"], Place("chain", 0))
+        copy.keep(source.info["path"], CopyVersion("chain", 0))
         files = FileChannel(scratch / "delta", stem="delta")
 
         shares: list[float] = []
@@ -132,7 +132,7 @@ def delta(old: Tensors, new: Tensors, name: str, scratch: Path) -> dict[str, flo
         seconds, update = timed(publish, 1)
         trainer.append(seconds)
         payloads = load_file(update.info["path"])
-        seconds, _ = timed(lambda: copy.patch(payloads, 0, Place("chain", 1)), 1)  # noqa: B023
+        seconds, _ = timed(lambda: copy.patch(payloads, 0, CopyVersion("chain", 1)), 1)  # noqa: B023
         host.append(seconds)
         result = load_file(copy.path)
         equal = all(np.array_equal(octets(result[n]), octets(t)) for n, t in new.items())
@@ -196,7 +196,7 @@ def peak(case: str) -> dict[str, float]:
 
     version = 0
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-        place = TrainerPlace(Path(root), 1 << 29, torch.device("cpu"), 60.0)
+        place = TrainerSettings(Path(root), 1 << 29, torch.device("cpu"), 60.0)
         snapshot = None if case == "full" else Snapshot("xor", "xxh3-128")
         publisher = Publisher.of(
             "disk", place, Export(None, lambda: slices(version)), compare=False, snapshot=snapshot
@@ -251,7 +251,7 @@ def speeds(share: float, updates: int = 4) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         snapshot, copy = Snapshot("xor", "xxh3-128"), LocalCopy(f"{root}/copy")
         source = FileChannel(f"{root}/whole").publish(snapshot.taken(Export(weights.items)), 0)
-        copy.keep(source.info["path"], Place("chain", 0))
+        copy.keep(source.info["path"], CopyVersion("chain", 0))
         for version in range(updates):
             for tensor in weights.values():
                 places = torch.randint(0, tensor.numel(), (int(tensor.numel() * share),))
@@ -259,7 +259,7 @@ def speeds(share: float, updates: int = 4) -> dict[str, Any]:
             seconds, made = timed(lambda: snapshot.delta(Export(weights.items)))
             payloads = {each.place.name: each.values() for each in made.slices}
             found["trainer_s"].append(seconds)
-            seconds, _ = timed(lambda: copy.patch(payloads, version, Place("chain", version + 1)))  # noqa: B023
+            seconds, _ = timed(lambda: copy.patch(payloads, version, CopyVersion("chain", version + 1)))  # noqa: B023
             found["host_s"].append(seconds)
         result = load_file(copy.path)
         found["equal"] = all(np.array_equal(octets(result[n]), octets(t)) for n, t in weights.items())

@@ -33,7 +33,7 @@ from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.protocols import WeightUpdate
 from slime.weight_sync.broadcast_channel import BroadcastChannel
-from slime.weight_sync.channel import Export, TrainerPlace, WeightChannel, Worker
+from slime.weight_sync.channel import Export, TrainerSettings, WeightChannel, Worker
 from slime.weight_sync.delta.snapshot import Delta, Snapshot
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.publisher import Publisher
@@ -89,7 +89,7 @@ def rank_work(rank: int, root: Path, case: str, orders: mp.SimpleQueue) -> None:
     if case.startswith("delta"):
         snapshot = CountedSnapshot("xor", "xxh3-128")
         transport = "nccl" if "broadcast" in case else "disk"
-        place = TrainerPlace(root / "weights", BUCKET_BYTES, torch.device("cpu"), 300.0)
+        place = TrainerSettings(root / "weights", BUCKET_BYTES, torch.device("cpu"), 300.0)
         publisher = Publisher.of(transport, place, export, compare=False, snapshot=snapshot)
 
         def parts(version: int) -> Iterator[WeightUpdate]:

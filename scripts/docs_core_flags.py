@@ -12,11 +12,11 @@ import importlib.metadata
 import json
 import sys
 
-from slime.config.core_table import TABLE, Row, row_of
+from slime.config.core_table import TABLE, FlagRow, make_row
 from slime.config.megatron_flags import imported_core_flags
 
 
-def text(table: dict[str, dict[str, Row]]) -> str:
+def text(table: dict[str, dict[str, FlagRow]]) -> str:
     """Returns the table as JSON with one line per flag."""
     versions = []
     for version in sorted(table):
@@ -29,7 +29,7 @@ def text(table: dict[str, dict[str, Row]]) -> str:
 
 def main(argv: list[str]) -> int:
     before = TABLE.read_text(encoding="utf-8") if TABLE.is_file() else "{}"
-    rows = {name: row_of(flag) for name, flag in imported_core_flags().items()}
+    rows = {name: make_row(flag) for name, flag in imported_core_flags().items()}
     after = text(json.loads(before) | {importlib.metadata.version("megatron-core"): rows})
     if argv == ["--check"]:
         return int(after != before)

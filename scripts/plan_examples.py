@@ -26,7 +26,7 @@ from slime.plan.memory_decision import TOO_SMALL, decide_residence
 from slime.plan.memory_estimate import estimate
 from slime.plan.model_shape import Shape
 from slime.plan.units import GIB
-from slime.roles import roles_of
+from slime.roles import get_roles
 from vime.backends import parse_config
 from vime.vllm.memory import engine_memory, engine_verdict
 
@@ -176,7 +176,7 @@ def algorithm_table(plans: Sequence[Planned]) -> Iterator[str]:
     yield "| algorithm | models | training, GiB | generating, GiB | most of a GPU |"
     yield "| --- | --- | --- | --- | --- |"
     for p in plans:
-        models = ", ".join(role.name for role in roles_of(p.config))
+        models = ", ".join(role.name for role in get_roles(p.config))
         generating = "-" if p.config.debug.debug_train_only else f"{p.generating_gib:.0f}"
         cells = (models, f"{p.training_gib:.0f}", generating, f"{p.peak_share:.0%}")
         yield f"| [{p.name}]({p.name}) | {' | '.join(cells)} |"

@@ -34,7 +34,7 @@ def require_room(flag: str, directory: str | Path, needed_bytes: float, what: st
         )
 
 
-class Room:
+class DiskSpaceGuard:
     """A block that writes `what` to `directory`, which `flag` names. Out of room, it ends with a ValueError."""
 
     def __init__(self, flag: str, directory: str | Path, what: str) -> None:

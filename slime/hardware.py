@@ -179,6 +179,6 @@ HARDWARE: dict[str, Hardware] = {
 """The values of --gpu."""
 
 
-def of_device(device: str) -> Hardware | None:
+def find_hardware(device: str) -> Hardware | None:
     """The entry of the GPU with this driver name, or None if the table does not have it."""
     return next((gpu for gpu in HARDWARE.values() if device in gpu.devices), None)

@@ -87,7 +87,7 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
     module_name = module_name or str(file)
     try:
         importlib.invalidate_caches()  # the file may have been written since this process listed its folder
-        module = importlib.import_module(module_name) if file is None else _module_of(file)
+        module = importlib.import_module(module_name) if file is None else _load_module(file)
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name is not None
         if missing and (module_name == error.name or module_name.startswith(f"{error.name}.")):
@@ -107,7 +107,7 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
             "name a module that can be imported",
             f"{path!r}: importing {module_name} raised {type(error).__name__}: {error}",
         ) from error
-    return _callable_of(module, name, path, flag)
+    return _find_callable(module, name, path, flag)
 
 
 def _without_name(file: Path, path: str, flag: str) -> ValueError:
@@ -118,12 +118,11 @@ def _without_name(file: Path, path: str, flag: str) -> ValueError:
     with contextlib.suppress(SyntaxError, ValueError):
         tree = ast.parse(file.read_bytes())
         names = [one.name for one in tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return ValueError(
-        f"{flag} must name a function of the file, got {path!r}; {_one_of(f'{file}:', names) or 'it defines none'}"
-    )
+    fix = _suggest_functions(f"{file}:", names) or "it defines none"
+    return ValueError(f"{flag} must name a function of the file, got {path!r}; {fix}")
 
 
-def _one_of(prefix: str, names: Sequence[str]) -> str:
+def _suggest_functions(prefix: str, names: Sequence[str]) -> str:
     """ "write a.py:score or a.py:other"; "" without a function that is not private."""
     public = [f"{prefix}{name}" for name in names if not name.startswith("_")]
     more = f" (and {len(public) - _LISTED} more)" if len(public) > _LISTED else ""
@@ -139,14 +138,14 @@ def _functions(module: ModuleType) -> list[str]:
     ]
 
 
-def _callable_of(module: ModuleType, name: str, path: str, flag: str) -> Hook:
+def _find_callable(module: ModuleType, name: str, path: str, flag: str) -> Hook:
     """The function or class `name` of the loaded module. Errors: see `load_function`."""
     file, _ = file_and_name(path)
     module_name, joint = (module.__name__, ".") if file is None else (str(file), ":")
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("_")], n=1)
         hint = f"did you mean {module_name}{joint}{near[0]}?" if near else ""
-        hint = hint or _one_of(f"{module_name}{joint}", _functions(module))
+        hint = hint or _suggest_functions(f"{module_name}{joint}", _functions(module))
         hint = hint or f"{module_name} defines no such name"
         raise MissingHookError(f"{flag} must name a function of {module_name}, got {name!r}; {hint}")
     function: object = getattr(module, name)
@@ -154,7 +153,7 @@ def _callable_of(module: ModuleType, name: str, path: str, flag: str) -> Hook:
         kind = type(function).__name__
         names = _functions(function) if isinstance(function, ModuleType) else _functions(module)
         prefix = f"{path}." if isinstance(function, ModuleType) else f"{module_name}{joint}"
-        hint = _one_of(prefix, names)
+        hint = _suggest_functions(prefix, names)
         raise FlagError(
             flag, "name a function or class", f"{path!r} of type {kind}{f'; {hint}' if hint else ''}"
         )
@@ -173,7 +172,7 @@ def absolute(path: str) -> str:
     return path if file is None else f"{os.path.abspath(file.expanduser())}:{name}"
 
 
-def _module_of(file: Path) -> ModuleType:
+def _load_module(file: Path) -> ModuleType:
     """The module of a file. Its name holds a hash of its place, so that it hides no installed module."""
     place = os.path.realpath(file)
     name = f"{file.stem}_{hashlib.sha256(os.fsencode(place)).hexdigest()[:12]}"

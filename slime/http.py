@@ -58,7 +58,7 @@ class OwnServers:
             self._known = self._first | {_origin(url) for url in _urls(listed)}
         return self.headers if origin in self._known else {}
 
-    def key_of(self, request: aiohttp.ClientRequest) -> RunKey | None:
+    def key_for(self, request: aiohttp.ClientRequest) -> RunKey | None:
         """The run's key, if the request carries it."""
         value = self.headers.get("Authorization")
         if value is None or request.headers.get("Authorization") != value:
@@ -144,17 +144,17 @@ async def _request(
     if (objects := loop_objects()).closes:
         session = objects.get(_request, _kept_session, aiohttp.ClientSession.close)
         return await _try(session, method, url, content, max_retries, headers or {}, deadline_s)
-    async with aiohttp.ClientSession(connector=ProvenConnector(_key_of)) as session:
+    async with aiohttp.ClientSession(connector=ProvenConnector(_find_key)) as session:
         return await _try(session, method, url, content, max_retries, headers or {}, deadline_s)
 
 
 def _kept_session() -> aiohttp.ClientSession:
     """The connections of an event loop, which stay open between requests."""
-    return aiohttp.ClientSession(connector=ProvenConnector(_key_of, limit=0, keepalive_timeout=60))
+    return aiohttp.ClientSession(connector=ProvenConnector(_find_key, limit=0, keepalive_timeout=60))
 
 
-def _key_of(request: aiohttp.ClientRequest) -> RunKey | None:
-    return next(filter(None, (each.key_of(request) for each in _own)), None)
+def _find_key(request: aiohttp.ClientRequest) -> RunKey | None:
+    return next(filter(None, (each.key_for(request) for each in _own)), None)
 
 
 async def _try(

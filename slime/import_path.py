@@ -55,7 +55,7 @@ def show_packages(environ: Mapping[str, str]) -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environ, VARIABLE: path})
 
 
-def of_workers(environ: Mapping[str, str]) -> list[str]:
+def get_worker_path(environ: Mapping[str, str]) -> list[str]:
     """What goes first on the path of a worker on any host: these packages if not installed, and PYTHONPATH."""
     installed = os.path.basename(ROOT) in ("site-packages", "dist-packages")
     return [*([] if installed else [ROOT]), *entries(environ)]

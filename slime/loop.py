@@ -22,7 +22,7 @@ from typing import TypeVar
 from slime.config import Config
 from slime.protocols import EnginePool, RolloutBatch, RolloutHandle, TrainerHandle, TrainResult
 from slime.tracking.report import Reporter
-from slime.turns import Turns, turns_of
+from slime.turns import DeviceSharing, share_devices
 from slime.waiting import said, wait
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def run(
     If `stop` is set meanwhile, the run ends with a checkpoint of its last step: training goes on to the end of its
     step, and a rollout or an evaluation that is being made is given up. Returns the first rollout that was not trained.
     """
-    loop = _Loop(config, rollout, trainer, engines, report, turns_of(config, engines), stop or Event())
+    loop = _Loop(config, rollout, trainer, engines, report, share_devices(config, engines), stop or Event())
     start = trainer.start_rollout_id
     report.start(start)
     with said("sending the first weights to the engines"), report.first_weights(start):
@@ -130,7 +130,7 @@ class _Loop:
     trainer: TrainerHandle
     engines: EnginePool
     report: Reporter
-    turns: Turns
+    turns: DeviceSharing
     stop: Event
     ahead: deque[Future[RolloutBatch]] = field(default_factory=deque)
     """Rollouts that are being generated, in order."""

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.algo.corrections import LEVELS
-from slime.algo.estimators import estimator_of, surrogate_of
+from slime.algo.estimators import estimator_for, surrogate_for
 from slime.algo.flags import reads_kl_in_reward
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config.sections.kernels import OPERATORS
 from slime.models.reading import expert_count
 from slime.records.errors import FlagError
-from slime.roles import POLICY, passes_of, roles_of
+from slime.roles import POLICY, get_passes, get_roles
 
 if TYPE_CHECKING:
     import torch
@@ -93,11 +93,11 @@ def loss_head(config: Config) -> tuple[Head, str]:
     operator. The head is NATIVE with --rlk-fast off, for a custom loss, and when --rl-kernel-ops has no operator for
     log-probs.
     """
-    if loss_of(config.algorithm).head == "value":
+    if loss_for(config.algorithm).head == "value":
         return VALUES, f"--loss-type {config.algorithm.loss_type} reads values"
-    if POLICY not in roles_of(config):
+    if POLICY not in get_roles(config):
         return VALUES, "these ranks do not have the policy"
-    reads_logits = loss_of(config.algorithm).objective is None
+    reads_logits = loss_for(config.algorithm).objective is None
     if (provider := config.kernels.selected_logprob_provider) and not reads_logits:
         return PROVIDER, f"--selected-logprob-provider {provider}"
     if "head" in bitwise(config):
@@ -158,9 +158,9 @@ def pass_head(config: Config) -> Head:
 
 def whole_sequences(config: Config) -> str:
     """Why the loss of a token needs more than that token's log-prob; "" if the log-prob is enough."""
-    if loss_of(config.algorithm).pairs:
+    if loss_for(config.algorithm).pairs:
         return f"--loss-type {config.algorithm.loss_type} looks at whole sequences"
-    if not loss_of(config.algorithm).surrogate:
+    if not loss_for(config.algorithm).surrogate:
         return ""
     algorithm, off_policy = config.algorithm, config.off_policy
     surrogate = f"--advantage-estimator {algorithm.advantage_estimator}"
@@ -168,7 +168,7 @@ def whole_sequences(config: Config) -> str:
         surrogate = f"--pg-loss-type {algorithm.pg_loss_type}"
     weighs = off_policy.use_tis or off_policy.get_mismatch_metrics
     asked = {
-        surrogate: surrogate_of(algorithm).reads_sequences,
+        surrogate: surrogate_for(algorithm).reads_sequences,
         "--use-opsm": off_policy.use_opsm,
         f"--tis-level {off_policy.tis_level}": weighs and LEVELS[off_policy.tis_level].part != "token",
         f"--rs-level {off_policy.rs_level}": off_policy.use_rs
@@ -187,13 +187,13 @@ def called(config: Config) -> set[str]:
         return found
     head = loss_head(config)[0]
     found |= {head.name, LINEAR.name} if head == BITWISE else {head.name}  # whose gradients are linear_logp's
-    if any(role.head == "lm" for role in passes_of(config)):
+    if any(role.head == "lm" for role in get_passes(config)):
         found.add(pass_head(config).name)
     return found | {name for name, calls in _IN_TRAINING.items() if calls(config)}
 
 
 def _rates_groups(config: Config) -> bool:
-    rewarded = loss_of(config.algorithm).rewarded
+    rewarded = loss_for(config.algorithm).rewarded
     return rewarded and (_compares_rewards(config) or _filters_by_reward(config))
 
 
@@ -214,11 +214,11 @@ def _has_experts(config: Config) -> bool:
 def _own_advantages(config: Config) -> bool:
     algorithm = config.algorithm
     left_out = algorithm.disable_compute_advantages_and_returns or algorithm.custom_advantage_function_path
-    return loss_of(algorithm).rewarded and not left_out
+    return loss_for(algorithm).rewarded and not left_out
 
 
 def _has_kl(config: Config) -> bool:
-    in_loss = loss_of(config.algorithm).surrogate and config.algorithm.use_kl_loss
+    in_loss = loss_for(config.algorithm).surrogate and config.algorithm.use_kl_loss
     return in_loss or (_own_advantages(config) and reads_kl_in_reward(config))
 
 
@@ -230,7 +230,7 @@ def _fused_policy_loss(config: Config) -> bool:
     hooked = (
         config.off_policy.custom_tis_function_path or config.algorithm.custom_pg_loss_reducer_function_path
     )
-    fused = loss_of(config.algorithm).surrogate and surrogate_of(config.algorithm).fused
+    fused = loss_for(config.algorithm).surrogate and surrogate_for(config.algorithm).fused
     return fused and not hooked
 
 
@@ -251,7 +251,9 @@ def _compares_rewards(config: Config) -> bool:
         config.reward.custom_reward_post_process_path
         or config.reward.custom_convert_samples_to_train_data_path
     )
-    normalised = estimator_of(config.algorithm).centred and not config.algorithm.disable_rewards_normalization
+    normalised = (
+        estimator_for(config.algorithm).centred and not config.algorithm.disable_rewards_normalization
+    )
     return normalised and not hooked
 
 

@@ -20,7 +20,7 @@ from slime.checkpoints.checkpoint_dir import (
 )
 from slime.checkpoints.checkpoint_files import iterations
 from slime.records.errors import FlagError
-from slime.roles import roles_of
+from slime.roles import get_roles
 from slime.tracking.trackers import METRICS_FILE
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def check_start(c: Config) -> None:
         return
     iteration = resumed_iteration(c)
     continues = iteration is not None and saves_where_it_loads(c)
-    for role in () if continues or c.debug.debug_rollout_only else reversed(roles_of(c)):
+    for role in () if continues or c.debug.debug_rollout_only else reversed(get_roles(c)):
         save = role.saves_to(c)
         if save is not None and (saved := iterations(Path(save))):
             raise FlagError(

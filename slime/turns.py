@@ -10,7 +10,7 @@ from slime.protocols import EnginePool
 from slime.tracking.timers import Timers
 
 
-class Turns(Protocol):
+class DeviceSharing(Protocol):
     """What the loop calls around the trainer's work."""
 
     def begin(self, timers: Timers | None = None) -> None:
@@ -23,12 +23,12 @@ class Turns(Protocol):
         ...
 
 
-def turns_of(config: Config, engines: EnginePool) -> Turns:
+def share_devices(config: Config, engines: EnginePool) -> DeviceSharing:
     """How the trainer and these engines share devices."""
-    return Colocated(engines) if config.cluster.colocate else Apart()
+    return SharedDevices(engines) if config.cluster.colocate else SeparateDevices()
 
 
-class Apart:
+class SeparateDevices:
     """Trainer and engines have devices of their own."""
 
     def begin(self, timers: Timers | None = None) -> None: ...
@@ -37,7 +37,7 @@ class Apart:
         return False
 
 
-class Colocated:
+class SharedDevices:
     """The engines sleep while the trainer works."""
 
     def __init__(self, engines: EnginePool) -> None:

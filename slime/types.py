@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from slime.records.counts import CacheCounts, SpeculationCounts
-from slime.records.plain import as_array, as_plain, experts_of, extended, grown, numbers_of
+from slime.records.plain import as_array, as_plain, extended, grown, read_experts, read_numbers
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 """A value of a JSON text."""
@@ -189,13 +189,13 @@ class Sample:
         `update_terminal_info` is False. `columns` are values of `slime.data.columns` for these tokens; a token without
         a value takes the column's default. ValueError if lengths disagree, before anything has changed.
         """
-        ids = [int(token) for token in numbers_of(tokens)]
-        values = None if log_probs is None else [float(value) for value in numbers_of(log_probs)]
+        ids = [int(token) for token in read_numbers(tokens)]
+        values = None if log_probs is None else [float(value) for value in read_numbers(log_probs)]
         self._check_appended(ids, values, trainable, columns or {})
         before, experts = self.response_length, None
         if ids and meta_info is not None:
             shape = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
-            experts = experts_of(meta_info, len(self.tokens) + len(ids), *shape)
+            experts = read_experts(meta_info, len(self.tokens) + len(ids), *shape)
         if ids:
             self.columns = self.columns if before else {}
             for name in {**self.columns, **(columns or {})}:

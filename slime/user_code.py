@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SLOW_REWARD_S = 30.0
 """A reward that has run for this long is logged, at most one per such interval."""
-_NOT_OF_USERS = (
+_FOREIGN_FILES = (
     "<",
     *(
         os.path.join(os.path.dirname(os.path.dirname(__file__)), name, "")
@@ -59,7 +59,7 @@ def place_in(trace: str) -> str | None:
     """As `place`, from the text of a traceback of another process. Where an error came from another one, the traceback
     of that comes first, and counts."""
     for one in _FOLLOWED.split(trace):
-        places = [f"{_short(file)}:{line}" for file, line in _FRAME.findall(one) if _is_of_user(file)]
+        places = [f"{_short(file)}:{line}" for file, line in _FRAME.findall(one) if _is_user_file(file)]
         if places:
             return places[-1]
     return None
@@ -95,7 +95,7 @@ def _seen(error: BaseException) -> Iterator[object]:
         known.add(id(one))
         yield from (one, getattr(one, "response", None))
         for frame, _ in traceback.walk_tb(one.__traceback__):
-            if _is_of_user(frame.f_code.co_filename):
+            if _is_user_file(frame.f_code.co_filename):
                 yield from frame.f_locals.values()
         one = one.__cause__ or one.__context__
 
@@ -112,8 +112,8 @@ def _refuses(value: object, generates: bool) -> bool:
     return generates and of_client and any(status == 401 for status in statuses)
 
 
-def _is_of_user(file: str) -> bool:
-    return not file.startswith(_NOT_OF_USERS) and not _PACKAGES.search(file)
+def _is_user_file(file: str) -> bool:
+    return not file.startswith(_FOREIGN_FILES) and not _PACKAGES.search(file)
 
 
 def place(error: BaseException) -> str | None:
@@ -122,7 +122,7 @@ def place(error: BaseException) -> str | None:
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if _is_of_user(file):
+        if _is_user_file(file):
             found = f"{_short(file)}:{line}"
     return found
 
@@ -185,7 +185,7 @@ def blocking_call(task: asyncio.Task[object], frame: FrameType | None) -> tuple[
     function = _CALLS.get(task)
     reached = None
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_OF_USERS):
+        if not frame.f_code.co_filename.startswith(_FOREIGN_FILES):
             reached = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return None if function is None or reached is None else (function, reached)

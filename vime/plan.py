@@ -16,10 +16,10 @@ from slime.plan.loading_estimate import loading
 from slime.plan.memory_decision import TOO_SMALL
 from slime.plan.memory_estimate import adapters_sent
 from slime.plan.model_shape import Shape
-from slime.plan.stages import micro_batch_group, stages_of
+from slime.plan.stages import build_stages, micro_batch_group
 from slime.plan.units import count
-from slime.roles import order_of_step
-from slime.roles.groups import Group, groups_of, sent_lines, trainer_ranks
+from slime.roles import describe_step
+from slime.roles.groups import RoleGroup, build_groups, sent_lines, trainer_ranks
 from slime.roles.served import ServedModel, frozen_devices
 from slime.run_start import start_line
 from slime.weight_sync.registry import CHANNELS
@@ -54,11 +54,11 @@ def topology(c: Config) -> Iterator[str]:
     """Yields the processes of the run and their devices."""
     trains, generates = not c.debug.debug_rollout_only, c.num_engines > 0
     if trains:
-        groups = groups_of(c)
+        groups = build_groups(c)
         for group in groups:
             yield _trainer_line(group)
             yield from pipeline(c)
-            yield f"step      {order_of_step(group.config)}"
+            yield f"step      {describe_step(group.config)}"
         yield from (f"sent      {line}" for line in sent_lines(groups))
     for engines in models_of(c):
         yield _engines_line(engines.settings, engines.model)
@@ -74,7 +74,7 @@ def topology(c: Config) -> Iterator[str]:
     yield f"needs     {places}; this machine has {this_machine()}"
 
 
-def _trainer_line(group: Group) -> str:
+def _trainer_line(group: RoleGroup) -> str:
     """Describes the ranks of a group of the trainer, and their parallel sizes."""
     c = group.config
     sizes = {
@@ -125,7 +125,7 @@ def _places(c: Config, trains: bool) -> int:
 def pipeline(c: Config) -> Iterator[str]:
     """Yields each pipeline rank's layers, for more than one rank."""
     layers = Shape.of(hf_config_of(c)).layers
-    stages = stages_of(c.megatron, layers)
+    stages = build_stages(c.megatron, layers)
     if stages.ranks == 1:
         return
     of_ranks = [f"{len(stages.layers(rank))}" for rank in range(stages.ranks)]
@@ -202,7 +202,7 @@ def describe(c: Config, machine: MachineSizes | None = None, data: Sequence[str]
     hf = hf_config_of(c)
     found = whole_fit(c, hf, machine)
     shape = Shape.of(hf)
-    groups = () if c.debug.debug_rollout_only else groups_of(c)
+    groups = () if c.debug.debug_rollout_only else build_groups(c)
     parts: dict[str, list[str]] = {
         "Model": [
             f"{hf.get('model_type')}, {count(shape.params)} parameters{routed(shape)}, "

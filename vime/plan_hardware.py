@@ -12,7 +12,7 @@ from slime.plan.memory_estimate import BYTES
 from slime.plan.model_shape import Shape
 from slime.plan.units import amount
 from slime.plan.update_estimate import update_lines
-from slime.roles.groups import Group, trainer_ranks
+from slime.roles.groups import RoleGroup, trainer_ranks
 from slime.weight_sync.registry import CHANNELS
 from vime.run.prompts import plural
 
@@ -65,7 +65,7 @@ def _bounds(c: Config, hf: dict[str, object], gpu: Hardware, domain: int) -> Ite
         )
 
 
-def update(groups: Sequence[Group], shape: Shape) -> Iterator[str]:
+def update(groups: Sequence[RoleGroup], shape: Shape) -> Iterator[str]:
     """Yields the bytes that a rank of the first group, which holds the policy, sends to the engines.
 
     With --gpu, also yields the time over the link of an update. For files, this is the link between a node and a shared

@@ -61,7 +61,7 @@ def defaults(config: Config) -> Iterator[FlagGroup]:
     """Yields every flag of this project with a resolved value, except the run directory, whose name contains the
     time."""
     for name, spec in own_flags().items():
-        value = config.value_of(name)
+        value = config.get_value(name)
         if (
             value is None
             or spec.secret

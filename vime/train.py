@@ -34,14 +34,14 @@ from slime.config import Config
 from slime.config.secrets import mask_command
 from slime.data.drawing.mixing import data_sets
 from slime.data.files import prompt_files
-from slime.disk_space import Room
+from slime.disk_space import DiskSpaceGuard
 from slime.memory.host import RAY_THRESHOLD
 from slime.operators import headline
 from slime.protocols import EnginePool
 from slime.roles.groups import step_lines
 from slime.run_start import finished, resume_flags, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
-from slime.tracking.console import columns_of
+from slime.tracking.console import choose_columns
 from slime.tracking.events import Events
 from slime.tracking.report import Reporter
 from slime.tracking.run_record import record_error, recorded
@@ -188,7 +188,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         if private is not None:
             config = config.with_values(weight_dir=str(private))
             stack.callback(shutil.rmtree, private, ignore_errors=True)
-        with Room("--run-dir", run_dir, "the records of a run"):
+        with DiskSpaceGuard("--run-dir", run_dir, "the records of a run"):
             config.save_json(run_dir / "config.json")
             write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
         logs = run_dir.resolve() / "logs"
@@ -220,7 +220,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         start = trainer.start_rollout_id if trainer is not None else config.data.start_rollout_id or 0
         with said("reading the data position of --load"):
             rollout.load(start)
-        shown = StepLine(total=config.data.num_rollout, columns=columns_of(config))
+        shown = StepLine(total=config.data.num_rollout, columns=choose_columns(config))
         report = Reporter(config, make_trackers(config, run_dir, start), shown, memory)
         stack.push(functools.partial(_close, report))
         print(f"run directory {run_dir}: metrics.jsonl, config.json, logs/", flush=True)

@@ -2,8 +2,8 @@
 
     vime bench op linear_token_loss --losses operator_bench.timed_losses:LOSSES
 
-Each loss is the function that the trainer calls inside the operator (`slime.algo.policy_loss.pg_loss_of`), with default
-flags.
+Each loss is the function that the trainer calls inside the operator (`slime.algo.policy_loss.compute_pg_loss`), with
+default flags.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slime.algo.policy_loss import pg_loss_of
+from slime.algo.policy_loss import compute_pg_loss
 from slime.algo.surrogates import SURROGATES
 from slime.algo.token_columns import TokenColumns
 from slime.config.schema import Config
@@ -39,7 +39,7 @@ def make_loss(name: str, old: Tensor, advantages: Tensor, mask: Tensor, denomina
     def loss(log_probs: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         of_rows = {column: values[rows] for column, values in columns.items()}
         t = TokenColumns(log_probs, None, of_rows, of_rows.pop("sample_of_row"), [], [], 1.0)
-        return pg_loss_of(c, t, t["old_log_probs"], None)
+        return compute_pg_loss(c, t, t["old_log_probs"], None)
 
     return loss
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.checkpoints.hf_config import read_hf_config
-from slime.models import decoder_of
+from slime.models import read_decoder
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.metrics import is_score
 from slime.tracking.percentiles import PERCENTILES
@@ -192,7 +192,7 @@ def _begun(run_dir: Path) -> str:
 
 def _experts(model: Path) -> int:
     """Returns the number of routed experts per layer of the model in a directory, 0 for a dense model."""
-    experts = decoder_of(read_hf_config(model)).experts
+    experts = read_decoder(read_hf_config(model)).experts
     return experts.count if experts else 0
 
 

@@ -24,7 +24,7 @@ def withdraw(name: str, key: str) -> None:
         del _keys[name]
 
 
-def key_of(name: str) -> str:
+def key_for(name: str) -> str:
     """Returns the key of the session `name`, or the name if no adapter of this process has opened the session."""
     return _keys.get(name, name)
 

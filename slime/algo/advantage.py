@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import rl_kernel
-from slime.algo.estimators import Response, estimator_of
+from slime.algo.estimators import Response, estimator_for
 from slime.config.schema import Config
 
 
@@ -29,7 +29,7 @@ def compute_advantages(
     are subtracted from the advantages, not from the returns. --normalize-advantages whitens the advantages over all
     trained tokens of `dp_group`.
     """
-    estimate = estimator_of(c.algorithm).estimate
+    estimate = estimator_for(c.algorithm).estimate
     found = [estimate(c, response) for response in responses]
     advantages, returns = [a for a, _ in found], [r for _, r in found]
     if penalties is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from slime.config.schema import section_of
+from slime.config.schema import read_section
 from slime.config.sections.off_policy import OffPolicyConfig
 
 if TYPE_CHECKING:
@@ -149,10 +149,10 @@ def importance_weights(
     off_policy: OffPolicyConfig, t: TokenColumns, old: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the weights of --tis-mode at --tis-level: `exp(old - rollout)` per part, bounded or masked."""
-    from slime.algo.importance import ratio_of
+    from slime.algo.importance import compute_ratio
 
     d = old.detach().float() - t["rollout_log_probs"].float()
-    ratio = ratio_of(at_level(LEVELS[off_policy.tis_level], d, t.mask, t.sample_of_row))
+    ratio = compute_ratio(at_level(LEVELS[off_policy.tis_level], d, t.mask, t.sample_of_row))
     return weigh(ratio, MODES[off_policy.tis_mode], off_policy.tis_clip_low, off_policy.tis_clip)
 
 
@@ -198,13 +198,13 @@ class TokenWeights:
         """Returns the weighted loss, the masks without a change, and the metrics of `weigh`."""
         import torch
 
-        from slime.algo.importance import ratio_of
+        from slime.algo.importance import compute_ratio
 
-        off_policy, mask = section_of(OffPolicyConfig, args), torch.cat(loss_masks)
+        off_policy, mask = read_section(OffPolicyConfig, args), torch.cat(loss_masks)
         d = torch.cat(train_log_probs).detach().float() - torch.cat(rollout_log_probs).float()
         if d.shape == mask.shape:  # with context parallelism, masks are whole and d is a part
             d = torch.where(mask != 0, d, 0.0)
-        weights, metrics = weigh(ratio_of(d), self.mode, off_policy.tis_clip_low, off_policy.tis_clip)
+        weights, metrics = weigh(compute_ratio(d), self.mode, off_policy.tis_clip_low, off_policy.tis_clip)
         return pg_loss * weights, loss_masks, metrics
 
 

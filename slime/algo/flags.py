@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.algo.corrections import MEASURES
-from slime.algo.estimators import ESTIMATORS, estimator_of, surrogate_of
-from slime.algo.losses import LOSSES, Loss, loss_of
+from slime.algo.estimators import ESTIMATORS, estimator_for, surrogate_for
+from slime.algo.losses import LOSSES, Loss, loss_for
 from slime.algo.surrogates import CENTRED, SURROGATES
 from slime.config.fields import spelled
 
@@ -60,29 +60,29 @@ class Unread:
 def reads_kl_in_reward(c: Config) -> bool:
     """Returns true if advantages contain the KL of --kl-coef, or if a hook for advantages may read it."""
     a = c.algorithm
-    reads = "kl_coef" in estimator_of(a).flags or a.custom_advantage_function_path is not None
+    reads = "kl_coef" in estimator_for(a).flags or a.custom_advantage_function_path is not None
     return a.kl_coef != 0 and reads and not a.disable_compute_advantages_and_returns
 
 
 def flags_read(c: Config) -> frozenset[str]:
     """Returns the fields of `ALL` that loss, estimator, surrogate and active switches read. A hook counts as a reader
     of every field of the part that it replaces."""
-    a, loss = c.algorithm, loss_of(c.algorithm)
+    a, loss = c.algorithm, loss_for(c.algorithm)
     if loss.objective is None:
         return ALL
     read = {"enable_mtp_training"} | loss.flags
     if loss.rewarded:
-        read |= _OF_GROUPS if c.reward.custom_reward_post_process_path else estimator_of(a).flags_of_group
+        read |= _OF_GROUPS if c.reward.custom_reward_post_process_path else estimator_for(a).flags_of_group
         if a.custom_advantage_function_path:
             read |= _OF_ESTIMATORS
         elif not a.disable_compute_advantages_and_returns:
-            read |= _OF_REWARDED | estimator_of(a).flags
+            read |= _OF_REWARDED | estimator_for(a).flags
     if loss.surrogate:
-        read |= surrogate_of(a).flags
+        read |= surrogate_for(a).flags
     if c.kernels.rlk_consistency != "off":  # the audit counts the tokens that would be clipped
         read |= {"eps_clip", "eps_clip_high"}
     for switch, its in SWITCHES.items():
-        if switch in read and c.value_of(switch):
+        if switch in read and c.get_value(switch):
             read |= its
     if c.off_policy.custom_tis_function_path and "custom_tis_function_path" in read:
         return frozenset(read | _BOUNDS)  # which may reject, too
@@ -99,9 +99,9 @@ def unread(c: Config, given: frozenset[str]) -> Iterator[Unread]:
 
 
 def _unread(c: Config, name: str, read: frozenset[str]) -> Unread:
-    a, loss = c.algorithm, loss_of(c.algorithm)
+    a, loss = c.algorithm, loss_for(c.algorithm)
     switches = tuple(switch for switch, its in SWITCHES.items() if name in its and switch in read)
-    if name == "rs_lower_bound" and any(c.value_of(switch) for switch in switches):
+    if name == "rs_lower_bound" and any(c.get_value(switch) for switch in switches):
         ratios = [measure.name for measure in MEASURES.values() if measure.ratio]
         return Unread(name, f"with --rs-type {c.off_policy.rs_type}", _for("rs_type", ratios))
     if switches:
@@ -114,7 +114,7 @@ def _unread(c: Config, name: str, read: frozenset[str]) -> Unread:
         return Unread(name, own, _for("advantage_estimator", estimators) + _HINTS.get(name, ""))
     surrogates = [record.name for record in SURROGATES.values() if name in record.flags]
     if surrogates and loss.surrogate:
-        own = f"with --pg-loss-type {surrogate_of(a).name}"
+        own = f"with --pg-loss-type {surrogate_for(a).name}"
         return Unread(name, own, _for("pg_loss_type", surrogates))
     losses = [record.name for record in LOSSES.values() if _may_read(record, name)]
     return Unread(name, f"with --loss-type {loss.name}", _for("loss_type", losses))

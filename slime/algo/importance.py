@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_kernel.ops.ratio_kl.reference import MAX_EXPONENT
 
 
-def ratio_of(log_ratio: Tensor) -> Tensor:
+def compute_ratio(log_ratio: Tensor) -> Tensor:
     """Returns `log_ratio.exp()`. As in `rl_kernel.ratio_kl`, an exponent above 80 counts as 80. The ratio is then
     finite and without a gradient, because an infinite ratio times a gradient of 0 would be NaN."""
     return log_ratio.clamp(max=MAX_EXPONENT).exp()

@@ -108,7 +108,7 @@ def check_responses(c: Config) -> None:
     """ValueError if the rollout function does not fit a loss on given responses. Such a loss gets the responses from
     the rollout function and needs no engine. A user's own function may sample. The default function may sample for SFT
     if a reward chooses among the samples (see `sampled`)."""
-    loss, path = loss_of(c.algorithm), c.rollout.rollout_function_path
+    loss, path = loss_for(c.algorithm), c.rollout.rollout_function_path
     if loss.rollout is None or c.debug.load_debug_rollout_data or c.debug.debug_rollout_only:
         return
     got = f"the default, {path}, which samples" if path == _DEFAULT_ROLLOUT else path
@@ -148,7 +148,7 @@ def sampled(c: Config) -> bool:
     r = c.reward
     chosen = r.rm_type or r.rm_weights or r.custom_rm_path or c.rollout.custom_generate_function_path
     default = c.rollout.rollout_function_path in SAMPLING_ROLLOUTS
-    return bool(default and chosen and not c.debug.debug_train_only and not loss_of(c.algorithm).pairs)
+    return bool(default and chosen and not c.debug.debug_train_only and not loss_for(c.algorithm).pairs)
 
 
 def _pairs_given(c: Config) -> None:
@@ -224,7 +224,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def loss_of(algorithm: AlgorithmConfig) -> Loss:
+def loss_for(algorithm: AlgorithmConfig) -> Loss:
     """Returns the record that --loss-type names."""
     if algorithm.loss_type not in LOSSES:
         raise FlagError(
@@ -238,4 +238,4 @@ def loss_of(algorithm: AlgorithmConfig) -> Loss:
 def held_out(c: Config) -> bool:
     """Returns true if an evaluation computes the loss of held-out samples: the loss is on given responses, and the
     evaluation function makes samples from conversations or pairs."""
-    return not loss_of(c.algorithm).rewarded and c.evaluation.eval_function_path in MASKED_ROLLOUTS
+    return not loss_for(c.algorithm).rewarded and c.evaluation.eval_function_path in MASKED_ROLLOUTS

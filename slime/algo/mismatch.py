@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_kernel.ops.ratio_kl.reference import MAX_EXPONENT
 from slime.algo.corrections import LARGEST
-from slime.algo.importance import ratio_of
+from slime.algo.importance import compute_ratio
 
 SUMS = (
     "tokens",
@@ -32,14 +32,14 @@ def sums(old: Tensor, rollout: Tensor, mask: Tensor, sample_of_row: Tensor, samp
     weights = (mask != 0).double()
     old, rollout = (torch.where(mask != 0, x.double(), 0.0) for x in (old, rollout))
     d = old - rollout
-    ratio = ratio_of(d)
+    ratio = compute_ratio(d)
 
-    def of_samples(values: Tensor) -> Tensor:
+    def sum_samples(values: Tensor) -> Tensor:
         return values.new_zeros(samples).index_add(0, sample_of_row, values)
 
-    lengths = of_samples(weights)
+    lengths = sum_samples(weights)
     real, per = (lengths > 0).double(), lengths.clamp(min=1)
-    whole = of_samples(d)
+    whole = sum_samples(d)
     return torch.stack(
         [
             weights.sum(),
@@ -48,9 +48,9 @@ def sums(old: Tensor, rollout: Tensor, mask: Tensor, sample_of_row: Tensor, samp
             (ratio.square() * weights).sum(),
             -d.sum(),
             ((d.clamp(max=MAX_EXPONENT).expm1() - d) * weights).sum(),
-            (of_samples(-old) / per).sum(),
-            (of_samples(-rollout) / per).sum(),
-            (ratio_of(-whole / per) * real).sum(),
+            (sum_samples(-old) / per).sum(),
+            (sum_samples(-rollout) / per).sum(),
+            (compute_ratio(-whole / per) * real).sum(),
             ((2 * whole).clamp(-LARGEST, LARGEST).exp() * real).sum(),
         ]
     )

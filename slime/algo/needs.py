@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slime.algo.estimators import estimator_of, surrogate_of
+from slime.algo.estimators import estimator_for, surrogate_for
 from slime.algo.flags import reads_kl_in_reward
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -18,7 +18,7 @@ def columns_read(c: Config) -> frozenset[str]:
     The records of loss, estimator and surrogate declare most columns. The flags of a KL add columns, and a hook for
     advantages may read old log-probs.
     """
-    loss, estimator = loss_of(c.algorithm), estimator_of(c.algorithm)
+    loss, estimator = loss_for(c.algorithm), estimator_for(c.algorithm)
     if not loss.rewarded:
         return loss.reads
     flags = {
@@ -34,7 +34,7 @@ def columns_read(c: Config) -> frozenset[str]:
             or (c.off_policy.use_routing_replay and not c.off_policy.use_rollout_routing_replay)
         ),
     }
-    of_surrogate = surrogate_of(c.algorithm).reads if loss.surrogate else frozenset[str]()
+    of_surrogate = surrogate_for(c.algorithm).reads if loss.surrogate else frozenset[str]()
     return loss.reads | estimator.reads | of_surrogate | {name for name, on in flags.items() if on}
 
 
@@ -46,7 +46,7 @@ def draws_in_loss(c: Config) -> bool:
 def ids_read(c: Config) -> str | None:
     """Returns the name of the column with ids [R, K] whose log-probs the loss reads, or None if the loss reads no
     ids."""
-    if not loss_of(c.algorithm).surrogate:
+    if not loss_for(c.algorithm).surrogate:
         return None
     names = ("teacher_top_ids", "rollout_top_ids")
     return next((name for name in names if name in columns_read(c)), None)
@@ -55,15 +55,15 @@ def ids_read(c: Config) -> str | None:
 def read_by_advantages(c: Config) -> frozenset[str]:
     """Returns the part of `columns_read` from which advantages and returns are made. A hook may read all columns."""
     read, algorithm = columns_read(c), c.algorithm
-    if not loss_of(algorithm).rewarded or algorithm.custom_advantage_function_path:
+    if not loss_for(algorithm).rewarded or algorithm.custom_advantage_function_path:
         return read
     flags = {
         "ref_log_probs": reads_kl_in_reward(c),
         "old_log_probs": reads_kl_in_reward(c) or c.distillation.use_opd,
         "teacher_log_probs": c.distillation.use_opd,
     }
-    of_surrogate = surrogate_of(algorithm).reads if loss_of(algorithm).surrogate else frozenset[str]()
-    return read & (estimator_of(algorithm).reads | of_surrogate | {name for name, on in flags.items() if on})
+    of_surrogate = surrogate_for(algorithm).reads if loss_for(algorithm).surrogate else frozenset[str]()
+    return read & (estimator_for(algorithm).reads | of_surrogate | {name for name, on in flags.items() if on})
 
 
 def needs_sampled_log_probs(c: Config) -> bool:
@@ -91,7 +91,7 @@ def drops_inputs(c: Config) -> bool:
 def needs_old_log_probs(c: Config) -> bool:
     """Returns true if an extra pass computes log-probs of the old policy before the first step. The pass covers all
     samples if `before_first_step`, else the samples of later steps."""
-    if not loss_of(c.algorithm).rewarded:
+    if not loss_for(c.algorithm).rewarded:
         return False
     if c.off_policy.use_rollout_logprobs:
         return drops_inputs(c) and c.kernels.rlk_consistency != "off"  # only the audit compares them
@@ -110,6 +110,6 @@ def before_first_step(c: Config, steps: int | None) -> bool:
     several = steps != 1
     # The audit compares samples of every step, and the hook may change the model.
     watched = c.kernels.rlk_consistency != "off" or bool(
-        c.value_of("custom_megatron_before_train_step_hook_path")
+        c.get_value("custom_megatron_before_train_step_hook_path")
     )
     return "old_log_probs" in columns_read(c) or drops_inputs(c) or (several and watched)

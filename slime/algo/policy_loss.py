@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 import rl_kernel
 from slime.algo.corrections import accepted, importance_weights
 from slime.algo.distillation import distillation_term
-from slime.algo.estimators import surrogate_of
-from slime.algo.importance import opsm_mask, ratio_of, sequence_mean, weighted
+from slime.algo.estimators import surrogate_for
+from slime.algo.importance import compute_ratio, opsm_mask, sequence_mean, weighted
 from slime.algo.token_columns import HookView, Losses, TokenColumns
 from slime.config.schema import Config
 from slime.config.sections.off_policy import OffPolicyConfig
@@ -35,10 +35,10 @@ def policy_loss(c: Config, t: TokenColumns) -> Losses:
     multiplied by the importance weight of --use-tis, by 0 for each token that --use-rs drops, and by 0 for each sample
     that --use-opsm drops. The entropy has a gradient only if its coefficient is not 0.
     """
-    t, algorithm = t.of_trained(), c.algorithm
+    t, algorithm = t.mask_untrained(), c.algorithm
     old, rollout = t.old_log_probs, t.get("rollout_log_probs")
     factor, per_token = pg_factor(c.off_policy, t, old)
-    pg_loss, terms = pg_loss_of(c, t, old, factor)
+    pg_loss, terms = compute_pg_loss(c, t, old, factor)
     assert t.entropy is not None, "every head computes it for a loss that reads it"
     entropy_loss = t.mean(t.entropy)
     sums = {"pg_loss": pg_loss, "entropy_loss": entropy_loss}
@@ -84,7 +84,7 @@ def pg_factor(
             t["advantages"], seq_kl, t.sample_of_row, delta=off_policy.opsm_delta
         )
     if off_policy.use_tis or off_policy.get_mismatch_metrics:
-        metrics["ois"] = ratio_of(t.log_probs.detach() - old)
+        metrics["ois"] = compute_ratio(t.log_probs.detach() - old)
         if not off_policy.custom_tis_function_path:
             weights, extra = importance_weights(off_policy, t, old)
             metrics |= extra
@@ -96,13 +96,13 @@ def pg_factor(
     return factor, metrics
 
 
-def pg_loss_of(
+def compute_pg_loss(
     c: Config, t: TokenColumns, old: Tensor, factor: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the sum of the policy-gradient terms, and metrics per token (pg_clipfrac, ppo_kl and metrics of
     hooks)."""
     algorithm, new, base = c.algorithm, t.log_probs, old
-    surrogate = surrogate_of(algorithm)
+    surrogate = surrogate_for(algorithm)
     if surrogate.ratio != "token":
         log_ratio = sequence_mean(new - old, t.mask, t.sample_of_row, len(t.response_lengths))[
             t.sample_of_row

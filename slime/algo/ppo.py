@@ -10,8 +10,8 @@ from torch import Tensor
 import rl_kernel
 from slime.algo.advantage import compute_advantages
 from slime.algo.distillation import distillation_penalties
-from slime.algo.estimators import Response, estimator_of, surrogate_of
-from slime.algo.losses import loss_of
+from slime.algo.estimators import Response, estimator_for, surrogate_for
+from slime.algo.losses import loss_for
 from slime.algo.returns import discounted_returns, discounted_sum, gae
 from slime.config.schema import Config
 from slime.types import TrainData
@@ -47,7 +47,7 @@ def compute_advantages_and_returns(
     `chosen_tokens`, too.
     """
     algorithm = c.algorithm
-    estimator, hooked = estimator_of(algorithm), algorithm.custom_advantage_function_path is not None
+    estimator, hooked = estimator_for(algorithm), algorithm.custom_advantage_function_path is not None
     if algorithm.kl_coef != 0 and (hooked or "kl_coef" in estimator.flags):
         old, ref, mask = (torch.cat(data[name]) for name in ("old_log_probs", "ref_log_probs", "loss_masks"))
         _, kl = rl_kernel.ratio_kl(old, ref, ref, mask, algorithm.kl_loss_type)
@@ -65,8 +65,8 @@ def compute_advantages_and_returns(
     data["advantages"], data["returns"] = compute_advantages(
         c, responses, penalties=penalties, dp_group=dp_group
     )
-    choose = surrogate_of(algorithm).choose
-    if choose is not None and loss_of(algorithm).surrogate:
+    choose = surrogate_for(algorithm).choose
+    if choose is not None and loss_for(algorithm).surrogate:
         trained = torch.cat(data["loss_masks"]) != 0
         advantages, old = (torch.cat(data[name])[trained] for name in ("advantages", "old_log_probs"))
         chosen = torch.zeros(len(trained), device=trained.device)

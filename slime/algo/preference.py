@@ -22,7 +22,7 @@ def dpo_loss(algorithm: AlgorithmConfig, t: TokenColumns) -> Losses:
     z is `beta * ((log_probs - ref_log_probs) * mask).sum()` of the chosen sample minus the same of the rejected sample.
     Metrics have TRL's names: rewards/chosen and rewards/rejected are the two terms of z.
     """
-    chosen, rejected = pairs_of(t, weighted(t.log_probs - t["ref_log_probs"], t.mask))
+    chosen, rejected = sum_pairs(t, weighted(t.log_probs - t["ref_log_probs"], t.mask))
     chosen, rejected = algorithm.dpo_beta * chosen, algorithm.dpo_beta * rejected
     smoothing = algorithm.dpo_label_smoothing
     loss, sums = preference_loss(chosen, rejected, t.normaliser, label_smoothing=smoothing)
@@ -59,7 +59,7 @@ def preference_loss(
     return loss, {name: value.detach() / pairs for name, value in means.items()}
 
 
-def pairs_of(t: TokenColumns, per_token: Tensor) -> tuple[Tensor, Tensor]:
+def sum_pairs(t: TokenColumns, per_token: Tensor) -> tuple[Tensor, Tensor]:
     """Returns each chosen and each rejected sample's sum over the tokens, [B] and [B]. Differentiable."""
     count = len(t.response_lengths)
     sums = per_token.new_zeros(count).index_add(0, t.sample_of_row, per_token)

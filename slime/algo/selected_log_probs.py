@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from slime.config.schema import section_of
+from slime.config.schema import read_section
 from slime.config.sections.kernels import KernelsConfig
 from slime.hooks import Hook, MissingHookError, load_function
 from slime.records.once import warn_once
@@ -176,7 +176,7 @@ def compute_selected_logprobs(
     *, args: object, request: SelectedLogprobRequest, native: Callable[..., Pair]
 ) -> Pair:
     """Calls `selected_log_probs` with the flags in `args`. Plug-ins of upstream vime call this function."""
-    return selected_log_probs(section_of(KernelsConfig, args), request, native)
+    return selected_log_probs(read_section(KernelsConfig, args), request, native)
 
 
 def selected_log_probs(

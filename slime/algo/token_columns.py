@@ -102,7 +102,7 @@ class TokenColumns:
         """Returns `(mask / denominators * per_token).sum()`, this micro-batch's part of the mean over the step."""
         return weighted(per_token, self.weights).sum()
 
-    def of_trained(self) -> TokenColumns:
+    def mask_untrained(self) -> TokenColumns:
         """Returns a copy with 0 in every real number of a token that is not trained on. A number of a tool's token,
         such as a log-prob of -9999, then has no effect on ratios, gradients and hooks."""
         trained = self.mask != 0

@@ -48,7 +48,7 @@ class SummedFile(io.FileIO):
         return count
 
 
-def sum_of(path: Path) -> FileSum:
+def sum_file(path: Path) -> FileSum:
     """Returns size and CRC-32 of a file. Several threads may call it at the same time, because zlib runs without
     Python's lock."""
     size = crc = 0
@@ -63,7 +63,7 @@ def write_sums(path: Path, known: Mapping[str, FileSum]) -> None:
     """Writes checksums.json of the iteration directory `path`. Files that are missing in `known` are read. The name of
     a file in a subfolder begins with the subfolder's name."""
     found = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
-    files = {name: known.get(name) or sum_of(file) for name, file in found.items()}
+    files = {name: known.get(name) or sum_file(file) for name, file in found.items()}
     (path / CHECKSUMS).write_text(json.dumps({"algorithm": "crc32", "files": files}), encoding="utf-8")
 
 
@@ -98,7 +98,7 @@ def damage(path: Path, sums: Mapping[str, FileSum], *, until: float | None = Non
     for name, saved in sums.items():
         if until is not None and time.monotonic() > until:
             return None
-        if (crc := sum_of(path / name).crc32) != saved.crc32:
+        if (crc := sum_file(path / name).crc32) != saved.crc32:
             return f"{path / name} must have the checksum {saved.crc32:08x} as it was saved, got {crc:08x}"
     return None
 

@@ -110,7 +110,7 @@ def open_weights(file: Path, framework: str) -> OpenFile:
         ) from error
 
 
-def tensor_of(weights: OpenFile, name: str, file: Path) -> Slices:
+def open_tensor(weights: OpenFile, name: str, file: Path) -> Slices:
     """Returns the slices of one tensor in an open file. Raises ValueError if the file lacks a tensor that the index
     lists."""
     from safetensors import SafetensorError

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.checkpoints.checkpoint_dir import HF_INDEX, HF_SINGLE
-from slime.checkpoints.hf_config import MAPPED_BYTES, OpenFile, Slices, open_weights, read_index, tensor_of
+from slime.checkpoints.hf_config import MAPPED_BYTES, OpenFile, Slices, open_tensor, open_weights, read_index
 from slime.models.slices import Stored, Where
 from slime.records.errors import FlagError
 
@@ -25,7 +25,7 @@ class Files:
     """
 
     def __init__(self, checkpoint_dir: Path) -> None:
-        self._files = _files_of(checkpoint_dir)
+        self._files = _find_files(checkpoint_dir)
         self._handles: dict[Path, OpenFile] = {}
         self._mapped, self._keep = 0, False
         self.read_bytes = 0
@@ -40,7 +40,7 @@ class Files:
         file = self._files[name]
         if file not in self._handles:
             self._handles[file] = open_weights(file, "pt")
-        return _InFile(self, tensor_of(self._handles[file], name, file))
+        return _InFile(self, open_tensor(self._handles[file], name, file))
 
     def open(self, names: Iterable[str]) -> None:
         """Opens the files of `names` now, and keeps all files open from then on."""
@@ -71,7 +71,7 @@ class _InFile:
         return self._files.count(self._stored[where])
 
 
-def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
+def _find_files(checkpoint_dir: Path) -> dict[str, Path]:
     """Returns HF tensor name -> the safetensors file that holds the tensor."""
     if (index := read_index(checkpoint_dir)) is not None:
         return {name: checkpoint_dir / file for name, file in index.items()}

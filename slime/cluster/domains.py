@@ -45,7 +45,7 @@ def arrange(nodes: Sequence[str], domains: Sequence[Hashable], blocks: Sequence[
     return order + free
 
 
-def blocks_of(
+def compute_blocks(
     trainers: int, tensor_parallel: int, engines: int, per_engine: int, *, colocate: bool
 ) -> list[int]:
     """Returns sizes of the blocks of a run in rank order, the trainer's first. Colocated blocks start at the same

@@ -17,8 +17,8 @@ from types import FrameType, TracebackType
 from slime.cluster.watchdog import descendants
 from slime.memory.cards import Cards
 from slime.memory.host import RAY_THRESHOLD, HostMemory, host_memory
-from slime.memory.peaks import Peaks, Sample
-from slime.memory.processes import OTHER, process_memory, proportional, roles_of
+from slime.memory.peaks import MemoryReading, Peaks
+from slime.memory.processes import OTHER, find_roles, process_memory, proportional
 from slime.tracking.events import Events
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, LOADING, PHASE_OF_TIMER
 
@@ -137,7 +137,7 @@ class MemoryWatch:
         while not self._closing.is_set():
             if count % _ROLES_EVERY == 0:
                 started = [process.pid for process in descendants(os.getpid())]
-                self._roles = roles_of(self._logs, os.getpid(), started)
+                self._roles = find_roles(self._logs, os.getpid(), started)
             sample = self._sample(cards, walks=count % _WALK_EVERY == 0)
             with self._lock:
                 if count == 0 and sample.host is not None:
@@ -151,10 +151,10 @@ class MemoryWatch:
             self._wake.clear()
         self._write(self._ended, going_on=True)
 
-    def _sample(self, cards: Cards, *, walks: bool) -> Sample:
+    def _sample(self, cards: Cards, *, walks: bool) -> MemoryReading:
         found = {pid: process_memory(pid) for pid in self._roles}
         sizes = {pid: memory for pid, memory in found.items() if memory is not None}
-        return Sample(
+        return MemoryReading(
             cards.read(processes=True),
             host_memory(self._root),
             _used_shared_memory(),

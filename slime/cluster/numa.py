@@ -45,7 +45,7 @@ def nodes_with_cpus(sysfs: Path = SYSFS) -> dict[int, set[int]]:
     return dict(sorted(found.items()))
 
 
-def cpus_of_gpu(bus: str, sysfs: Path = SYSFS) -> set[int]:
+def find_gpu_cpus(bus: str, sysfs: Path = SYSFS) -> set[int]:
     """Returns the CPUs of the NUMA node of the PCI device `bus`, or of the nearest node that has CPUs.
 
     The result is empty if the firmware does not report the device's node, as in many virtual machines.
@@ -79,7 +79,7 @@ def choose_cpus(
     if len(nodes) < 2:
         return set(), "not bound: all CPUs are on one NUMA node"
     known = [bus for bus in buses if bus]
-    near = [cpus_of_gpu(bus, sysfs) for bus in known]
+    near = [find_gpu_cpus(bus, sysfs) for bus in known]
     if len(known) < len(buses) or not all(near):
         return set(), "not bound: this host does not say which CPUs are near the GPU"
     allowed = os.sched_getaffinity(0) if allowed is None else allowed

@@ -28,12 +28,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
+from slime.cluster.domains import arrange, compute_blocks, first_straddling, split_domains
 from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
 from slime.cluster.too_few import CORES_PER_CPU_DEVICE, each_takes, fewer, needed
 from slime.config import Config
 from slime.records.errors import FlagError
-from slime.roles.groups import groups_of, trainer_ranks
+from slime.roles.groups import build_groups, trainer_ranks
 from slime.roles.served import POLICY, served_models
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -131,7 +131,7 @@ class _Engines:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _DeviceIndices:
     """Device indices of the processes in the order in which a run takes its devices."""
 
     groups: list[range]
@@ -150,18 +150,18 @@ class _Places:
         policy, *others = map(len, self.groups)
         of_policy, *frozen = [(len(each.places), min(each.size, node)) for each in self.engines.values()]
         count, part = of_policy
-        blocks = blocks_of(policy, tensor, count // part, part, colocate=config.cluster.colocate)
-        blocks += [size for ranks in others for size in blocks_of(ranks, tensor, 0, 1, colocate=False)]
+        blocks = compute_blocks(policy, tensor, count // part, part, colocate=config.cluster.colocate)
+        blocks += [size for ranks in others for size in compute_blocks(ranks, tensor, 0, 1, colocate=False)]
         return blocks + [size for count, size in frozen for _ in range(count // size)]
 
 
-def _places(config: Config) -> _Places:
+def _places(config: Config) -> _DeviceIndices:
     """Assigns device indices to the processes of a run.
 
     With colocation, engine i of the policy has the indices [i*g, (i+1)*g) of the policy's ranks. Otherwise its engines
     follow these ranks. Further groups of trainer ranks, and the engines of frozen models, come last.
     """
-    sizes = [0] if config.debug.debug_rollout_only else [group.ranks for group in groups_of(config)]
+    sizes = [0] if config.debug.debug_rollout_only else [group.ranks for group in build_groups(config)]
     first = 0 if config.cluster.colocate else sizes[0]
     places = range(first, first + _engine_devices(config))
     engines = {POLICY: _Engines(places, config.cluster.rollout_num_gpus_per_engine)}
@@ -172,7 +172,7 @@ def _places(config: Config) -> _Places:
     for model in (model for model in served_models(config) if model.frozen):
         engines[model.name] = _Engines(range(end, end + model.devices), model.devices_per_engine)
         end += model.devices
-    return _Places(groups, engines)
+    return _DeviceIndices(groups, engines)
 
 
 def place(config: Config) -> Placement:
@@ -185,8 +185,8 @@ def place(config: Config) -> Placement:
     amount = 1.0 if resource == "GPU" else CORES_PER_CPU_DEVICE
     group = _reserve(resource, amount, devices, existing, _PLACEMENT_TIMEOUT_S)
     try:
-        nodes = _nodes_of(group, devices)
-        gpus = _gpus_of(group, devices) if resource == "GPU" else []
+        nodes = _find_nodes(group, devices)
+        gpus = _find_gpus(group, devices) if resource == "GPU" else []
         if gpus:
             order, domains = _ordered(gpus, places.blocks(config), config.cluster.nvlink_domain_size)
         else:
@@ -240,8 +240,8 @@ def place_engine(config: Config, model: str) -> Placement:
             f"got {free:g} of {existing:g} {resource}s; remove another engine first, or join a larger cluster"
         ) from error
     try:
-        nodes = _nodes_of(group, size)
-        gpus = _gpus_of(group, size) if resource == "GPU" else []
+        nodes = _find_nodes(group, size)
+        gpus = _find_gpus(group, size) if resource == "GPU" else []
         order = sorted(range(size), key=lambda bundle: nodes[bundle].order)
         if gpus:
             order, domains = _ordered(gpus, [size], config.cluster.nvlink_domain_size)
@@ -255,7 +255,7 @@ def place_engine(config: Config, model: str) -> Placement:
     return placed
 
 
-def _require_domains(config: Config, places: _Places, domains: Sequence[Hashable]) -> None:
+def _require_domains(config: Config, places: _DeviceIndices, domains: Sequence[Hashable]) -> None:
     """Calls `_require_one_domain` for the tensor-parallel groups of trainers and the policy's engines. `domains`: one
     per GPU, in order."""
     for ranks in places.groups:
@@ -289,7 +289,7 @@ def _reserve(resource: str, amount: float, devices: int, existing: float, timeou
     return group
 
 
-def _nodes_of(group: PlacementGroup, devices: int) -> list[Node]:
+def _find_nodes(group: PlacementGroup, devices: int) -> list[Node]:
     """Returns each bundle's node."""
     known = ray.nodes()  # type: ignore[no-untyped-call]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in known}
@@ -306,7 +306,7 @@ def _own_gpu() -> Gpu:
     return Gpu(node, address, str(name), read_gpu_facts(str(name)))
 
 
-def _gpus_of(group: PlacementGroup, devices: int) -> list[Gpu]:
+def _find_gpus(group: PlacementGroup, devices: int) -> list[Gpu]:
     """Returns each bundle's GPU. Each task takes its whole bundle, so no two tasks report the same GPU."""
     strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in range(devices)]
     tasks = [_own_gpu.options(scheduling_strategy=strategy).remote() for strategy in strategies]

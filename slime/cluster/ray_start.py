@@ -23,7 +23,7 @@ from slime.bridges.ray import LOOPBACK, PROCESSES
 from slime.cluster import ray_token
 from slime.cluster.watchdog import descendants
 from slime.config.child_environment import RUN_KEY
-from slime.import_path import SAFE_PATH, UTF8, of_workers
+from slime.import_path import SAFE_PATH, UTF8, get_worker_path
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
     """
     # Otherwise Ray logs at each start that it requires a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    job = ray.job_config.JobConfig(_py_driver_sys_path=_Fixed(reversed(of_workers(os.environ))))
+    job = ray.job_config.JobConfig(_py_driver_sys_path=_Fixed(reversed(get_worker_path(os.environ))))
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "job_config": job}
     joined = os.environ.get("RAY_ADDRESS")
     if joined:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from slime.config import Config
-from slime.roles.groups import groups_of
+from slime.roles.groups import build_groups
 from slime.roles.served import served_models
 
 CORES_PER_CPU_DEVICE = 0.5
@@ -16,7 +16,7 @@ CORES_PER_CPU_DEVICE = 0.5
 def needed(config: Config, of_policy: int) -> str:
     """Lists the parts that need the devices, and the flags with their numbers. `of_policy`: devices of the policy's
     engines."""
-    groups = () if config.debug.debug_rollout_only else groups_of(config)
+    groups = () if config.debug.debug_rollout_only else build_groups(config)
     ranks = ", ".join(
         f"{group.ranks} {group.name} ranks (--{group.flags}-num-nodes x --{group.flags}-num-gpus-per-node)"
         for group in groups
@@ -48,7 +48,7 @@ def fewer(config: Config, devices: int, existing: int) -> str:
 def _fitting(config: Config, devices: int, existing: int) -> list[str]:
     """Returns replacements for the run's flags. The list is empty if other numbers would have to change too."""
     c = config.cluster
-    if config.debug.debug_rollout_only or len(groups_of(config)) > 1:
+    if config.debug.debug_rollout_only or len(build_groups(config)) > 1:
         return []
     engines = c.rollout_num_gpus
     if c.colocate:

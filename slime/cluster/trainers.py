@@ -22,13 +22,15 @@ from slime.cluster.placement import Placement, cpu_threads
 from slime.cluster.rendezvous import LOOPBACK_ONLY
 from slime.config import Config
 from slime.protocols import TrainResult, WeightUpdate
-from slime.roles.groups import Group, groups_of, on_one_host
+from slime.roles.groups import RoleGroup, build_groups, on_one_host
 
 
 class TrainerGroup:
     """The ranks of a group: processes that call each other's collectives. A call runs on every rank."""
 
-    def __init__(self, config: Config, group: Group, placement: Placement, bundles: Sequence[int]) -> None:
+    def __init__(
+        self, config: Config, group: RoleGroup, placement: Placement, bundles: Sequence[int]
+    ) -> None:
         self.group, self._config = group, config
         threads = cpu_threads(config)[0] if placement.resource == "CPU" else 0
         shared = LOOPBACK_ONLY if on_one_host(config) else {}
@@ -79,7 +81,7 @@ class TrainerGroup:
 
         Sets `columns` to one answer per data-parallel rank, because the other ranks of the model have the same answer.
         """
-        data, found = self._of_ranks(rank_data), list[Ref]()
+        data, found = self._select_ranks(rank_data), list[Ref]()
 
         def score(actor: Actor, rank: int) -> Ref:
             both: list[Ref] = actor.score.remote(rollout_id, data[rank])
@@ -95,21 +97,21 @@ class TrainerGroup:
         self, rollout_id: int, rank_data: Sequence[object], received: Sequence[Ref] | None = None
     ) -> dict[Ref, str]:
         """Trains a rollout. With `received`, runs the second half of training, after `score`."""
-        data = self._of_ranks(rank_data) if received is None else [None] * len(self.actors)
+        data = self._select_ranks(rank_data) if received is None else [None] * len(self.actors)
         more = received or ()
         return self.call(lambda actor, rank: actor.train.remote(rollout_id, data[rank], *more))
 
     def evaluate(self, rollout_id: int, held_out: Mapping[str, Sequence[object]]) -> dict[Ref, str]:
         """Computes the loss of held-out sets; see `TrainerActor.evaluate`. A set has one entry per data-parallel
         rank."""
-        names, of_ranks = list(held_out), [self._of_ranks(data) for data in held_out.values()]
+        names, of_ranks = list(held_out), [self._select_ranks(data) for data in held_out.values()]
 
         def evaluate(actor: Actor, rank: int) -> Ref:
             return actor.evaluate.remote(rollout_id, names, *(data[rank] for data in of_ranks))
 
         return self.call(evaluate)
 
-    def _of_ranks(self, rank_data: Sequence[object]) -> list[object]:
+    def _select_ranks(self, rank_data: Sequence[object]) -> list[object]:
         return [rank_data[dp_rank] for dp_rank in self._dp_ranks]
 
     def stop(self) -> None:
@@ -128,7 +130,7 @@ class Trainers:
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="trainers")
         self._groups = [
             TrainerGroup(config, group, placement, bundles)
-            for group, bundles in zip(groups_of(config), placement.trainer_bundles, strict=True)
+            for group, bundles in zip(build_groups(config), placement.trainer_bundles, strict=True)
         ]
         self.policy = self._groups[0]
         self.lives = {ref: name for group in self._groups for ref, name in group.lives.items()}
@@ -147,7 +149,7 @@ class Trainers:
         if len(self._groups) > 1:
             return self._threads.submit(self._train_groups, rollout_id, rank_data)
         calls = self.policy.train(rollout_id, rank_data)
-        return self._threads.submit(lambda: of_ranks(self._results(calls)))
+        return self._threads.submit(lambda: merge_results(self._results(calls)))
 
     def _train_groups(self, rollout_id: int, rank_data: Sequence[object]) -> TrainResult:
         scored: dict[TrainerGroup, dict[Ref, str]] = {}
@@ -167,7 +169,7 @@ class Trainers:
             results[group], calls = list(trained), calls | trained
         answers = dict(zip(calls, self._results(calls), strict=True))
         return merged(
-            {group.group: of_ranks([answers[ref] for ref in results[group]]) for group in self._groups}
+            {group.group: merge_results([answers[ref] for ref in results[group]]) for group in self._groups}
         )
 
     def _awaited(self, group: TrainerGroup) -> list[TrainerGroup]:
@@ -215,7 +217,7 @@ class Trainers:
             group.stop()
 
 
-def of_ranks(results: Sequence[TrainResult]) -> TrainResult:
+def merge_results(results: Sequence[TrainResult]) -> TrainResult:
     """Returns the result of the first rank, with the metrics that functions of the user logged on all ranks.
 
     The function decides which rank logs. If several ranks logged metrics with the same names and step, the first rank's
@@ -228,7 +230,7 @@ def of_ranks(results: Sequence[TrainResult]) -> TrainResult:
     return replace(results[0], logged=logged)
 
 
-def merged(results: Mapping[Group, TrainResult]) -> TrainResult:
+def merged(results: Mapping[RoleGroup, TrainResult]) -> TrainResult:
     """Merges the metrics of a rollout from the groups, the policy's first.
 
     The times of another group overlap with the policy's, so its figures get its name: perf/forward_time ->

@@ -4,6 +4,6 @@ It does not depend on a feature; the rules are in `slime.rules`.
 """
 
 from slime.config.config_file import FlagGroup
-from slime.config.schema import Config, section_of
+from slime.config.schema import Config, read_section
 
-__all__ = ["Config", "FlagGroup", "section_of"]
+__all__ = ["Config", "FlagGroup", "read_section"]

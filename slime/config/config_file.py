@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 
 from slime.config.fields import spelled
-from slime.config.peer_names import override_of
+from slime.config.peer_names import parse_override
 from slime.records.errors import FlagError
 
 CONFIG = "config"
@@ -78,7 +78,7 @@ def split_argv(argv: Sequence[str]) -> list[FlagGroup]:
     groups: list[FlagGroup] = []
     for token in argv:
         token = "--verbose" if token == "-v" else token
-        if (override := override_of(token)) is not None:
+        if (override := parse_override(token)) is not None:
             groups.append(FlagGroup(override[0], override[0], [override[1]]))
         elif token.startswith("--") and len(token) > 2:
             typed, equals, value = token.partition("=")

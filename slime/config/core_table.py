@@ -31,7 +31,7 @@ _KINDS: dict[str, type | Callable[[str], object]] = {
 }
 
 
-class Row(TypedDict):
+class FlagRow(TypedDict):
     """A flag as JSON: fields of CoreFlag and FlagSpec, the name of its kind, and whether a number is a count."""
 
     field: str
@@ -53,13 +53,13 @@ def core_flags() -> dict[str, CoreFlag]:
     ValueError if megatron-core is missing.
     """
     rows = json.loads(TABLE.read_text(encoding="utf-8")).get(megatron_versions.installed())
-    return imported_core_flags() if rows is None else {name: flag_of(row) for name, row in rows.items()}
+    return imported_core_flags() if rows is None else {name: make_flag(row) for name, row in rows.items()}
 
 
-def row_of(flag: CoreFlag) -> Row:
+def make_row(flag: CoreFlag) -> FlagRow:
     """Converts a flag to JSON. Raises ValueError for a flag that the row cannot express."""
     spec = flag.spec
-    row: Row = {
+    row: FlagRow = {
         "field": flag.field,
         "negated": flag.negated,
         "name": spec.name,
@@ -70,12 +70,12 @@ def row_of(flag: CoreFlag) -> Row:
         "choices": None if spec.choices is None else list(spec.choices),
         "counts": spec.range is not None,
     }
-    if flag_of(json.loads(json.dumps(row))) != flag:
+    if make_flag(json.loads(json.dumps(row))) != flag:
         raise FlagError("a flag of megatron-core", f"be a row of {TABLE.name}", flag, "give rows more fields")
     return row
 
 
-def flag_of(row: Row) -> CoreFlag:
+def make_flag(row: FlagRow) -> CoreFlag:
     """Converts a row to a flag."""
     spec = FlagSpec(row["name"], _KINDS[row["kind"]], row["default"], row["help"], many=row["many"])
     if isinstance(spec.default, list):  # JSON has no tuples, and dataclasses allow no list as a default

@@ -129,14 +129,14 @@ class FlagSpec:
 
 
 @functools.cache
-def specs_of(section: type) -> dict[str, FlagSpec]:
+def get_specs(section: type) -> dict[str, FlagSpec]:
     """Returns field name -> spec, for the section's fields that `flag` made. Other fields are results, not flags."""
     hints = typing.get_type_hints(section)
     specs = {}
     for f in dataclasses.fields(section):
         if "help" not in f.metadata:
             continue
-        kind, many, absent, bare = _kind_of(hints[f.name])
+        kind, many, absent, bare = _read_hint(hints[f.name])
         if kind in (int, float) and not (f.metadata["range"] or f.metadata["choices"]):
             raise TypeError(
                 f"{section.__name__}.{f.name} is a number without a range of slime/config/ranges.py"
@@ -147,7 +147,7 @@ def specs_of(section: type) -> dict[str, FlagSpec]:
     return specs
 
 
-def _kind_of(hint: object) -> tuple[type, bool, bool, bool]:
+def _read_hint(hint: object) -> tuple[type, bool, bool, bool]:
     """Returns (type of one value, whether it is a list, whether it may be absent, whether one value may be given
     without a list) for an annotation."""
     parts = [hint]

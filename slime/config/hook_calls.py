@@ -105,13 +105,13 @@ class Hooks:
     def config(self) -> Config:
         """Returns the configuration, with the values that functions of the user have set in `args`."""
         if self._given:
-            self._config, self._given = Config.of_args(self._args), False
+            self._config, self._given = Config.from_args(self._args), False
         return self._config
 
     def call(self, name: str, *inputs: object) -> Any:
         """Calls the function of the flag with the field `name` as f(args, *inputs), and returns its result. Returns
         None if the flag names no function."""
-        path = self._config.value_of(name) if self._args is None else getattr(self._args, name)
+        path = self._config.get_value(name) if self._args is None else getattr(self._args, name)
         return load_function(path, flag=spelled(name))(self.args, *inputs) if path else None
 
 

@@ -226,7 +226,7 @@ def imported_core_flags() -> dict[str, CoreFlag]:
         for f in dataclasses.fields(config_class):
             if f.name.startswith("_") or f.name in MANAGED or f.name in MODEL_ARGS or f.name in HISTORICAL:
                 continue
-            spec = _spec_of_field(f, hints[f.name], config_class.__name__)
+            spec = _make_field_spec(f, hints[f.name], config_class.__name__)
             if spec is None:
                 continue
             for name in f.metadata.get("argparse_meta", {}).get("arg_names", [spelled(f.name)]):
@@ -236,7 +236,7 @@ def imported_core_flags() -> dict[str, CoreFlag]:
     return out
 
 
-def _spec_of_field(f: dataclasses.Field[object], hint: object, owner: str) -> FlagSpec | None:
+def _make_field_spec(f: dataclasses.Field[object], hint: object, owner: str) -> FlagSpec | None:
     """Returns the flag of a field, or None if a command line cannot express its value."""
     default = None if f.default is dataclasses.MISSING else f.default
     kinds = [k for k in _alternatives(hint) if k is not type(None)]

@@ -96,15 +96,15 @@ def _items(value: str) -> list[str]:
     return [word for part in text[1:-1].split(",") if (word := part.strip().strip("'\""))]
 
 
-def table_of(program: str, rows: Iterable[Row]) -> dict[str, PeerName]:
+def build_table(program: str, rows: Iterable[Row]) -> dict[str, PeerName]:
     """Returns name -> its entry."""
     return {row[0]: PeerName(program, *row) for row in rows}
 
 
 PEER_NAMES: dict[str, PeerName] = {
-    **table_of(TRL, TRL_ROWS),
-    **table_of(VERL, VERL_ROWS),
-    **table_of(OTHERS, OTHERS_ROWS),
+    **build_table(TRL, TRL_ROWS),
+    **build_table(VERL, VERL_ROWS),
+    **build_table(OTHERS, OTHERS_ROWS),
 }
 """Settings that no backend owns. A backend adds the settings of its engine."""
 NONE: Mapping[str, PeerName] = MappingProxyType({})
@@ -121,7 +121,7 @@ def instead(flag: str, value: object, known: Iterable[object]) -> str:
     return nearest(str(value), map(str, known), prefix="")
 
 
-def override_of(token: str) -> tuple[str, str] | None:
+def parse_override(token: str) -> tuple[str, str] | None:
     """Returns name and value of a token that is a setting of verl in Hydra's spelling, such as `algorithm.gamma=1`, or
     None."""
     found = _OVERRIDE.fullmatch(token)

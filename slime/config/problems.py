@@ -32,7 +32,7 @@ class ProblemsError(ValueError):
         return ProblemsError, (self.problems,)
 
 
-def problems_of(error: ValueError) -> tuple[ValueError, ...]:
+def split_problems(error: ValueError) -> tuple[ValueError, ...]:
     """The problems of a report, or the error alone."""
     return error.problems if isinstance(error, ProblemsError) else (error,)
 
@@ -73,7 +73,7 @@ class Problems:
         try:
             return rule(*args)
         except ValueError as error:
-            added = self.add(*problems_of(error), origin=origin)
+            added = self.add(*split_problems(error), origin=origin)
             if causes:
                 self._named.update(causes)
                 self._with_causes.update(added)

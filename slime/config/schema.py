@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from slime.config.fields import FlagSpec, Values, specs_of
+from slime.config.fields import FlagSpec, Values, get_specs
 from slime.config.secrets import mask_secrets
 from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.checkpoint import CheckpointConfig
@@ -81,7 +81,7 @@ NEGATED = {
 def declared_flags() -> dict[str, FlagSpec]:
     """Returns field name -> spec, for every flag that a section declares. `slime.rules.flags` adds the values of
     registries."""
-    return {name: spec for cls in SECTIONS.values() for name, spec in specs_of(cls).items()}
+    return {name: spec for cls in SECTIONS.values() for name, spec in get_specs(cls).items()}
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,13 @@ class Config:
         return cls(**{name: SECTIONS[name](**given[name]) for name in SECTIONS}, notes=notes)
 
     @classmethod
-    def of_args(cls, args: object) -> Config:
-        """Returns the configuration in the `args` of a hook, see `section_of`."""
-        return cls(**{name: section_of(section, args) for name, section in SECTIONS.items()})
+    def from_args(cls, args: object) -> Config:
+        """Returns the configuration in the `args` of a hook, see `read_section`."""
+        return cls(**{name: read_section(section, args) for name, section in SECTIONS.items()})
 
     def require_filled(self) -> Config:
         """Returns this configuration after a check that every flag without `| None` has a value (AssertionError)."""
-        empty = [n for n, spec in declared_flags().items() if spec.filled and self.value_of(n) is None]
+        empty = [n for n, spec in declared_flags().items() if spec.filled and self.get_value(n) is None]
         assert not empty, (
             f"a resolved configuration must have values of all flags, got none of {empty}; report this as a bug"
         )
@@ -155,7 +155,7 @@ class Config:
                 obj=self,
             )
 
-    def value_of(self, name: str) -> Any:
+    def get_value(self, name: str) -> Any:
         """Returns the value of a field by its name alone, for code that iterates over flags."""
         return getattr(getattr(self, SECTION_OF[name]), name)
 
@@ -210,7 +210,7 @@ class Config:
     def with_values(self, **values: object) -> Config:
         """Returns a copy with replaced fields, for values that are known only after the data are read
         (`num_rollout`)."""
-        flat = {name: self.value_of(name) for name in SECTION_OF}
+        flat = {name: self.get_value(name) for name in SECTION_OF}
         return Config.from_flat({**flat, **values}, self.notes)
 
     def namespace(self, **facts: object) -> argparse.Namespace:
@@ -224,7 +224,7 @@ class Config:
         """
         flat = {name: entry.default for name, entry in UNSUPPORTED.items()}
         flat.update({name: spec.default for name, spec in NO_EFFECT.items() if spec.default is not None})
-        flat.update({name: copy.deepcopy(self.value_of(name)) for name in SECTION_OF})
+        flat.update({name: copy.deepcopy(self.get_value(name)) for name in SECTION_OF})
         flat.update({positive: not flat[negative] for positive, negative in NEGATED.items()})
         flat.update(
             {
@@ -262,7 +262,7 @@ class Config:
         temporary.replace(path)
 
 
-def section_of(section: type[S], args: object) -> S:
+def read_section(section: type[S], args: object) -> S:
     """Returns a section made from the `args` of a hook: each field that they have as an attribute, else its default.
 
     This function is the border with plug-ins: the `args` of a plug-in or of slime lack some of our flags. A run reads
@@ -291,4 +291,4 @@ _NAMES: dict[type, tuple[str, ...]] = {
     section: tuple(field.name for field in dataclasses.fields(section)) for section in SECTIONS.values()
 }
 _LAST: dict[type, tuple[list[object], Any]] = {}
-"""Values and section of the last call of `section_of` for each type."""
+"""Values and section of the last call of `read_section` for each type."""

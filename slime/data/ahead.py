@@ -53,6 +53,6 @@ def look_ahead(batch: MicroBatch, part: TokenSlice, depth: int) -> Ahead:
     place = batch.predicting - depth
     first = (ends - lengths)[sequence[batch.predicting]]
     (predicted,) = torch.nonzero(place >= first, as_tuple=True)
-    mine, rows = part.row_of(place[predicted])
+    mine, rows = part.find_rows(place[predicted])
     of_response = predicted[mine]
     return Ahead(tokens, rows, batch.packed[batch.predicting[of_response] + 1], of_response)

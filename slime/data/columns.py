@@ -86,9 +86,9 @@ class Column:
 
     def on(self, config: Config) -> bool:
         """Returns true if the flags turn the column on."""
-        return not self.flag or bool(config.value_of(self.flag))
+        return not self.flag or bool(config.get_value(self.flag))
 
-    def of_samples(self, samples: list[Sample]) -> list[object] | None:
+    def read_samples(self, samples: list[Sample]) -> list[object] | None:
         """Returns the samples' entries, or None if the column is optional and no sample has it. ValueError if
         only a part of the samples has the column."""
         read = self.read or self._from_engine
@@ -213,8 +213,8 @@ _TABLE = (
             to_tensor=top_tokens.as_tensor,
         )
         for names, read, flag in (
-            (top_tokens.ROLLOUT, top_tokens.of_rollout, "use_score_centering"),
-            (top_tokens.TEACHER, top_tokens.of_teacher, "opd_top_k"),
+            (top_tokens.ROLLOUT, top_tokens.read_rollout_top, "use_score_centering"),
+            (top_tokens.TEACHER, top_tokens.read_teacher_top, "opd_top_k"),
         )
         for i, (name, dtype) in enumerate(zip(names, (np.int32, np.float32), strict=True))
     ),
@@ -243,7 +243,7 @@ _TABLE = (
         kept_tokens.COLUMN,
         "ragged",
         "sample",
-        read=kept_tokens.of_sample,
+        read=kept_tokens.read_sample,
         flag="replay_kept_tokens",
         carried="every",  # a KL compares log-probs over the same ids
         to_tensor=kept_tokens.as_tensor,
@@ -308,7 +308,7 @@ def clear(sample: Sample) -> None:
             setattr(sample, field, None)
 
 
-def of_engine(data: TrainData, i: int) -> dict[str, list[float | None]]:
+def read_engine_columns(data: TrainData, i: int) -> dict[str, list[float | None]]:
     """Returns `Sample.columns` of sample i: the values of the columns that an engine fills by name."""
     named = (
         c.name

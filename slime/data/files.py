@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from slime import bridges
 from slime.bridges.datasets import LOCK
 from slime.data.formats.other import require_commas, what_to_do
-from slime.disk_space import Room
+from slime.disk_space import DiskSpaceGuard
 from slime.records.errors import FlagError
 from slime.types import Json
 
@@ -67,7 +67,7 @@ class FileSource:
         """True if a row of the table is JSON text."""
         return self.suffix in (".jsonl", ".json")
 
-    def row(self, stored: Row, where: Place) -> Row | None:
+    def row(self, stored: Row, where: RowLocation) -> Row | None:
         """Returns a stored row, or None for an empty line. ValueError for text that is not a JSON object."""
         if not self.is_json:
             if self.suffix != ".csv":
@@ -92,7 +92,7 @@ class FileSource:
 
 
 @dataclass(frozen=True)
-class Place:
+class RowLocation:
     """A row of a table. Its text is "file:line", which is computed only for an error."""
 
     source: FileSource
@@ -190,7 +190,7 @@ def read_table(source: FileSource) -> Dataset:
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised anyway
     folder = _cache_folder()
     try:
-        with Room(_CACHE, folder, "a copy of the prompts"), bridges.applied(LOCK):
+        with DiskSpaceGuard(_CACHE, folder, "a copy of the prompts"), bridges.applied(LOCK):
             table = _build(source, folder) if source.files else _from_hub(source)
             if source.suffix == ".json":
                 print_of = table._fingerprint[:40]

@@ -63,7 +63,7 @@ ENGINE = EngineColumn(
 )
 
 
-def of_sample(sample: Sample) -> np.ndarray:
+def read_sample(sample: Sample) -> np.ndarray:
     """Returns the kept ids as int32 [R, K], with `NONE` after the last id of a token. ValueError for a sample without
     them."""
     ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
@@ -119,7 +119,7 @@ def packed(data: TrainData, samples: list[int], part: TokenSlice) -> Tensor:
     return out
 
 
-def of_rows(columns: Mapping[str, Tensor], rows: Tensor) -> KeptTokens | None:
+def select_rows(columns: Mapping[str, Tensor], rows: Tensor) -> KeptTokens | None:
     """Returns the ids that sampling kept for the tokens that `rows` [r] of a micro-batch predict. Returns None if the
     micro-batch has no kept ids."""
     found = columns.get(COLUMN)

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from slime.data.files import Place, Row
-from slime.data.rows import OWN_KEYS, Columns, message_text, render_chat, to_prompt
+from slime.data.files import Row, RowLocation
+from slime.data.rows import OWN_KEYS, RowColumns, message_text, render_chat, to_prompt
 from slime.types import Message, Tools
 
 if TYPE_CHECKING:
@@ -102,15 +102,15 @@ class ChatTemplate:
             return ""
 
 
-def contents_of(prompt: str | Sequence[Message]) -> list[str]:
+def get_contents(prompt: str | Sequence[Message]) -> list[str]:
     """Returns the text of a prompt, or the texts of its messages."""
     if isinstance(prompt, str):
         return [prompt]
     return [text for message in prompt if isinstance(text := message.get("content"), str)]
 
 
-def warn_of_rows(
-    first: Iterable[tuple[Place, Row]], columns: Columns, tokenizer: PreTrainedTokenizerBase | None
+def warn_about_rows(
+    first: Iterable[tuple[RowLocation, Row]], columns: RowColumns, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
     """Logs one warning per kind of problem in the first rows of a file that raises no error: a column with the name of
     a key that a run writes, a prompt that begins as the chat template does, and tools that the template does not read.
@@ -131,7 +131,7 @@ def warn_of_rows(
             continue
         raw = row.get(columns.input_key)
         tell("lists", where.source.suffix != ".csv" and message_text(raw) and columns.input_key, JSON_TEXT)
-        tell("opening", template.doubled(contents_of(prompt.text)), DOUBLED)
+        tell("opening", template.doubled(get_contents(prompt.text)), DOUBLED)
         tools = prompt.metadata.get("tools")
         tell("tools", tools and not template.reads_tools and len(tools), UNREAD_TOOLS)
 
@@ -150,7 +150,7 @@ class ChatRemarks:
         read."""
         key = json.dumps(options, sort_keys=True, default=str)
         template = self._templates.setdefault(key, ChatTemplate(self._tokenizer, options))
-        self._once("opening", lambda: template.doubled(contents_of(messages)), SESSION_DOUBLED)
+        self._once("opening", lambda: template.doubled(get_contents(messages)), SESSION_DOUBLED)
         self._once("tools", lambda: tools and not template.reads_tools and len(tools), SESSION_TOOLS)
 
     def _once(self, name: str, find: Callable[[], object], text: str) -> None:

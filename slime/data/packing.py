@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime.config.problems import given
-from slime.config.schema import section_of
+from slime.config.schema import read_section
 from slime.config.sections.data import DataConfig
 from slime.config.sections.megatron import MegatronConfig
 from slime.data.columns import COLUMNS
 from slime.data.token_slice import TokenSlice, token_slice
-from slime.models import decoder_of
+from slime.models import read_decoder
 from slime.models.decoder import Hf
 from slime.plan.flops import ForwardFlops, PredictionFlops
 from slime.plan.stages import micro_batch_group
@@ -135,7 +135,7 @@ def _halves(positions: list[int], lengths: Sequence[int]) -> list[list[int]]:
     return parts
 
 
-def bins_of_pass(data: DataConfig, context_parallel: int, lengths: Sequence[int]) -> list[list[int]]:
+def choose_bins(data: DataConfig, context_parallel: int, lengths: Sequence[int]) -> list[list[int]]:
     """Returns micro-batches of the size that training uses, for a pass without optimizer steps. Their number is free,
     and the last micro-batch may be smaller."""
     positions = range(len(lengths))
@@ -184,7 +184,7 @@ def build_dp_schedule(
     response_lengths: Sequence[int] | None = None,
 ) -> Schedule:
     """Calls `plan_steps` with the sections in `args`. Plug-ins of slime call this function."""
-    sections = section_of(DataConfig, args), section_of(MegatronConfig, args)
+    sections = read_section(DataConfig, args), read_section(MegatronConfig, args)
     return plan_steps(*sections, total_lengths, rollout_ids, dp_size, hf_config, response_lengths)
 
 
@@ -210,7 +210,7 @@ def plan_steps(
     responses = total_lengths if response_lengths is None else response_lengths
     flops = ForwardFlops(hf_config)
     costs = [flops(n, r) for n, r in zip(total_lengths, responses, strict=True)]
-    group = micro_batch_group(megatron, len(decoder_of(hf_config).layers))
+    group = micro_batch_group(megatron, len(read_decoder(hf_config).layers))
     ranks: list[list[list[list[int]]]] = [[] for _ in range(dp_size)]
     for positions in steps:
         bins = _bins(data, megatron.context_parallel_size, positions, total_lengths, costs, dp_size, group)
@@ -300,7 +300,7 @@ def pack(
     first_row = torch.cat([torch.zeros(1, dtype=torch.int64), response.cumsum(0)[:-1]])
     offset = torch.arange(int(response.sum())) - first_row[sample_of_row]
     predicting = (ends - response - 1)[sample_of_row] + offset
-    mine, rows = part.row_of(predicting)
+    mine, rows = part.find_rows(predicting)
     return MicroBatch(
         part=part,
         tokens=tokens.to(device),
@@ -323,7 +323,7 @@ def pack(
 def shares_prompts(config: Config, hf_config: Hf) -> bool:
     """Returns true if the model computes a prompt once for all samples of a micro-batch with this prompt. Layers with a
     state prevent sharing, because their state after the prompt is not stored."""
-    if decoder_of(hf_config).stateful:
+    if read_decoder(hf_config).stateful:
         return False
     engine = config.megatron.overrides.get("transformer_impl") == "transformer_engine"
     return config.data.share_prompts and config.megatron.context_parallel_size == 1 and not engine

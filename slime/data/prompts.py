@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from slime.data.files import FileSource, Place, Row, find_source, read_table
-from slime.data.limits.context import Context, Rows, require_room
+from slime.data.files import FileSource, Row, RowLocation, find_source, read_table
+from slime.data.limits.context import ContextLimits, PromptRows, require_room
 from slime.data.limits.conversations import Masks
-from slime.data.openings import warn_of_rows
+from slime.data.openings import warn_about_rows
 from slime.data.rows import (
-    Columns,
+    RowColumns,
     render_chat,
     rendered,
     require_conversation,
@@ -63,7 +63,7 @@ class Prompts(Sequence[Prompt]):
         self,
         table: Dataset,
         source: FileSource,
-        columns: Columns,
+        columns: RowColumns,
         tokenizer: PreTrainedTokenizerBase | None,
         rows: np.ndarray,  # [prompts] uint32: the prompts' rows in the table
         unread: int = 0,
@@ -86,20 +86,20 @@ class Prompts(Sequence[Prompt]):
         if isinstance(index, slice):
             return Prompts(self._table, self._source, self._columns, self._tokenizer, self._rows[index])
         number = int(self._rows[index])
-        where = Place(self._source, number)
+        where = RowLocation(self._source, number)
         row = self._source.row(self._table[number], where)
         assert row is not None, f"{where} was not empty when it was checked"
         return to_prompt(row, where, self._columns, self._tokenizer)
 
-    def first(self, most: int) -> Iterator[tuple[Place, Row]]:
+    def first(self, most: int) -> Iterator[tuple[RowLocation, Row]]:
         """Yields the first rows of the file with their Place."""
         for number in map(int, self._rows[:most]):
-            where = Place(self._source, number)
+            where = RowLocation(self._source, number)
             yield where, self._source.row(self._table[number], where) or {}
 
     def place(self, index: int) -> str:
         """Returns file and line of a prompt."""
-        return str(Place(self._source, int(self._rows[index])))
+        return str(RowLocation(self._source, int(self._rows[index])))
 
     def kept(self, indices: np.ndarray) -> Prompts:
         """Returns the prompts at these indices, or those that a mask selects."""
@@ -124,7 +124,7 @@ class Prompts(Sequence[Prompt]):
         key = _key(
             self._table, self._columns, self._tokenizer, tokenizer, hashlib.sha256(rows.data).hexdigest()
         )
-        return _column_of(_mapped(picked, count, ("tokens",), key), "tokens")
+        return _read_column(_mapped(picked, count, ("tokens",), key), "tokens")
 
 
 def read_file(path: str, flag: str = "--prompt-data") -> Iterator[Row]:
@@ -135,19 +135,19 @@ def read_file(path: str, flag: str = "--prompt-data") -> Iterator[Row]:
     source = find_source(path, flag)
     table = read_table(source)
     for number in _part(table, source):
-        if (row := source.row(table[number], Place(source, number))) is not None:
+        if (row := source.row(table[number], RowLocation(source, number))) is not None:
             yield row
 
 
 def load_prompts(
     path: str,
-    columns: Columns,
+    columns: RowColumns,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_prompt_len: int | None = None,
     flag: str = "--prompt-data",
     limit_flag: str = "--rollout-max-prompt-len",
-    context: Context | None = None,
+    context: ContextLimits | None = None,
     check_label: LabelCheck | None = None,
     conversations: bool = False,
     masks: Masks | None = None,
@@ -185,7 +185,7 @@ def load_prompts(
     if not len(rows):
         raise FlagError(flag, "hold at least one prompt", f"none in {path}", "check the file and its slice")
     prompts = Prompts(table, source, columns, template, rows, len(whole) - len(part))
-    warn_of_rows(prompts.first(_LOOKED_AT), columns, tokenizer)
+    warn_about_rows(prompts.first(_LOOKED_AT), columns, tokenizer)
     if max_prompt_len is not None:
         if masks is None:
             assert tokenizer is not None
@@ -195,7 +195,7 @@ def load_prompts(
     if masks is not None:
         masks.require_fit(lengths, prompts.place)
     if context is not None:
-        require_room(Rows(sizes, lists, prompts.lengths, prompts.place), context, limit_flag)
+        require_room(PromptRows(sizes, lists, prompts.lengths, prompts.place), context, limit_flag)
     return prompts
 
 
@@ -207,7 +207,7 @@ def _checked(
         return [np.empty(0, np.uint32) for _ in _CHECKED]
     each = _MASKS_PER_PROCESS if slow else _ROWS_PER_PROCESS
     checked = _mapped(table.select(part), check, _CHECKED, key, rows_per_process=each)
-    return [_column_of(checked, name) for name in _CHECKED]
+    return [_read_column(checked, name) for name in _CHECKED]
 
 
 def _fits(lengths: np.ndarray, max_prompt_len: int, path: str, limit_flag: str) -> np.ndarray:
@@ -236,7 +236,7 @@ def _part(table: Dataset, source: FileSource) -> range:
     if source.suffix != ".jsonl" or not len(table):
         return range(len(table))[source.part]
     lines = _mapped(table, _not_empty, ("row",), f"{table._fingerprint[:40]}-lines")
-    rows = _column_of(lines, "row")[source.part]
+    rows = _read_column(lines, "row")[source.part]
     return range(int(rows[0]), int(rows[-1]) + 1) if len(rows) else range(0)
 
 
@@ -251,7 +251,7 @@ def _unicode(table: Dataset, source: FileSource, part: range) -> Iterator[None]:
                 table[number]
             except UnicodeDecodeError:
                 raise ValueError(
-                    f"{Place(source, number)}: texts must be UTF-8 ({error}); write the file again"
+                    f"{RowLocation(source, number)}: texts must be UTF-8 ({error}); write the file again"
                 ) from error
         raise
 
@@ -263,7 +263,7 @@ def _not_empty(batch: dict[str, list[str]], numbers: list[int]) -> dict[str, lis
 def _check(
     first: int,
     source: FileSource,
-    columns: Columns,
+    columns: RowColumns,
     tokenizer: PreTrainedTokenizerBase | None,
     check_label: LabelCheck | None,
     conversations: bool,
@@ -275,7 +275,7 @@ def _check(
     number of tokens in the longest conversation. ValueError with the Place of the first wrong row."""
     rows, sizes, lists, lengths = [], [], [], []
     for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
-        where = Place(source, first + number)
+        where = RowLocation(source, first + number)
         row = source.row(dict(zip(batch, values, strict=True)), where)
         if row is None:
             continue
@@ -303,7 +303,7 @@ def _count(
     numbers: list[int],
     rows: np.ndarray,
     source: FileSource,
-    columns: Columns,
+    columns: RowColumns,
     template: PreTrainedTokenizerBase | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, list[int]]:
@@ -311,7 +311,7 @@ def _count(
     assistant's turn."""
     texts, raw = [], []
     for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
-        where = Place(source, int(rows[number]))
+        where = RowLocation(source, int(rows[number]))
         row = source.row(dict(zip(batch, values, strict=True)), where)
         assert row is not None
         prompt = to_prompt(row, where, columns, template)
@@ -350,14 +350,14 @@ def _mapped(
     )
 
 
-def _column_of(table: Dataset, name: str) -> np.ndarray:
+def _read_column(table: Dataset, name: str) -> np.ndarray:
     column: np.ndarray = table.data.column(name).to_numpy()
     return column
 
 
 def _key(
     table: Dataset,
-    columns: Columns,
+    columns: RowColumns,
     template: PreTrainedTokenizerBase | None,
     tokenizer: PreTrainedTokenizerBase | None,
     rows: str,

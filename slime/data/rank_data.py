@@ -123,7 +123,7 @@ class RankData(dict[str, Any]):
                 f"the stage {stage} has to fill them"
             )
 
-    def of_stage(self, stage: Stage) -> list[str]:
+    def list_stage_columns(self, stage: Stage) -> list[str]:
         """Returns the columns that this stage has filled."""
         return [name for name in self if name in COLUMNS and COLUMNS[name].stage == stage]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slime.data.token_slice import TokenSlice
-from slime.models import decoder_of
+from slime.models import read_decoder
 from slime.models.decoder import Hf
 from slime.protocols import EXPERTS
 from slime.protocols.engine_column import EngineColumn
@@ -43,7 +43,7 @@ def check_column(data: TrainData, hf_config: Hf) -> None:
     The engine leaves zeros for a token without a record, so the first two experts of such a token are equal. With one
     expert per token, this check is impossible, and `slime.rules` makes the flag an error.
     """
-    decoder = decoder_of(hf_config)
+    decoder = read_decoder(hf_config)
     assert decoder.experts is not None  # slime.rules raises an error for a dense model
     layers, topk, experts = len(decoder.layers), decoder.experts.topk, decoder.experts.count
     sparse = np.array(decoder.sparse)
@@ -77,7 +77,7 @@ def as_tensor(rows: np.ndarray) -> Tensor:
     return torch.from_numpy(rows if rows.dtype == np.uint8 else rows.astype(np.int16))
 
 
-def of_sample(data: TrainData, i: int) -> np.ndarray | None:
+def read_sample(data: TrainData, i: int) -> np.ndarray | None:
     """Returns the record of sample i with the engine's unsigned dtype: the inverse of `as_tensor`. None without a
     record."""
     if COLUMN not in data:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.data.files import Place, Row, parse_json, read_table
+from slime.data.files import Row, RowLocation, parse_json, read_table
 from slime.loss_mask import tool_rule, tool_schemas
 from slime.records.errors import FlagError, StatedError
 from slime.types import Message, Metadata, Prompt, Tools
@@ -48,7 +48,7 @@ OWN_KEYS = frozenset(
 
 
 @dataclass(frozen=True)
-class Columns:
+class RowColumns:
     """The columns of a file, and the settings that turn a prompt into text. The field names are the names of the flags.
 
     "a.b" means field b of column a, for example "reward_model.ground_truth".
@@ -76,7 +76,9 @@ class Columns:
         return {key for key in (*keys, self.chosen_key, self.rejected_key) if key is not None}
 
 
-def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
+def to_prompt(
+    row: Row, where: RowLocation, columns: RowColumns, tokenizer: PreTrainedTokenizerBase | None
+) -> Prompt:
     """Returns the prompt of a row. ValueError with file and line for a missing column or a wrong type."""
     pair = None if columns.chosen_key is None else _pair(row, columns, where)
     text = pair["chosen"] if pair is not None else _column(row, columns.input_key, "--input-key", where)
@@ -110,7 +112,7 @@ def to_prompt(row: Row, where: Place, columns: Columns, tokenizer: PreTrainedTok
     return Prompt(text=text, label=label, metadata=metadata)
 
 
-def _others(row: Row, columns: Columns) -> Metadata:
+def _others(row: Row, columns: RowColumns) -> Metadata:
     """Returns the columns that no flag names, for the metadata. Empty cells and columns with bytes, such as images, are
     left out. Dates and decimal numbers become text, because metadata are JSON values."""
     skipped = OWN_KEYS.union(columns.used, columns.left_out)
@@ -135,7 +137,7 @@ def _json(value: object) -> object:
     raise TypeError(type(value).__name__)
 
 
-def _column(row: Row, key: str, flag: str, where: Place) -> object:
+def _column(row: Row, key: str, flag: str, where: RowLocation) -> object:
     value = row.get(key)
     if key not in row and "." in key:  # "reward_model.ground_truth": a field of a column
         value = row
@@ -151,10 +153,10 @@ def _column(row: Row, key: str, flag: str, where: Place) -> object:
     return value
 
 
-def _others_have(key: str, where: Place) -> bool:
+def _others_have(key: str, where: RowLocation) -> bool:
     """Returns true if one of the first rows of the table has a value in this column."""
     table = read_table(where.source)
-    places = (Place(where.source, number) for number in range(min(len(table), _LOOKED_AT)))
+    places = (RowLocation(where.source, number) for number in range(min(len(table), _LOOKED_AT)))
     rows = (where.source.row(table[place.number], place) for place in places if place.number != where.number)
     return any(row is not None and row.get(key) is not None for row in rows)
 
@@ -168,7 +170,7 @@ def _near(key: str, row: Row) -> str:
     return "" if near is None else f", did you mean {near!r}?"
 
 
-def _label(row: Row, key: str, where: Place) -> object:
+def _label(row: Row, key: str, where: RowLocation) -> object:
     label = _column(row, key, "--label-key", where)
     if (isinstance(label, str) and not label.strip()) or (
         isinstance(label, float) and not math.isfinite(label)
@@ -179,7 +181,7 @@ def _label(row: Row, key: str, where: Place) -> object:
     return label
 
 
-def _message(entry: object, key: str, where: Place) -> Message:
+def _message(entry: object, key: str, where: RowLocation) -> Message:
     if isinstance(entry, dict) and {"from", "value"} <= set(entry) and "role" not in entry:
         raise ValueError(
             f"{where}: every message of column {key!r} must have role and content, got {entry!r:.80}, which is "
@@ -194,7 +196,7 @@ def _message(entry: object, key: str, where: Place) -> Message:
     message = {name: value for name, value in entry.items() if value is not None}
     content = message.get("content", "" if entry["role"] == "assistant" else None)
     if isinstance(content, list):
-        message["content"] = "".join(_text_of(part, key, where) for part in content)
+        message["content"] = "".join(_read_part_text(part, key, where) for part in content)
     elif not isinstance(content, str):
         raise ValueError(
             f"{where}: the content of every message of column {key!r} must be a text, or a list of text parts, got "
@@ -203,7 +205,7 @@ def _message(entry: object, key: str, where: Place) -> Message:
     return message
 
 
-def _pair(row: Row, columns: Columns, where: Place) -> dict[str, list[Message]]:
+def _pair(row: Row, columns: RowColumns, where: RowLocation) -> dict[str, list[Message]]:
     """Returns a row's two conversations: the prompt's messages, if any, and a response. A response that begins with a
     system or user turn is a whole conversation. Turns that both conversations share are not trained on."""
     prompt = _cell(row.get(columns.input_key), columns.input_key, where)
@@ -248,7 +250,7 @@ def message_text(value: object) -> bool:
     return False
 
 
-def _cell(value: object, key: str, where: Place) -> object:
+def _cell(value: object, key: str, where: RowLocation) -> object:
     """Returns the chat messages of a cell with a JSON list of messages, in a format without lists (CSV), else `value`.
     ValueError for a text that looks like such a list but is not JSON."""
     if not isinstance(value, str) or not _LIKE_MESSAGES.match(value) or not _ROLE.search(value):
@@ -275,7 +277,7 @@ def _python_list(text: str) -> object:
         return None
 
 
-def _messages(value: object, role: str, key: str, where: Place) -> list[Message]:
+def _messages(value: object, role: str, key: str, where: RowLocation) -> list[Message]:
     """Returns a text as one turn of `role`, and messages without a change."""
     if isinstance(value, str) and value:
         return [{"role": role, "content": value}]
@@ -286,7 +288,7 @@ def _messages(value: object, role: str, key: str, where: Place) -> list[Message]
     )
 
 
-def require_conversation(text: str | list[Message], key: str, where: Place) -> None:
+def require_conversation(text: str | list[Message], key: str, where: RowLocation) -> None:
     """ValueError unless a row of SFT has chat messages with an assistant's turn to train on."""
     if not isinstance(text, list):
         raise FlagError(
@@ -303,7 +305,7 @@ def require_conversation(text: str | list[Message], key: str, where: Place) -> N
         )
 
 
-def _text_of(part: object, key: str, where: Place) -> str:
+def _read_part_text(part: object, key: str, where: RowLocation) -> str:
     """Returns the text of a part of a message's content."""
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise ValueError(
@@ -313,7 +315,7 @@ def _text_of(part: object, key: str, where: Place) -> str:
     return str(part["text"])
 
 
-def _parsed(value: object, kind: type[T], key: str, flag: str, where: Place) -> T:
+def _parsed(value: object, kind: type[T], key: str, flag: str, where: RowLocation) -> T:
     """Returns `value` as a `kind`. A string is parsed as JSON, because csv and parquet files often contain JSON."""
     if isinstance(value, str):
         try:
@@ -328,7 +330,7 @@ def _parsed(value: object, kind: type[T], key: str, flag: str, where: Place) -> 
     return value
 
 
-def _tool(entry: object, key: str, where: Place) -> object:
+def _tool(entry: object, key: str, where: RowLocation) -> object:
     """Returns an entry of a tools column: an object, the JSON text of an object, or the name of a function."""
     if isinstance(entry, str) and _NAME.fullmatch(entry):
         return entry
@@ -380,7 +382,7 @@ def rendered(
     tokenizer: PreTrainedTokenizerBase,
     template_kwargs: dict[str, object],
     tools: Tools | None,
-    where: Place,
+    where: RowLocation,
 ) -> str:
     """Calls `render_chat` for a row. ValueError with file and line for any error of the template."""
     try:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from slime.config.sections.data import DataConfig
 from slime.config.sections.megatron import MegatronConfig
-from slime.data.packing import Schedule, bins_of_pass, plan_steps
-from slime.models import decoder_of
+from slime.data.packing import Schedule, choose_bins, plan_steps
+from slime.models import read_decoder
 from slime.models.decoder import Hf
 from slime.plan.stages import micro_batch_group
 
@@ -55,8 +55,8 @@ def plan_held_out(
     """
     units = _rollouts(rollout_ids) if together else [[position] for position in range(len(rollout_ids))]
     totals = [sum(total_lengths[i] for i in unit) for unit in units]
-    bins = bins_of_pass(data, megatron.context_parallel_size, totals)
-    multiple = dp_size * micro_batch_group(megatron, len(decoder_of(hf_config).layers))
+    bins = choose_bins(data, megatron.context_parallel_size, totals)
+    multiple = dp_size * micro_batch_group(megatron, len(read_decoder(hf_config).layers))
     count = -(-len(bins) // multiple) * multiple
     smallest = min(bins, key=lambda of_bin: sum(totals[unit] for unit in of_bin))
     samples = [

@@ -14,17 +14,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.algo.losses import MASKED_ROLLOUTS, SFT_ROLLOUT, loss_of
-from slime.config.schema import Config, section_of
+from slime.algo.losses import MASKED_ROLLOUTS, SFT_ROLLOUT, loss_for
+from slime.config.schema import Config, read_section
 from slime.config.sections.data import DataConfig
 from slime.config.sections.reward import RewardConfig
 from slime.data.drawing.curriculum import PROMPT, PassRates
 from slime.data.drawing.mixing import SOURCE, DataSet, Joined, Mixture, Order, data_sets
 from slime.data.drawing.position import VERSION, read_state, state_path, write_state
-from slime.data.limits.context import Context, min_of, prompt_limit
+from slime.data.limits.context import ContextLimits, find_lowest, prompt_limit
 from slime.data.limits.conversations import Masks
 from slime.data.prompts import LabelCheck, Prompts, load_prompts
-from slime.data.rows import Columns, require_template_reads
+from slime.data.rows import RowColumns, require_template_reads
 from slime.data.tokenizer import load_tokenizer
 from slime.hooks import load_function
 from slime.records.errors import FlagError
@@ -51,7 +51,7 @@ class PromptDataSource:
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.buffer: list[SampleGroup] = []
-        config = Config.of_args(args)
+        config = Config.from_args(args)
         rollout, data = config.rollout, config.data
         found: list[tuple[DataSet, Prompts]] = []
         if data.prompt_data and not data.disable_rollout_global_dataset:
@@ -93,7 +93,7 @@ class PromptDataSource:
         """Record the rewards of finished groups for --curriculum. Each group counts once, however often it is
         given."""
         if self.pass_rates is not None:
-            self.pass_rates.observe(groups, section_of(RewardConfig, self.args).reward_key)
+            self.pass_rates.observe(groups, read_section(RewardConfig, self.args).reward_key)
 
     def take_metrics(self) -> dict[str, float]:
         """What --curriculum has recorded, and has left out since the last call."""
@@ -111,7 +111,7 @@ class PromptDataSource:
             )
         return groups + [self._next_group() for _ in range(num_groups - len(groups))]
 
-    def places_of(self, numbers: Sequence[int]) -> list[Place | None]:
+    def get_locations(self, numbers: Sequence[int]) -> list[Place | None]:
         """Where the prompts of new groups come from, for the journal. None for a group that was asked for before, or
         has no prompt of the data."""
         return [self._places.pop(number, None) for number in numbers]
@@ -206,7 +206,7 @@ class PromptDataSource:
             not path.is_file()
             and (slime := path.with_name(f"global_dataset_state_dict_{rollout_id}.pt")).is_file()
         ):
-            self.load_state_dict(self._of_slime(slime), where=str(slime))
+            self.load_state_dict(self._read_slime_state(slime), where=str(slime))
             return
         if not path.is_file():
             raise FlagError(
@@ -218,7 +218,7 @@ class PromptDataSource:
             )
         self.load_state_dict(read_state(path), where=str(path))
 
-    def _of_slime(self, path: Path) -> dict[str, object]:
+    def _read_slime_state(self, path: Path) -> dict[str, object]:
         """The state from a file of slime, which visits the prompts in the same order and saves no buffer."""
         import torch
 
@@ -271,7 +271,7 @@ class PromptDataSource:
         return group
 
     def _next_prompt(self) -> tuple[Prompt, Place | None]:
-        if not self.prompts and section_of(DataConfig, self.args).disable_rollout_global_dataset:
+        if not self.prompts and read_section(DataConfig, self.args).disable_rollout_global_dataset:
             return Prompt(text=""), None
         if not self.prompts:
             raise FlagError(
@@ -308,7 +308,7 @@ def load_training_prompts(
         )
     masked = c.rollout.rollout_function_path in MASKED_ROLLOUTS
     of_prompt, of_context = c.rollout.rollout_max_prompt_len, c.rollout.rollout_max_context_len
-    limit = min_of(of_prompt, of_context) if masked else prompt_limit(of_prompt, of_context)
+    limit = find_lowest(of_prompt, of_context) if masked else prompt_limit(of_prompt, of_context)
 
     @functools.cache
     def tokenizer() -> PreTrainedTokenizerBase:
@@ -317,15 +317,15 @@ def load_training_prompts(
     if checkpoint and data.apply_chat_template_kwargs:
         require_template_reads(data.apply_chat_template_kwargs, tokenizer(), "--apply-chat-template-kwargs")
     context = None
-    if checkpoint and loss_of(c.algorithm).rewarded:  # an engine continues the prompts
-        context = Context.of(c, tokenizer)
-    columns = Columns(
+    if checkpoint and loss_for(c.algorithm).rewarded:  # an engine continues the prompts
+        context = ContextLimits.of(c, tokenizer)
+    columns = RowColumns(
         input_key=data.input_key,
         label_key=data.label_key,
         metadata_key=data.metadata_key,
         tool_key=data.tool_key,
-        chosen_key=data.chosen_key if loss_of(c.algorithm).pairs else None,
-        rejected_key=data.rejected_key if loss_of(c.algorithm).pairs else None,
+        chosen_key=data.chosen_key if loss_for(c.algorithm).pairs else None,
+        rejected_key=data.rejected_key if loss_for(c.algorithm).pairs else None,
         apply_chat_template=data.apply_chat_template,
         apply_chat_template_kwargs=dict(data.apply_chat_template_kwargs),
         conversations=c.rollout.rollout_function_path == SFT_ROLLOUT,

@@ -46,7 +46,7 @@ class TokenSlice:
     shares: bool = False
     """True if the rank computes some tokens once for several sequences."""
 
-    def row_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def find_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Returns which of the packed indices `tokens` this rank computes (as indices into `tokens`), and the rank's
         rows for them."""
         row = self.gathered[tokens] - self.rank * self.rows

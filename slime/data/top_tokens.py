@@ -51,7 +51,7 @@ ENGINE = EngineColumn(
 )
 
 
-def of_rollout(sample: Sample) -> Top:
+def read_rollout_top(sample: Sample) -> Top:
     """Returns the sampler's ids and log-probs. ValueError, with the sample's name, for a trained token without ids."""
     flag = "--use-score-centering"
     return _checked(
@@ -59,9 +59,9 @@ def of_rollout(sample: Sample) -> Top:
     )
 
 
-def of_teacher(sample: Sample) -> Top | None:
+def read_teacher_top(sample: Sample) -> Top | None:
     """Returns ids and log-probs of a served teacher, or None if the sample has no such ids. ValueError as in
-    `of_rollout`."""
+    `read_rollout_top`."""
     if sample.teacher_top is None:
         return None
     return _checked(sample, *sample.teacher_top, "teacher_top", "--opd-top-k")
@@ -126,8 +126,8 @@ def same_width(data: TrainData) -> None:
             ]
 
 
-def of_data(data: TrainData, i: int) -> dict[str, Any]:
-    """Returns the fields of sample i that `of_rollout` and `of_teacher` read."""
+def read_sample_fields(data: TrainData, i: int) -> dict[str, Any]:
+    """Returns the fields of sample i that `read_rollout_top` and `read_teacher_top` read."""
     fields: dict[str, Any] = {}
     if ROLLOUT[0] in data:
         names = ("rollout_topk_token_ids", "rollout_topk_log_probs")

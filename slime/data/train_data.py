@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import rl_kernel
-from slime.algo.estimators import estimator_of
-from slime.algo.losses import loss_of
+from slime.algo.estimators import estimator_for
+from slime.algo.losses import loss_for
 from slime.algo.needs import needs_sampled_log_probs
 from slime.config.hook_calls import Hooks
 from slime.config.schema import Config
@@ -49,7 +49,7 @@ def post_process_rewards(
         return raw, rewards
     raw = [sample.reward_value(config.reward.reward_key) for sample in samples]
     shaped = [reward + overlong_penalty(config, sample) for reward, sample in zip(raw, samples, strict=True)]
-    estimator = estimator_of(config.algorithm)
+    estimator = estimator_for(config.algorithm)
     if not estimator.centred or config.algorithm.disable_rewards_normalization:
         return raw, shaped
     group_number: dict[int, int] = {}
@@ -123,7 +123,7 @@ def convert_samples_to_train_data(config: Config, hooks: Hooks, samples: list[Sa
         made: TrainData = hooks.call("custom_convert_samples_to_train_data_path", samples)
         return made
     check_samples(config, samples)
-    on_policy = loss_of(config.algorithm).rewarded
+    on_policy = loss_for(config.algorithm).rewarded
     raw, rewards = [0.0] * len(samples), [0.0] * len(samples)
     if on_policy:
         raw, rewards = post_process_rewards(config, hooks, samples)
@@ -132,7 +132,7 @@ def convert_samples_to_train_data(config: Config, hooks: Hooks, samples: list[Sa
         data |= _for_estimator(config, samples, raw)
     for column in COLUMNS.values():
         if column.origin == "sample" and column.on(config):
-            values = column.of_samples(samples)
+            values = column.read_samples(samples)
             if values is not None:
                 data[column.name] = values
     if on_policy and config.reward.use_overlong_filtering:
@@ -162,7 +162,7 @@ def check_samples(config: Config, samples: list[Sample]) -> None:
     """
     if config.reward.custom_convert_samples_to_train_data_path:
         return
-    on_policy = loss_of(config.algorithm).rewarded
+    on_policy = loss_for(config.algorithm).rewarded
     sampled = on_policy and (
         needs_sampled_log_probs(config) or any(sample.rollout_log_probs is not None for sample in samples)
     )
@@ -179,7 +179,7 @@ def check_samples(config: Config, samples: list[Sample]) -> None:
 
 def _for_estimator(config: Config, samples: list[Sample], raw: list[float]) -> TrainData:
     """Returns the columns of a batch that only the run's estimator reads."""
-    reads = estimator_of(config.algorithm).reads
+    reads = estimator_for(config.algorithm).reads
     data: TrainData = {}
     if "group_rewards" in reads:
         shaped = [r + overlong_penalty(config, sample) for r, sample in zip(raw, samples, strict=True)]
@@ -268,7 +268,7 @@ def checked_data(config: Config, hooks: Hooks, samples: list[Sample], hf_config:
 def scheduled(config: Config, data: TrainData, dp_size: int, hf_config: Hf) -> list[RankData]:
     """Splits the result of `checked_data` into micro-batches of `dp_size` data-parallel ranks. Returns one part per
     rank."""
-    plan = plan_together if loss_of(config.algorithm).pairs else plan_steps
+    plan = plan_together if loss_for(config.algorithm).pairs else plan_steps
     schedule = plan(
         config.data,
         config.megatron,
@@ -286,7 +286,7 @@ def held_out_data(config: Config, data: TrainData, dp_size: int, hf_config: Hf) 
     per rank. The denominators make means over the whole set, as for a single optimizer step."""
     schedule, counted = plan_held_out(
         *(config.data, config.megatron, data["total_lengths"], data["rollout_ids"], dp_size, hf_config),
-        together=loss_of(config.algorithm).pairs,
+        together=loss_for(config.algorithm).pairs,
     )
     ranks = split_by_dp(data, schedule)
     for part, count in zip(ranks, counted, strict=True):

@@ -16,7 +16,7 @@ from slime.tracking.samples import MOST_TOKENS, write_trained
 from slime.types import TrainData
 
 
-class KeptSamples:
+class SampleRecorder:
     """Collects the records; one object per trainer rank. Call `add` for the micro-batches for which `wants` is True,
     and `write` after the training.
 

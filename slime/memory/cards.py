@@ -42,7 +42,9 @@ class Cards:
         for index, handle in self._handles.items():
             try:
                 total, used = self._memory(handle)
-                found.append(CardMemory(index, total, used, self._of(handle) if processes else {}))
+                found.append(
+                    CardMemory(index, total, used, self._read_processes(handle) if processes else {})
+                )
             except self._nvml.NVMLError:
                 continue
         return found
@@ -54,7 +56,7 @@ class Cards:
             info = self._nvml.nvmlDeviceGetMemoryInfo(handle)
         return int(info.total), int(info.used)
 
-    def _of(self, handle: object) -> dict[int, int]:
+    def _read_processes(self, handle: object) -> dict[int, int]:
         running = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         return {process.pid: int(process.usedGpuMemory or 0) for process in running}
 

@@ -33,17 +33,17 @@ class HostMemory:
 
 def host_memory(root: Path = Path("/")) -> HostMemory | None:
     """Returns the memory of this host, or None without /proc/meminfo. `root` replaces `/`."""
-    host = _of_host(root)
+    host = _read_host(root)
     if host is None:
         return None
-    cgroups = [found for found in _of_cgroups(root) if found.total < host.total]
+    cgroups = [found for found in _read_cgroups(root) if found.total < host.total]
     return max([host, *cgroups], key=lambda found: (found.share, -found.total)) if cgroups else host
 
 
 def host_total(root: Path = Path("/")) -> int | None:
     """Returns the largest number of bytes that all processes together may use, or None if it is unknown."""
-    host = _of_host(root)
-    return None if host is None else min([host.total, *(found.total for found in _of_cgroups(root))])
+    host = _read_host(root)
+    return None if host is None else min([host.total, *(found.total for found in _read_cgroups(root))])
 
 
 def kills(root: Path = Path("/")) -> int:
@@ -68,7 +68,7 @@ def meminfo(root: Path = Path("/")) -> dict[str, int]:
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
 
 
-def _of_host(root: Path) -> HostMemory | None:
+def _read_host(root: Path) -> HostMemory | None:
     facts = meminfo(root)
     if "MemTotal" not in facts:
         return None
@@ -76,14 +76,14 @@ def _of_host(root: Path) -> HostMemory | None:
     return HostMemory(facts["MemTotal"], facts["MemTotal"] - free)
 
 
-def _of_cgroups(root: Path) -> Iterator[HostMemory]:
+def _read_cgroups(root: Path) -> Iterator[HostMemory]:
     """Yields the memory of every cgroup with a limit, from this process's cgroup up to the root."""
     for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _of_version(root / "sys/fs/cgroup", path, _VERSION_2)
+            yield from _read_version(root / "sys/fs/cgroup", path, _VERSION_2)
         elif "memory" in controllers.split(","):
-            yield from _of_version(root / "sys/fs/cgroup/memory", path, _VERSION_1)
+            yield from _read_version(root / "sys/fs/cgroup/memory", path, _VERSION_1)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ _VERSION_1 = _Files(
 )
 
 
-def _of_version(mount: Path, path: str, files: _Files) -> Iterator[HostMemory]:
+def _read_version(mount: Path, path: str, files: _Files) -> Iterator[HostMemory]:
     """Yields the memory of the cgroups on `path`. A container sees its own cgroup as the root, so a missing path is
     outside the container."""
     folder = mount / path.lstrip("/")

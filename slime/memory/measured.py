@@ -64,7 +64,7 @@ def measured(events: Iterable[Event]) -> dict[str, Measured]:
     return {phase: found[phase] for phase in PHASES if phase in found}
 
 
-def measured_of(run_dir: Path) -> dict[str, Measured]:
+def read_measured(run_dir: Path) -> dict[str, Measured]:
     """Returns the measured values of a run. Raises ValueError for a directory without a journal. Empty for a run of a
     version that measured nothing."""
     return measured(read_events(run_dir, kinds=("memory",)))

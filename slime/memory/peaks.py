@@ -13,7 +13,7 @@ from slime.plan.units import GIB
 
 
 @dataclass(frozen=True)
-class Sample:
+class MemoryReading:
     """A sample of the memory at one time."""
 
     cards: list[CardMemory]
@@ -51,7 +51,7 @@ class Peaks:
     processes: dict[str, ProcessMemory] = field(default_factory=dict)
     proportional: dict[str, int] = field(default_factory=dict)
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: MemoryReading) -> None:
         self.samples += 1
         for card in sample.cards:
             if card.index not in self.cards or card.used > self.cards[card.index][0].used:

@@ -36,7 +36,7 @@ class ProcessMemory:
         )
 
 
-def roles_of(logs: Path, driver: int, started: Iterable[int]) -> dict[int, str]:
+def find_roles(logs: Path, driver: int, started: Iterable[int]) -> dict[int, str]:
     """Returns process id -> role, for the driver, for every process on this host that writes to a file of `logs`, and
     for the processes in `started`. A process of a Ray cluster that the run has joined also writes there."""
     found = dict.fromkeys(started, OTHER)

@@ -35,7 +35,7 @@ __all__ = [
     "Family",
     "Hf",
     "Layer",
-    "decoder_of",
+    "read_decoder",
     "family_for",
 ]
 
@@ -78,7 +78,7 @@ def family_for(hf: Hf) -> Family:
     return FAMILIES[model_type]
 
 
-def decoder_of(hf: Hf) -> Decoder:
+def read_decoder(hf: Hf) -> Decoder:
     """Returns the decoder that config.json describes. Raises ValueError for an unsupported family, shape or setting,
     and for a field of a wrong type."""
     family = family_for(hf)

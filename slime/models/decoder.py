@@ -66,7 +66,7 @@ class DeltaNet:
     """Number of newest tokens that a convolution sees."""
 
     @property
-    def of_key(self) -> int:
+    def heads_per_key(self) -> int:
         """Returns the number of value heads per key head."""
         return self.values // self.keys
 
@@ -74,8 +74,8 @@ class DeltaNet:
     def widths(self) -> tuple[int, int, int, int, int, int]:
         """Returns the rows of the input projection for one key head: query, key, values, their output gates, beta,
         decay."""
-        wide = self.of_key * self.value_dim
-        return self.key_dim, self.key_dim, wide, wide, self.of_key, self.of_key
+        wide = self.heads_per_key * self.value_dim
+        return self.key_dim, self.key_dim, wide, wide, self.heads_per_key, self.heads_per_key
 
     def attention(self, hidden: int) -> Attention:
         """Returns the sizes of the layer. Its state [values, value_dim, key_dim] has a fixed size, so tokens do not add

@@ -159,7 +159,7 @@ class Row:
     layout: Layout = Direct()
 
     @property
-    def of_expert(self) -> bool:
+    def is_expert(self) -> bool:
         """Returns whether expert-parallel ranks split the row's parameters. Megatron numbers only the experts on its
         own rank."""
         return "{e}" in self.megatron

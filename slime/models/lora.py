@@ -154,19 +154,19 @@ def linear_rows(family: Family) -> Iterator[Row]:
             yield row
 
 
-def module_of(hf_name: str) -> str:
+def get_module(hf_name: str) -> str:
     """Returns the module of a weight: its Hugging Face name without ".weight"."""
     return hf_name.removesuffix(".weight")
 
 
-def modules_of(family: Family, hf: Hf, experts: int) -> Iterator[str]:
+def list_modules(family: Family, hf: Hf, experts: int) -> Iterator[str]:
     """Yields the names of all modules of a model that could have an adapter, and some names that only other models of
     the family have."""
     for row in linear_rows(family):
         for name in row.hf:
             for i in range(int(hf["num_hidden_layers"])):
-                for e in range(experts) if row.of_expert else (0,):
-                    yield module_of(name).replace("{i}", str(i)).replace("{e}", str(e))
+                for e in range(experts) if row.is_expert else (0,):
+                    yield get_module(name).replace("{i}", str(i)).replace("{e}", str(e))
 
 
 def read_peft(directory: str | Path) -> tuple[Lora, str | None]:

@@ -76,7 +76,7 @@ def check_selection(c: Config) -> None:
             "write what is trained as one of the two",
         )
     for flag in (ONLY, FROZEN):
-        for pattern in c.value_of(flag) or ():
+        for pattern in c.get_value(flag) or ():
             try:
                 re.compile(pattern)
             except re.error as error:

@@ -14,7 +14,7 @@ PLANNED = "planned"
 
 
 @dataclass(frozen=True)
-class Status:
+class SupportStatus:
     """The runs of a family."""
 
     maker: str
@@ -41,32 +41,34 @@ _TINY = "a tiny model, log-probs compared with vLLM (H100)"
 _DELTA = "bfloat16"
 """vLLM's kernels of gated delta nets for CPUs have no other dtype."""
 
-STATUS: dict[str, Status] = {
-    "qwen2": Status("Qwen", "qwen2.5-7b", larger="Qwen2.5-0.5B with random weights"),
-    "qwen2_moe": Status("Qwen", "qwen1.5-moe-a2.7b", gpu=_TINY),
-    "qwen3": Status("Qwen", "qwen3-4b", gpu="Qwen3-4B, random weights (H200)"),
-    "qwen3_moe": Status("Qwen", "qwen3-30b-a3b", gpu="Qwen3-30B-A3B, whole, random weights (four H100)"),
-    "qwen3_next": Status("Qwen", "qwen3-next-80b-a3b", _DELTA),
-    "qwen3_5": Status("Qwen", "qwen3.5-9b", _DELTA, steps=False),
-    "qwen3_5_text": Status("Qwen", "qwen3.5-9b", _DELTA),
-    "qwen3_5_moe": Status("Qwen", "qwen3.5-35b-a3b", _DELTA, steps=False),
-    "qwen3_5_moe_text": Status("Qwen", "qwen3.5-35b-a3b", _DELTA, steps=False),
-    "gemma2": Status("Gemma", "gemma-2-2b"),
-    "gemma3_text": Status("Gemma", "gemma-3-1b", gpu=_TINY),
-    "glm4": Status("GLM", "glm-4-9b", gpu=_TINY),
-    "glm4_moe": Status("GLM", "glm-4.5-air", gpu="GLM-4.5-Air, 2 of 46 layers, random weights (H200)"),
-    "glm4_moe_lite": Status("GLM", "glm-4.7-flash", steps=False),
-    "deepseek_v3": Status("DeepSeek", "moonlight-16b-a3b"),
-    "kimi_k2": Status("Kimi", "kimi-k2", steps=False),
-    "gpt_oss": Status("gpt-oss", "gpt-oss-20b", gpu=_TINY),
-    "llama": Status(
+STATUS: dict[str, SupportStatus] = {
+    "qwen2": SupportStatus("Qwen", "qwen2.5-7b", larger="Qwen2.5-0.5B with random weights"),
+    "qwen2_moe": SupportStatus("Qwen", "qwen1.5-moe-a2.7b", gpu=_TINY),
+    "qwen3": SupportStatus("Qwen", "qwen3-4b", gpu="Qwen3-4B, random weights (H200)"),
+    "qwen3_moe": SupportStatus(
+        "Qwen", "qwen3-30b-a3b", gpu="Qwen3-30B-A3B, whole, random weights (four H100)"
+    ),
+    "qwen3_next": SupportStatus("Qwen", "qwen3-next-80b-a3b", _DELTA),
+    "qwen3_5": SupportStatus("Qwen", "qwen3.5-9b", _DELTA, steps=False),
+    "qwen3_5_text": SupportStatus("Qwen", "qwen3.5-9b", _DELTA),
+    "qwen3_5_moe": SupportStatus("Qwen", "qwen3.5-35b-a3b", _DELTA, steps=False),
+    "qwen3_5_moe_text": SupportStatus("Qwen", "qwen3.5-35b-a3b", _DELTA, steps=False),
+    "gemma2": SupportStatus("Gemma", "gemma-2-2b"),
+    "gemma3_text": SupportStatus("Gemma", "gemma-3-1b", gpu=_TINY),
+    "glm4": SupportStatus("GLM", "glm-4-9b", gpu=_TINY),
+    "glm4_moe": SupportStatus("GLM", "glm-4.5-air", gpu="GLM-4.5-Air, 2 of 46 layers, random weights (H200)"),
+    "glm4_moe_lite": SupportStatus("GLM", "glm-4.7-flash", steps=False),
+    "deepseek_v3": SupportStatus("DeepSeek", "moonlight-16b-a3b"),
+    "kimi_k2": SupportStatus("Kimi", "kimi-k2", steps=False),
+    "gpt_oss": SupportStatus("gpt-oss", "gpt-oss-20b", gpu=_TINY),
+    "llama": SupportStatus(
         "Llama",
         "llama-3.1-8b",
         larger="the published SmolLM2-135M",
         gpu="SmolLM2-135M, published weights (H100)",
     ),
-    "mistral": Status("Mistral", "mistral-7b", gpu=_TINY),
-    "minimax_m2": Status("MiniMax", "minimax-m2", gpu=_TINY),
-    "mimo": Status("MiMo", "mimo-7b", gpu=_TINY),
+    "mistral": SupportStatus("Mistral", "mistral-7b", gpu=_TINY),
+    "minimax_m2": SupportStatus("MiniMax", "minimax-m2", gpu=_TINY),
+    "mimo": SupportStatus("MiMo", "mimo-7b", gpu=_TINY),
 }
 """Maps `model_type` to its status."""

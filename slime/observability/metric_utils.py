@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from slime.rollout.metrics import compute_statistics as compute_statistics
 from slime.rollout.metrics import ends_in_repetition as has_repetition
 from slime.rollout.metrics import pass_rate
-from slime.rollout.metrics import statistics_of as compute_statistics
 
 __all__ = [
     "compute_pass_rate",

@@ -15,7 +15,7 @@ def compute_metrics_from_samples(args: object, samples: Sequence[Sample]) -> dic
     `samples` in one list, at least one. Flags that `args` lacks have their defaults. As in slime, the reward is that of
     --reward-key.
     """
-    c = Config.of_args(args)
+    c = Config.from_args(args)
     return sample_metrics(c.logging, c.reward.reward_key, group_samples(_some(samples)))
 
 
@@ -23,7 +23,7 @@ def compute_perf_metrics_from_samples(
     args: object, samples: Sequence[Sample], rollout_time: float
 ) -> dict[str, float]:
     """Tokens per second: see `perf_metrics`. `rollout_time` in seconds."""
-    gpus = Config.of_args(args).cluster.rollout_num_gpus
+    gpus = Config.from_args(args).cluster.rollout_num_gpus
     return perf_metrics(gpus, list(_some(samples)), rollout_time)
 
 

@@ -7,34 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from slime.models import Decoder, Layer, decoder_of, family_for
+from slime.models import Decoder, Layer, family_for, read_decoder
 from slime.models.decoder import Hf
 from slime.models.hybrid import ByKeyHead
 from slime.models.latent import Latent
 from slime.models.layouts import Row
-from slime.models.lora import Lora, linear_rows, module_of
+from slime.models.lora import Lora, get_module, linear_rows
 from slime.plan.model_shape import Params
 
 
 def adapter_params(lora: Lora, hf: Hf, layers: Iterable[int]) -> Params:
     """Returns the adapter parameters of decoder layers, given by their numbers in the model."""
-    decoder, rows = decoder_of(hf), list(linear_rows(family_for(hf)))
-    return sum((_of_row(lora, decoder, row, i) for i in layers for row in rows), Params())
+    decoder, rows = read_decoder(hf), list(linear_rows(family_for(hf)))
+    return sum((_count_row(lora, decoder, row, i) for i in layers for row in rows), Params())
 
 
-def _of_row(lora: Lora, decoder: Decoder, row: Row, number: int) -> Params:
+def _count_row(lora: Lora, decoder: Decoder, row: Row, number: int) -> Params:
     layer = decoder.layers[number]
     sizes = product_sizes(decoder, layer, row)
     if sizes is None:
         return Params()
     inputs, outputs = sizes
-    modules = [module_of(name).replace("{i}", str(number)).replace("{e}", "0") for name in row.hf]
+    modules = [get_module(name).replace("{i}", str(number)).replace("{e}", "0") for name in row.hf]
     count = Params()
     for module, wide in zip(modules, outputs, strict=True):
         if not lora.adapts(module):
             continue
         a, b = lora.rank * inputs, lora.rank * wide
-        if row.of_expert:
+        if row.is_expert:
             assert decoder.experts is not None
             count += Params(experts=decoder.experts.count * (a + b))
         elif row.layout.axis == 0:
@@ -51,7 +51,7 @@ def product_sizes(decoder: Decoder, layer: Layer, row: Row) -> tuple[int, list[i
     have."""
     path, hidden = row.megatron.split("decoder.layers.{i}.")[1].removesuffix(".weight"), decoder.hidden
     if path.startswith("self_attention."):
-        return _of_attention(decoder, layer, row).get(path.removeprefix("self_attention."))
+        return _list_attention_products(decoder, layer, row).get(path.removeprefix("self_attention."))
     routed, shared = "experts.local_experts." in path, "shared_experts." in path
     experts = decoder.experts
     if layer.sparse != (routed or shared):
@@ -67,7 +67,7 @@ def product_sizes(decoder: Decoder, layer: Layer, row: Row) -> tuple[int, list[i
     return hidden, [2 * width // len(row.hf)] * len(row.hf)
 
 
-def _of_attention(decoder: Decoder, layer: Layer, row: Row) -> dict[str, tuple[int, list[int]]]:
+def _list_attention_products(decoder: Decoder, layer: Layer, row: Row) -> dict[str, tuple[int, list[int]]]:
     """Returns Megatron's name of a product in the layer's attention -> its sizes."""
     attention, hidden = layer.attention, decoder.hidden
     if isinstance(attention, Latent):

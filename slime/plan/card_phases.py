@@ -151,7 +151,7 @@ def saving(c: Config, e: Estimate, leaving: Collection[str]) -> Iterator[Moment]
     yield Moment("while it saves", kept + besides, made_of, SAVING)
 
 
-def of_phase(moments: Collection[Moment]) -> dict[str, float]:
+def compute_peaks(moments: Collection[Moment]) -> dict[str, float]:
     """Returns phase -> the most bytes on the card. The engines receive their first weights awake, with their KV
     cache."""
     found: dict[str, float] = {}
@@ -177,8 +177,8 @@ def engine_weights(c: Config, shape: Shape) -> Item:
     size: float = BYTES.get(facts.dtype or c.megatron.params_dtype, 2)
     gpus = c.cluster.rollout_num_gpus_per_engine // facts.data_parallel_size
     every = c.cluster.rollout_num_gpus_per_engine
-    ends = shape.params - shape.params_of(shape.kinds, 0).total
-    whole = shape.params_of(shape.kinds, 0) + (shape.predicting if facts.drafts else Params())
+    ends = shape.params - shape.count_params(shape.kinds, 0).total
+    whole = shape.count_params(shape.kinds, 0) + (shape.predicting if facts.drafts else Params())
     experts = whole.experts if facts.data_parallel_size > 1 else 0
     layers = whole.total - experts
     parts = [(layers + ends, size)]

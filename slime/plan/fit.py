@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from slime.config import Config
 from slime.models.decoder import Hf
-from slime.plan.card_phases import card_moments, of_phase
+from slime.plan.card_phases import card_moments, compute_peaks
 from slime.plan.host_phases import SYSTEM, USABLE, HostSum, host_sum
 from slime.plan.memory_decision import decide_residence
 from slime.plan.memory_estimate import estimate
 from slime.plan.units import GIB, amount
-from slime.roles.groups import groups_of
+from slime.roles.groups import build_groups
 from slime.tracking.phases import PHASES
 
 
@@ -81,11 +81,11 @@ def fit(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = None) -> F
     if c.cluster.device != "cuda":
         return Fit((), {}, None)
     cards, groups = {}, []
-    for group in () if c.debug.debug_rollout_only else groups_of(c):
+    for group in () if c.debug.debug_rollout_only else build_groups(c):
         e = estimate(group.config, hf)
         leaving = decide_residence(group.config, e, machine.device).leaving
         moments = card_moments(group.config, e, leaving, machine.device)
-        cards[group.name] = of_phase(moments)
+        cards[group.name] = compute_peaks(moments)
         groups.append((group.config, e, leaving))
         if machine.device is not None:
             needs += [
@@ -95,7 +95,7 @@ def fit(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = None) -> F
     if host is not None and machine.host is not None:
         limit = USABLE * machine.host
         for phase in PHASES:
-            size = host.of_phase(phase)
+            size = host.sum_phase(phase)
             needs.append(Need("a host", f"while {DOING[phase]}", phase, size, limit, size))
     if also is not None:
         needs += also(c)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from slime.models import Hf, decoder_of
+from slime.models import Hf, read_decoder
 from slime.plan.model_shape import Shape
 
 
@@ -16,7 +16,7 @@ class PredictionFlops:
     """
 
     def __init__(self, hf: Hf) -> None:
-        decoder = decoder_of(hf)
+        decoder = read_decoder(hf)
         self._layers, shape = decoder.predictions, Shape.from_decoder(decoder)
         self._per_token = 2 * shape.active_predicting + sum(x.attention.token_flops for x in self._layers)
         self._head = 2 * shape.hidden * shape.vocab * len(self._layers)
@@ -39,7 +39,7 @@ class ForwardFlops:
     """
 
     def __init__(self, hf: Hf) -> None:
-        decoder = decoder_of(hf)
+        decoder = read_decoder(hf)
         shape = Shape.from_decoder(decoder)
         further = sum(layer.attention.token_flops for layer in decoder.layers)
         self._per_token = 2 * shape.active + further

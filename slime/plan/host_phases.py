@@ -60,13 +60,13 @@ class HostSum:
 
     items: tuple[HostItem, ...]
 
-    def of_phase(self, phase: str) -> float:
+    def sum_phase(self, phase: str) -> float:
         return sum(item.bytes for item in self.items if phase in item.phases)
 
     @property
     def worst(self) -> str:
         """Returns the first phase with the most bytes."""
-        return max(PHASES, key=self.of_phase)
+        return max(PHASES, key=self.sum_phase)
 
 
 def host_sum(groups: Sequence[tuple[Config, Estimate, Collection[str]]], system: float = SYSTEM) -> HostSum:
@@ -74,20 +74,20 @@ def host_sum(groups: Sequence[tuple[Config, Estimate, Collection[str]]], system:
     leave its devices; the policy's group comes first. `system`: bytes that the host uses without the run."""
     items = [HostItem("system", system, "what the host uses without the run")]
     for c, e, leaving in groups:
-        items += _of_trainers(c, e, leaving)
-    items += _of_run(groups[0][0], groups[0][1])
+        items += _list_trainer_items(c, e, leaving)
+    items += _list_run_items(groups[0][0], groups[0][1])
     tables = PAGE_TABLES * sum(item.bytes for item in items[1:])
     items.append(HostItem("page tables", tables, "8 B for each 4 KiB of these"))
     return HostSum(tuple(item for item in items if item.bytes))
 
 
-def _of_trainers(c: Config, e: Estimate, leaving: Collection[str]) -> Iterator[HostItem]:
+def _list_trainer_items(c: Config, e: Estimate, leaving: Collection[str]) -> Iterator[HostItem]:
     """Yields the items of the ranks of a group on one host."""
     ranks = c.cluster.actor_num_gpus_per_node
     yield HostItem("trainers", ranks * TRAINER, f"{ranks} ranks x {amount(TRAINER)}")
     adam = sum(item.bytes for item in e.host)
     yield HostItem("Adam on the host", ranks * adam, f"{ranks} ranks x {amount(adam)}")
-    moved = {part: e.of_part(part) for part in leaving if part != "gradients"}
+    moved = {part: e.sum_part(part) for part in leaving if part != "gradients"}
     away = sum(moved.values())
     yield HostItem(
         "offloaded state", ranks * away, f"{ranks} ranks x {amount(away)} of {' and '.join(moved)}"
@@ -107,7 +107,7 @@ def _of_trainers(c: Config, e: Estimate, leaving: Collection[str]) -> Iterator[H
         yield HostItem("checkpoint in flight", saved, how, (SAVING, GENERATING, HAND_OVER, TRAINING))
 
 
-def _of_run(c: Config, e: Estimate) -> Iterator[HostItem]:
+def _list_run_items(c: Config, e: Estimate) -> Iterator[HostItem]:
     """Yields the items of the driver's host, with its share of the engines."""
     yield HostItem("driver, manager, router, Ray", OTHERS, "measured")
     yield HostItem("object store", OBJECT_STORE, "Ray's, in shared memory")

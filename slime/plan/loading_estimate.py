@@ -16,7 +16,7 @@ from slime.plan.memory_estimate import BYTES, Item, role_shape
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params
 from slime.plan.units import amount, count
-from slime.roles import POLICY, roles_of
+from slime.roles import POLICY, get_roles
 
 
 def loading(c: Config, hf: Hf) -> Iterator[Item]:
@@ -26,7 +26,9 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
     Yields no bytes read for a quantised checkpoint: its tensors are read whole, and their size depends on the files.
     """
     shape, stored = Shape.of(hf), stored_bytes(c, hf)
-    roles = sorted((role for role in roles_of(c) if not role.of_base(c)), key=lambda role: role is not POLICY)
+    roles = sorted(
+        (role for role in get_roles(c) if not role.of_base(c)), key=lambda role: role is not POLICY
+    )
     alike = [role for role in roles if role_shape(c, role, shape) is shape]
     others, models = [role.name for role in alike[1:]], len(alike)
     twice = f", for the {' and the '.join(others)} too" if others else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.models import Layer
@@ -20,10 +20,10 @@ from slime.operators import NATIVE, PROVIDER, VALUES, loss_head
 from slime.plan.adapter_params import adapter_params
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params, stage_layers
-from slime.plan.stages import micro_batch_group, stages_of
-from slime.plan.trained_params import ends_of, trained_params
+from slime.plan.stages import build_stages, micro_batch_group
+from slime.plan.trained_params import list_end_matrices, trained_params
 from slime.plan.units import GIB, amount, count
-from slime.roles import POLICY, Role, roles_of
+from slime.roles import POLICY, Role, get_roles
 from slime.weight_sync.registry import CHANNELS
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -77,7 +77,7 @@ class Estimate:
         )
         return kept + max((item.bytes for item in self.work), default=0.0)
 
-    def of_part(self, part: str) -> float:
+    def sum_part(self, part: str) -> float:
         return sum(item.bytes for item in self.kept if item.part == part)
 
     def compared(self, perf: dict[str, float], leaving: Collection[str] = ()) -> dict[str, float]:
@@ -101,7 +101,7 @@ def estimate(c: Config, hf_config: Hf) -> Estimate:
 
 def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
     """Yields the state of every role, the policy's first."""
-    roles = sorted(roles_of(c), key=lambda role: role is not POLICY)
+    roles = sorted(get_roles(c), key=lambda role: role is not POLICY)
     for role in roles:
         yield from role_memory(c, role_shape(c, role, shape), role)
     size = BYTES[c.megatron.params_dtype]
@@ -168,7 +168,7 @@ def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
     if (moved := 1 - on_device(c)) == 0:
         return
     total = 0.0
-    for role in roles_of(c):
+    for role in get_roles(c):
         if role.trained:
             of_role = "" if role is POLICY else f"{role.name} "
             for kind, params, share, ranks, shards in rank_params(
@@ -202,7 +202,7 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
         head, how = head_memory(c, shape, tokens)
         # Recomputation of layers starts only after the head.
         yield Item("head and loss", kept.bytes + head, f"{amount(kept.bytes)} of {kept.name} + {how}")
-    rows = trained_params(Selection.of(c), shape, (), ends_of(shape, first=True, last=False)).split
+    rows = trained_params(Selection.of(c), shape, (), list_end_matrices(shape, first=True, last=False)).split
     yield Item("embedding gradient", rows * size / tp, f"{count(rows)} x {size} B / TP {tp}")
     if _grad_bytes(c) < 4 and (left := on_device(c)):
         kinds = list(rank_params(c, shape, trained=True))
@@ -240,7 +240,7 @@ def expert_flight(c: Config, shape: Shape, tokens: int) -> float:
 def kept_layers(c: Config, shape: Shape, width: Callable[[Layer], float]) -> tuple[float, float]:
     """Returns two numbers for the pipeline rank that keeps the most: the number of (micro-batch, layer) pairs whose
     activations it keeps, and the mean of `width`, the elements per token that a layer keeps, over its layers."""
-    stages = stages_of(c.megatron, shape.layers)
+    stages = build_stages(c.megatron, shape.layers)
     group = micro_batch_group(c.megatron, shape.layers)
     found = [(0.0, 0.0)]
     for rank, layers in enumerate(stage_layers(c, shape)):
@@ -295,7 +295,7 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     if (
         c.off_policy.use_rollout_routing_replay
     ):  # int16, of all layers on every stage (slime.data.routed_experts)
-        stages, group = stages_of(c.megatron, shape.layers), micro_batch_group(c.megatron, shape.layers)
+        stages, group = build_stages(c.megatron, shape.layers), micro_batch_group(c.megatron, shape.layers)
         ids = tokens * shape.layers * shape.topk * 2 * stages.micro_batches(0, group)
         kept = Item(
             "activations and experts' ids", kept.bytes + ids, f"{how} + {amount(ids)} of experts' ids"
@@ -353,7 +353,7 @@ def native_logit_bytes(c: Config) -> int:
     memory of a --selected-logprob-provider.
     """
     size = BYTES[c.megatron.params_dtype]
-    if not loss_of(c.algorithm).entropy:
+    if not loss_for(c.algorithm).entropy:
         return 2 * size + (4 if size < 4 else 0)
     return max(16 + (4 if c.rollout.rollout_temperature != 1 else 0), 24 if c.algorithm.entropy_coef else 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from slime.models import Decoder, Experts, Layer, decoder_of, family_for
+from slime.models import Decoder, Experts, Layer, family_for, read_decoder
 from slime.models.decoder import Hf
 
 
@@ -67,7 +67,7 @@ class Shape:
     def of(cls, hf: Hf) -> Shape:
         """Returns the shape in config.json. Raises ValueError for an unsupported model."""
         rows = tuple(row.megatron for row in family_for(hf).rows)
-        return replace(cls.from_decoder(decoder_of(hf)), rows=rows, hf=hf)
+        return replace(cls.from_decoder(read_decoder(hf)), rows=rows, hf=hf)
 
     @classmethod
     def from_decoder(cls, decoder: Decoder) -> Shape:
@@ -130,19 +130,19 @@ class Shape:
         products = Params(split=2 * self.hidden**2 * len(self.predictions))
         return sum(map(self.layer, self.predictions), products)
 
-    def params_of(self, kinds: Iterable[Layer], ends: int) -> Params:
+    def count_params(self, kinds: Iterable[Layer], ends: int) -> Params:
         """Returns the parameters of layers and of `ends` matrices [vocab, hidden]."""
         return sum(map(self.layer, kinds), Params(split=self.vocab * self.hidden * ends))
 
     @property
     def params(self) -> int:
         """Returns the parameters of the whole model, matrices only."""
-        return self.params_of(self.kinds, 1 if self.tied else 2).total
+        return self.count_params(self.kinds, 1 if self.tied else 2).total
 
     @property
     def active(self) -> int:
         """Returns the parameters that a token passes through in the layers, matrices only."""
-        return self.params_of(self.kinds, 0).total - self._idle(self.kinds)
+        return self.count_params(self.kinds, 0).total - self._idle(self.kinds)
 
     @property
     def active_predicting(self) -> int:

@@ -10,8 +10,8 @@ from slime.models.lora import Lora
 from slime.models.selection import Selection
 from slime.plan.adapter_params import adapter_params
 from slime.plan.model_shape import Params, Shape
-from slime.plan.stages import stages_of
-from slime.plan.trained_params import ends_of, trained_params
+from slime.plan.stages import build_stages
+from slime.plan.trained_params import list_end_matrices, trained_params
 from slime.plan.units import count
 
 
@@ -43,7 +43,7 @@ def rank_params(
 
 def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
     """Returns the layers per pipeline rank, over all its virtual stages."""
-    stages = stages_of(c.megatron, shape.layers)
+    stages = build_stages(c.megatron, shape.layers)
     return [tuple(shape.kinds[i] for i in stages.layers(rank)) for rank in range(stages.ranks)]
 
 
@@ -54,7 +54,7 @@ def stage_params(
     stage. With `predicts`, the last stage has the layers of multi-token prediction, and an embedding for them. Without
     `head`, it has no matrix of the vocabulary. `trained`: count the stage's trained parameters only, with all layers of
     multi-token prediction."""
-    stages = stages_of(c.megatron, shape.layers)
+    stages = build_stages(c.megatron, shape.layers)
     last = stages.ranks - 1
     tp, experts = (
         c.megatron.tensor_model_parallel_size,
@@ -62,11 +62,14 @@ def stage_params(
     )
 
     def of(rank: int, selection: Selection) -> Params:
-        layers, ends = stages.layers(rank), ends_of(shape, first=rank == 0, last=rank == last, head=head)
+        layers, ends = (
+            stages.layers(rank),
+            list_end_matrices(shape, first=rank == 0, last=rank == last, head=head),
+        )
         found = trained_params(selection, shape, layers, ends)
         if predicts and rank == last:
             copy = 0 if shape.tied or not last else 1  # a copy of the embedding
-            found += shape.predicting + shape.params_of((), copy)
+            found += shape.predicting + shape.count_params((), copy)
         return found
 
     sizes = [of(rank, Selection()) for rank in range(stages.ranks)]

@@ -36,7 +36,7 @@ class Stages:
     def ranks(self) -> int:
         return len(self.counts[0])
 
-    def of_rank(self, rank: int) -> list[range]:
+    def get_rank_layers(self, rank: int) -> list[range]:
         """Returns the numbers of the layers of a rank, for each of its virtual stages."""
         flat = [count for of_virtual in self.counts for count in of_virtual]
         ends = list(itertools.accumulate(flat))
@@ -45,7 +45,7 @@ class Stages:
 
     def layers(self, rank: int) -> list[int]:
         """Returns the numbers of a rank's layers."""
-        return [layer for of_stage in self.of_rank(rank) for layer in of_stage]
+        return [layer for of_stage in self.get_rank_layers(rank) for layer in of_stage]
 
     def layout(self, predictions: int = 0) -> list[list[str]]:
         """Returns the stages as Megatron's `pipeline_model_parallel_layout` spells them. `predictions`: number of
@@ -96,7 +96,7 @@ def _virtual_flags(m: MegatronConfig) -> dict[str, int]:
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def stages_of(m: MegatronConfig, num_layers: int) -> Stages:
+def build_stages(m: MegatronConfig, num_layers: int) -> Stages:
     """Returns the stages of a model with `num_layers`. `m` has the flags of the Megatron section as attributes.
 
     Raises ValueError if the layers cannot be divided, or if flags contradict each other.
@@ -129,7 +129,7 @@ def stages_of(m: MegatronConfig, num_layers: int) -> Stages:
 def micro_batch_group(m: MegatronConfig, num_layers: int) -> int:
     """Returns the divisor of the number of micro-batches per rank and step: 1 without virtual stages."""
     ranks = m.pipeline_model_parallel_size
-    if stages_of(m, num_layers).virtual == 1:
+    if build_stages(m, num_layers).virtual == 1:
         return 1
     group = m.microbatch_group_size_per_virtual_pipeline_stage or ranks
     if group < ranks:
@@ -144,7 +144,7 @@ def micro_batch_group(m: MegatronConfig, num_layers: int) -> int:
 
 def virtual_flag(m: MegatronConfig, num_layers: int) -> str | None:
     """Returns the flag that gives pipeline ranks several virtual stages. None if each rank has one."""
-    return next(iter(_virtual_flags(m)), _LAYOUT) if stages_of(m, num_layers).virtual > 1 else None
+    return next(iter(_virtual_flags(m)), _LAYOUT) if build_stages(m, num_layers).virtual > 1 else None
 
 
 def check_stages(m: MegatronConfig, num_layers: int) -> None:

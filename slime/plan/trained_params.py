@@ -44,36 +44,36 @@ def trained_params(selection: Selection, shape: Shape, layers: Iterable[int], en
     """Returns the trained parameters of decoder layers, given by their numbers in the model, and of `ends`: embedding
     and head."""
     total = Params(split=shape.vocab * shape.hidden * sum(map(selection.trains, ends)))
-    return sum((_of_layer(selection, shape, i) for i in layers), total)
+    return sum((_count_layer(selection, shape, i) for i in layers), total)
 
 
-def ends_of(shape: Shape, *, first: bool, last: bool, head: bool = True) -> list[str]:
+def list_end_matrices(shape: Shape, *, first: bool, last: bool, head: bool = True) -> list[str]:
     """Returns the names of the matrices [vocab, hidden] of a pipeline stage. A tied head is a copy if the embedding is
     on another stage. Without `head`, no stage has a head."""
     own = head and last and not (first and shape.tied)
     return [_EMBEDDING] * first + [_EMBEDDING if shape.tied else _HEAD] * own
 
 
-def _of_layer(selection: Selection, shape: Shape, number: int) -> Params:
+def _count_layer(selection: Selection, shape: Shape, number: int) -> Params:
     if not selection:
         return shape.layer(shape.kinds[number])
     kind, prefix = shape.kinds[number], f"decoder.layers.{number}."
     count = Params(whole=kind.attention.whole * _any(selection, shape, prefix + "self_attention."))
-    count += Params(split=round(kind.attention.params * _of_attention(selection, shape, kind, prefix)))
+    count += Params(split=round(kind.attention.params * _count_attention(selection, shape, kind, prefix)))
     mlp = 3 * shape.hidden
 
-    def of_mlp(place: str, width: int) -> int:
+    def count_mlp(place: str, width: int) -> int:
         shares = [selection.trains(f"{prefix}mlp.{place}linear_fc{i}.weight") for i in (1, 2)]
         return mlp * width * (2 * shares[0] + shares[1]) // 3
 
     if not kind.sparse:
-        return count + Params(split=of_mlp("", shape.ffn))
+        return count + Params(split=count_mlp("", shape.ffn))
     router = shape.hidden * shape.experts * selection.trains(f"{prefix}mlp.router.weight")
-    experts = sum(of_mlp(f"experts.local_experts.{e}.", shape.expert_ffn) for e in range(shape.experts))
-    return count + Params(split=of_mlp("shared_experts.", shape.shared_ffn), whole=router, experts=experts)
+    experts = sum(count_mlp(f"experts.local_experts.{e}.", shape.expert_ffn) for e in range(shape.experts))
+    return count + Params(split=count_mlp("shared_experts.", shape.shared_ffn), whole=router, experts=experts)
 
 
-def _of_attention(selection: Selection, shape: Shape, kind: Layer, prefix: str) -> float:
+def _count_attention(selection: Selection, shape: Shape, kind: Layer, prefix: str) -> float:
     """Returns the trained part of the split matrices of a layer's attention."""
     attention, q = kind.attention, kind.attention.pair_flops // 4
     if kind.kind != "full" or attention.params != shape.hidden * (2 * q + attention.cache):

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 @dataclass
-class _Counts:
+class _Tally:
     def to_dict(self) -> dict[str, int]:
         return dataclasses.asdict(self)
 
@@ -20,7 +20,7 @@ class _Counts:
 
 
 @dataclass
-class SpeculationCounts(_Counts):
+class SpeculationCounts(_Tally):
     """Counts of speculative decoding, summed over the requests of a sample: `Sample.SpecInfo`."""
 
     spec_accept_token_num: int = 0
@@ -47,7 +47,7 @@ class SpeculationCounts(_Counts):
 
 
 @dataclass
-class CacheCounts(_Counts):
+class CacheCounts(_Tally):
     """Number of prompt tokens, and number of prompt tokens that the engine had in its cache: `Sample.PrefixCacheInfo`.
     Sums over requests."""
 

@@ -36,7 +36,7 @@ def as_array(value: object) -> object:
     return flat.copy().reshape(value["shape"])  # torch needs a writable array
 
 
-def numbers_of(values: object) -> Iterable[float]:
+def read_numbers(values: object) -> Iterable[float]:
     """Returns a list, array or tensor of numbers as an iterable of Python numbers. The iterable is empty for None."""
     if values is None:
         return ()
@@ -58,12 +58,12 @@ def extended(values: list[T] | None, before: int, filler: T, added: list[T]) -> 
 
 def grown(values: list[T], added: list[T]) -> list[T]:
     """Returns `values` with `added` at the end: the list itself, or a new list for a tuple or an array."""
-    values = values if isinstance(values, list) else cast("list[T]", list(numbers_of(values)))
+    values = values if isinstance(values, list) else cast("list[T]", list(read_numbers(values)))
     values += added
     return values
 
 
-def experts_of(
+def read_experts(
     meta_info: Mapping[str, object], tokens: int, layers: int | None = None, experts: int | None = None
 ) -> tuple[int, np.ndarray] | None:
     """Returns `before`, the number of tokens before the first row, and the experts [tokens - 1 - before, layers, K]

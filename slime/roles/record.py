@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.config import Config
 
 
@@ -85,4 +85,4 @@ class Role:
     def has_values(self, c: Config) -> bool:
         """Returns True if the head computes one value per token. This holds for a critic, and for a policy that is
         trained as a reward model."""
-        return self.head == "value" or (self.trained and loss_of(c.algorithm).head == "value")
+        return self.head == "value" or (self.trained and loss_for(c.algorithm).head == "value")

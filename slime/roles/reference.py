@@ -15,7 +15,7 @@ def _start(c: Config) -> Source:
     return Source(directory, c.checkpoint.ref_ckpt_step, "--ref-load")
 
 
-def _of_base(c: Config) -> bool:
+def _shares_base(c: Config) -> bool:
     """Returns True with adapters if the reference and the policy's base load the same weights."""
     if not c.lora.lora_rank:
         return False
@@ -26,4 +26,4 @@ def _of_base(c: Config) -> bool:
     )
 
 
-REFERENCE = Role("reference", "ref_log_probs", "ref_log_probs", _start, prefix="ref_", of_base=_of_base)
+REFERENCE = Role("reference", "ref_log_probs", "ref_log_probs", _start, prefix="ref_", of_base=_shares_base)

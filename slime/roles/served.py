@@ -111,12 +111,12 @@ def served_models(c: Config) -> tuple[ServedModel, ...]:
         c.engine.rollout_backend,
         0 if apart else c.cluster.rollout_num_gpus,
         size,
-        top_tokens=top_tokens_of_policy(c),
+        top_tokens=count_policy_top_tokens(c),
     )
     return (policy, *_teachers(c).values(), *listed(c))
 
 
-def top_tokens_of_policy(c: Config) -> int:
+def count_policy_top_tokens(c: Config) -> int:
     """Returns the largest number of token ids per position that a request to the policy's engines may ask for."""
     return max(c.off_policy.replay_kept_tokens, c.algorithm.centred_ids)
 
@@ -127,7 +127,7 @@ def teachers(c: Config) -> dict[str, ServedModel]:
     if not c.distillation.use_opd:
         return {}
     return _teachers(c) | {
-        source: model for model in listed(c) if (source := source_of_name(model.name)) is not None
+        source: model for model in listed(c) if (source := parse_source_name(model.name)) is not None
     }
 
 
@@ -195,7 +195,7 @@ def _frozen(c: Config, entry: Mapping[str, Any]) -> ServedModel:
             "add them",
         )
     size = entry.get("num_gpus_per_engine", 1)
-    teaches = c.distillation.use_opd and source_of_name(name) is not None
+    teaches = c.distillation.use_opd and parse_source_name(name) is not None
     return ServedModel(
         name,
         path,
@@ -210,7 +210,7 @@ def _frozen(c: Config, entry: Mapping[str, Any]) -> ServedModel:
     )
 
 
-def source_of_name(name: str) -> str | None:
+def parse_source_name(name: str) -> str | None:
     """Returns the source whose teacher has this name, or None if the name is not a teacher's."""
     if name == _TEACHER:
         return DEFAULT

@@ -1,6 +1,6 @@
 """This module defines the record that generation, rewards, sessions, distillation and data read: flags and run state.
 
-    args of a plug-in's call --context_of--> RunContext --> the functions of this project
+    args of a plug-in's call --find_context--> RunContext --> the functions of this project
                                              RunContext.hook_args --> functions of the user
 
 A plug-in calls functions under slime's names with `args`. Each such function converts `args` into a context at once,
@@ -29,7 +29,7 @@ class RunContext:
 
     Example::
 
-        context = RunContext.of_state(state)
+        context = RunContext.from_state(state)
         seed = request_seed(context.config.rollout.rollout_seed, stream, 0)
         result = await context.run.engine.generate(token_ids, params, seed=seed, deadline_s=60.0)
         reward = await user_function(context.hook_args, sample)
@@ -44,9 +44,9 @@ class RunContext:
     can be computed nevertheless."""
 
     @classmethod
-    def of_state(cls, state: GenerateState) -> RunContext:
+    def from_state(cls, state: GenerateState) -> RunContext:
         """Returns the context of the run whose state this is, as hooks have left its `args`."""
-        return cls(Config.of_args(state.args), state.args, state)
+        return cls(Config.from_args(state.args), state.args, state)
 
     @property
     def run(self) -> GenerateState:
@@ -76,12 +76,12 @@ class RunContext:
 _own_loop: asyncio.AbstractEventLoop | None = None
 
 
-def context_of(args: Namespace) -> RunContext:
+def find_context(args: Namespace) -> RunContext:
     """Returns the context of a plug-in's call: the flags in its `args`, and the state of this process's run.
 
     A flag that is missing in `args` has its default. The state is None in a process without a run.
     """
-    return RunContext(Config.of_args(args), args, entered())
+    return RunContext(Config.from_args(args), args, entered())
 
 
 def run_in_process(coroutine: Coroutine[object, object, T]) -> T:

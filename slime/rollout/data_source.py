@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.config.schema import Config
 from slime.data.drawing.mixing import shuffled
 from slime.data.prompts import load_prompts
-from slime.data.rows import Columns
+from slime.data.rows import RowColumns
 from slime.data.source import PromptDataSource, pop_first, pop_oldest
 from slime.protocols import DataSource
 from slime.rollout.rewards.labels import LabelCheck, label_check
@@ -41,7 +41,7 @@ RolloutDataSource = RolloutDataSourceWithBuffer
 
 def training_label_check(c: Config) -> LabelCheck | None:
     """Returns the check of the labels in --prompt-data, or None if the run computes no rewards, as in SFT."""
-    return label_check(c, c.data.label_key) if loss_of(c.algorithm).rewarded else None
+    return label_check(c, c.data.label_key) if loss_for(c.algorithm).rewarded else None
 
 
 class Dataset:
@@ -73,7 +73,7 @@ class Dataset:
             raise ValueError(
                 f"multimodal_keys must be None, got {multimodal_keys!r}; images, video and audio are not supported"
             )
-        columns = Columns(
+        columns = RowColumns(
             input_key=prompt_key,
             label_key=label_key,
             metadata_key=metadata_key,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from slime.algo.losses import held_out, loss_of
+from slime.algo.losses import held_out, loss_for
 from slime.config.config_file import YAML_ERRORS
 from slime.config.fields import Values
 from slime.config.hook_calls import CALLS, check_call
@@ -26,10 +26,10 @@ from slime.config.near_names import NEAR
 from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, TEMPERATURE_OR_GREEDY, TOP_K, Range
 from slime.config.schema import Config
 from slime.config.sections.reward import RewardConfig, reward_names
-from slime.data.limits.context import Context, min_of, prompt_limit
+from slime.data.limits.context import ContextLimits, find_lowest, prompt_limit
 from slime.data.limits.conversations import Masks
 from slime.data.prompts import Prompts, load_prompts
-from slime.data.rows import Columns, require_template_reads
+from slime.data.rows import RowColumns, require_template_reads
 from slime.hooks import load_function
 from slime.records.errors import FlagError
 from slime.rollout import sampling
@@ -186,7 +186,7 @@ def build_eval_dataset_configs(
     args: Namespace, raw_config: list[Values], defaults: Values
 ) -> list[EvalDatasetConfig]:
     """Returns the settings for every entry in `raw_config`, for plug-ins. Errors: see `_resolved`."""
-    return _resolved(Config.of_args(args), raw_config, defaults)
+    return _resolved(Config.from_args(args), raw_config, defaults)
 
 
 def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[EvalDatasetConfig]:
@@ -211,7 +211,7 @@ def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[Eva
         _require_no_typing_error(where, entry, _SETTINGS | {"name", "path"})
         settings = {}
         for setting, named in _FALLBACKS.items():
-            values = [c.value_of(name) for name in named]
+            values = [c.get_value(name) for name in named]
             settings[setting] = next((value for value in values if value is not None), None)
         given = {k: v for k, v in {**defaults, **entry}.items() if v is not None or k in _NULLABLE}
         extra = {key: given.pop(key) for key in sorted(given.keys() - _SETTINGS - {"name", "path"})}
@@ -317,19 +317,21 @@ def read_eval_prompts(
     """Returns the checked prompts of a dataset. ValueError with file and line for a wrong prompt. `masked` reads
     conversations or pairs, as training does (None: if `held_out`). `most_bytes`: see `load_prompts`."""
     checkpoint, masked = c.rollout.hf_checkpoint, held_out(c) if masked is None else masked
-    limit = (min_of if masked else prompt_limit)(config.max_prompt_len, config.max_context_len)
+    limit = (find_lowest if masked else prompt_limit)(config.max_prompt_len, config.max_context_len)
     if checkpoint and config.apply_chat_template_kwargs:
         name = f"apply_chat_template_kwargs of dataset {config.name!r}"
         require_template_reads(config.apply_chat_template_kwargs, tokenizer(), name)
-    named = {f.name: getattr(config, f.name) for f in dataclasses.fields(Columns) if f.name in _SETTINGS}
-    pairs = masked and loss_of(c.algorithm).pairs
+    named = {f.name: getattr(config, f.name) for f in dataclasses.fields(RowColumns) if f.name in _SETTINGS}
+    pairs = masked and loss_for(c.algorithm).pairs
     named |= {"conversations": masked and not pairs}
-    columns = Columns(**named if pairs else named | {"chosen_key": None, "rejected_key": None})
+    columns = RowColumns(**named if pairs else named | {"chosen_key": None, "rejected_key": None})
     context = masks = None
     if checkpoint and masked:
         masks = Masks.of(c, tokenizer(), columns, "--eval-max-context-len")
     elif checkpoint:
-        context = Context.of(c, tokenizer).for_responses(config.max_response_len, "--eval-max-response-len")
+        context = ContextLimits.of(c, tokenizer).for_responses(
+            config.max_response_len, "--eval-max-response-len"
+        )
     return load_prompts(
         config.path,
         columns,

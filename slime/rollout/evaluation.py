@@ -30,7 +30,7 @@ def load_eval_datasets(
 
     The rollout manager calls this at the start of a run, so that a bad file is an error at the start.
     """
-    c = RunContext.of_state(state).config
+    c = RunContext.from_state(state).config
     masked = held_out(c) if masked is None else masked
     configs = resolve_eval_datasets(c, masked=masked)
     if not configs:
@@ -71,7 +71,7 @@ async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOu
 async def _eval_dataset(
     state: GenerateState, config: EvalDatasetConfig, prompts: Sequence[Prompt], rollout_id: int
 ) -> EvalResult:
-    context = RunContext.of_state(state).for_evaluation()
+    context = RunContext.from_state(state).for_evaluation()
     params = _sampling_params(context.config.rollout, config)
     late: list[str] = []
 

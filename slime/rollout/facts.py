@@ -109,12 +109,12 @@ def attach(ranks: Sequence[TrainData], samples: Sequence[Sample], run: Facts | N
     for data in ranks:
         indices = data.get("sample_indices", [None] * len(data["tokens"]))
         data[COLUMN] = [
-            _of_sample(known.get(index, []), tokens)
+            _find_sample_facts(known.get(index, []), tokens)
             for index, tokens in zip(indices, data["tokens"], strict=True)
         ]
 
 
-def _of_sample(candidates: list[Facts | None], tokens: list[int] | Tensor) -> Facts | None:
+def _find_sample_facts(candidates: list[Facts | None], tokens: list[int] | Tensor) -> Facts | None:
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     checksum = token_checksum(tokens)

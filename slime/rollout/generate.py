@@ -17,7 +17,7 @@ from slime.data import columns
 from slime.hooks import Hook, load_function
 from slime.protocols import GenerateResult
 from slime.rollout import state
-from slime.rollout.context import RunContext, context_of
+from slime.rollout.context import RunContext, find_context
 from slime.rollout.facts import note_sampling
 from slime.rollout.on_policy_distillation import teach
 from slime.rollout.rewards import async_rm, batched_async_rm, score, score_together
@@ -61,7 +61,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
     request. If the request passes --rollout-deadline-s, the sample keeps its earlier tokens and becomes ABORTED.
     ValueError, with the sample's name, if the prompt leaves no room or the engine rejects it.
     """
-    return await _continue(context_of(args), sample, sampling_params)
+    return await _continue(find_context(args), sample, sampling_params)
 
 
 async def _continue(context: RunContext, sample: Sample, sampling_params: SamplingParams) -> Sample:
@@ -180,12 +180,12 @@ async def generate_and_rm(
     Returns a list if a custom generate function returned several samples; they share a rollout_id. Aborted
     samples are not scored. With --group-rm, `generate_and_rm_group` scores the samples instead.
 
-    If a plug-in made `args`, missing flags have their defaults (`slime.config.section_of`).
+    If a plug-in made `args`, missing flags have their defaults (`slime.config.read_section`).
 
     In an evaluation, functions called here see `args.use_rollout_routing_replay` and `use_score_centering` as False,
     because training does not use the samples, and an evaluation holds all its samples in memory.
     """
-    context = context_of(args)
+    context = find_context(args)
     if evaluation:
         context = context.for_evaluation()
     return await _sample(context, sample, sampling_params, evaluation, rollout_id)
@@ -247,7 +247,7 @@ async def generate_and_rm_group(
     If a sample fans out to several samples, these replace it in the group. Sets each sample's random stream in
     `session_id`: "{stream}/{index}". A sample from the buffer keeps its `session_id`.
     """
-    context = context_of(args)
+    context = find_context(args)
     if evaluation:
         context = context.for_evaluation()
     return await _group(context, group, sampling_params, evaluation, rollout_id, stream)

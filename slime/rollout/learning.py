@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import statistics
 
-from slime.algo.estimators import estimator_of
-from slime.algo.losses import loss_of
+from slime.algo.estimators import estimator_for
+from slime.algo.losses import loss_for
 from slime.config.schema import Config
 from slime.data.agents.session_record import failures
 from slime.data.trajectories import trajectories, trajectory_rewards, truncated_trajectories
-from slime.tracking.samples import number_of_reward
+from slime.tracking.samples import read_reward_number
 from slime.types import Sample, SampleGroup
 
 
@@ -37,7 +37,7 @@ def learning_figures(c: Config, groups: list[SampleGroup]) -> dict[str, float]:
     figures = {"untrained": statistics.fmean(map(_is_untrained, samples))}
     if (failed := failures(samples)) is not None:
         figures["failed_sessions"] = failed[0]
-    if not loss_of(c.algorithm).rewarded:
+    if not loss_for(c.algorithm).rewarded:
         return figures
     figures["truncated"] = statistics.fmean(truncated_trajectories(samples))
     if c.distillation.use_opd:  # the teacher's log-probs train the policy, not the rewards
@@ -49,7 +49,7 @@ def learning_figures(c: Config, groups: list[SampleGroup]) -> dict[str, float]:
         figures["text_labels"] = 1.0
     if _knows_what_counts(c) and len(rewards) > 1:
         compared = [rewards]
-        if estimator_of(c.algorithm).centred and not c.algorithm.disable_rewards_normalization:
+        if estimator_for(c.algorithm).centred and not c.algorithm.disable_rewards_normalization:
             compared = [trajectory_rewards(group, key) for group in groups]
         figures["without_spread"] = statistics.fmean(max(each) == min(each) for each in compared)
     return figures
@@ -59,7 +59,7 @@ def spread(group: SampleGroup, reward_key: str | None) -> float:
     """Returns the standard deviation of the rewards of a group's trajectories, 0 with fewer than two numbers."""
     rewards = []
     for parts in trajectories(group):
-        numbers = [number_of_reward(sample.reward, reward_key) for sample in parts]
+        numbers = [read_reward_number(sample.reward, reward_key) for sample in parts]
         if known := [number for number in numbers if number is not None]:
             rewards.append(statistics.fmean(known))
     return statistics.pstdev(rewards) if rewards else 0.0
@@ -78,4 +78,4 @@ def _knows_what_counts(c: Config) -> bool:
         c.reward.custom_convert_samples_to_train_data_path,
         c.algorithm.custom_advantage_function_path,
     )
-    return not any(hooks) and "turn_advantages" not in estimator_of(c.algorithm).reads
+    return not any(hooks) and "turn_advantages" not in estimator_for(c.algorithm).reads

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slime import http, operators
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.algo.needs import before_first_step
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
@@ -32,7 +32,7 @@ from slime.data.train_data import check_samples, checked_data, held_out_data, sc
 from slime.divergence import DivergedError
 from slime.hooks import load_function
 from slime.protocols import Evaluated, Logged, RolloutBatch, RolloutEngine
-from slime.roles.groups import groups_of
+from slime.roles.groups import build_groups
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.context import RunContext
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data
@@ -43,7 +43,7 @@ from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.sample_hooks import accepted
 from slime.rollout.state import GenerateState
 from slime.rollout.stream import stream
-from slime.rollout.stream.groups import number_of
+from slime.rollout.stream.groups import get_number
 from slime.rollout.vllm_rollout import generate_rollout
 from slime.tracking import outbox
 from slime.tracking.memory import resident_peak_gib
@@ -74,7 +74,7 @@ class RolloutManager:
     ) -> None:
         self.config, self.put = config, put
         outbox.begin()
-        further = [group.config.data_parallel_size for group in groups_of(config)[1:]]
+        further = [group.config.data_parallel_size for group in build_groups(config)[1:]]
         self.dp_sizes = [dp_size, *further]
         """The number of data-parallel ranks in each group of trainer ranks; the policy's group is first."""
         http.set_own_servers(*(http.OwnServers(**fields) for fields in facts.get("own_servers", ())))
@@ -184,7 +184,7 @@ class RolloutManager:
         A true return value of that function removes the run's own metrics. The reward stays, because slime's trainer
         logs it in this case too, unless the function has logged a reward.
         """
-        if loss_of(self.config.algorithm).rewarded:
+        if loss_for(self.config.algorithm).rewarded:
             metrics = {**rollout_metrics(self._with_hooks(), groups, seconds), **metrics}
         else:
             metrics = {"perf/rollout_time": seconds, **metrics}
@@ -225,7 +225,7 @@ class RolloutManager:
 
     def _with_hooks(self) -> Config:
         """Returns the configuration with the values that hooks have set in their `args`."""
-        return RunContext.of_state(self.state).config
+        return RunContext.from_state(self.state).config
 
     def _forward_flops(self, data: RankData, *, old: bool) -> float:
         """Returns the FLOPs of a forward pass over a rank's samples. `old` selects the pass for old log-probs."""
@@ -301,7 +301,7 @@ class RolloutManager:
     ) -> dict[str, float]:
         """Counts samples at the end of a batch that do not fill an optimizer step and are not trained on."""
         trained = {row for rank in ranks for row in rank["partition"]}
-        samples = [(number_of(group), sample) for group in groups for sample in group]
+        samples = [(get_number(group), sample) for group in groups for sample in group]
         if not (count := rows - len(trained)):
             return {}
         whole = list[int]()
@@ -351,7 +351,7 @@ class RolloutManager:
                 f"--eval-function-path must return rewards or samples for dataset {name}, got neither; return the "
                 "samples whose loss the trainer shall compute"
             )
-        if loss_of((config := self._with_hooks()).algorithm).rewarded:
+        if loss_for((config := self._with_hooks()).algorithm).rewarded:
             raise ValueError(
                 f"--eval-function-path must return rewards with --loss-type {config.algorithm.loss_type}, got samples "
                 f"alone for dataset {name}; held-out losses are for sft_loss, dpo and reward_model"

@@ -25,7 +25,7 @@ from slime.data.trajectories import trajectories, trajectory_rewards, truncated_
 from slime.records.counts import SpeculationCounts
 from slime.roles.served import by_name, teachers
 from slime.rollout.base_types import EvalData
-from slime.rollout.on_policy_distillation import source_of
+from slime.rollout.on_policy_distillation import find_source
 from slime.rollout.rewards import finite, several
 from slime.types import Sample, SampleGroup
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 _REPEATED_CHARS, _REPEATED_TIMES, _LONGEST_UNIT = 100, 4, 200
 
 
-def statistics_of(values: Sequence[float]) -> dict[str, float]:
+def compute_statistics(values: Sequence[float]) -> dict[str, float]:
     """Returns mean, median, max and min. `values` has at least one entry."""
     return {
         "mean": statistics.fmean(values),
@@ -87,7 +87,7 @@ def teacher_metrics(c: Config, samples: list[Sample]) -> dict[str, float]:
     sources = list(teachers(c) or by_name("opd_teacher_url", flags.opd_teacher_url))
     each: dict[str, list[Sample]] = {}
     for sample in samples if sources else ():
-        each.setdefault(source_of(flags, sample, sources), []).append(sample)
+        each.setdefault(find_source(flags, sample, sources), []).append(sample)
     metrics = {}
     for source, its in each.items():
         metrics[f"opd_samples/{source}"] = float(len(its))
@@ -145,7 +145,9 @@ def sample_metrics(
     count = len(samples)
     metrics: dict[str, float] = {
         f"response_len/{name}": value
-        for name, value in statistics_of([sample.effective_response_length for sample in samples]).items()
+        for name, value in compute_statistics(
+            [sample.effective_response_length for sample in samples]
+        ).items()
     }
     metrics["truncated_ratio"] = statistics.fmean(truncated_trajectories(samples))
     metrics["repetition_frac"] = sum(ends_in_repetition(s.response) for s in samples) / count
@@ -162,7 +164,8 @@ def sample_metrics(
     if logging.log_correct_samples:
         correct = [s.effective_response_length for s in samples if s.reward_value(reward_key) == 1]
         metrics |= {
-            f"correct_response_len/{k}": v for k, v in (statistics_of(correct) if correct else {}).items()
+            f"correct_response_len/{k}": v
+            for k, v in (compute_statistics(correct) if correct else {}).items()
         }
     return metrics
 
@@ -177,7 +180,7 @@ def perf_metrics(gpus: int, samples: list[Sample], rollout_time_s: float) -> dic
     metrics = {"rollout_time": rollout_time_s}
     waits = [sample.non_generation_time for sample in samples]
     if max(waits) > 0:
-        metrics |= {f"non_generation_time/{name}": value for name, value in statistics_of(waits).items()}
+        metrics |= {f"non_generation_time/{name}": value for name, value in compute_statistics(waits).items()}
     lengths = {
         "": [sample.response_length for sample in samples],
         "effective_": [sample.effective_response_length for sample in samples],
@@ -272,5 +275,7 @@ def _multi_turn(samples: list[Sample]) -> dict[str, float]:
         "rounds": [sum(trained for trained, _ in itertools.groupby(mask)) for mask in masks],
     }
     return {
-        f"multi_turn/{kind}/{name}": v for kind, x in values.items() for name, v in statistics_of(x).items()
+        f"multi_turn/{kind}/{name}": v
+        for kind, x in values.items()
+        for name, v in compute_statistics(x).items()
     }

@@ -20,8 +20,8 @@ from slime.config.sections.distillation import DistillationConfig
 from slime.event_loop import loop_objects
 from slime.protocols import ScoreResult
 from slime.roles.served import DEFAULT, by_name, teachers
-from slime.rollout.context import RunContext, context_of
-from slime.rollout.teachers.servers import SERVERS, Scorer
+from slime.rollout.context import RunContext, find_context
+from slime.rollout.teachers.servers import SERVERS, TeacherScorer
 from slime.types import Sample
 
 _MAX_REQUESTS = 64
@@ -42,7 +42,7 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
     """Sets `sample.teacher_log_probs` and returns a reward of 0: the --custom-rm-path of pure distillation. For a list
     of samples (--group-rm) it returns a list."""
     samples: list[Sample] = sample if isinstance(sample, list) else [sample]
-    context = context_of(args)
+    context = find_context(args)
     await asyncio.gather(*(_teach(context, one) for one in samples if one.teacher_log_probs is None))
     rewards = [0.0] * len(samples)
     return rewards if isinstance(sample, list) else rewards[0]
@@ -70,7 +70,7 @@ def post_process_rewards(
     return [0.0] * len(samples), [0.0] * len(samples)
 
 
-def source_of(flags: DistillationConfig, sample: Sample, sources: Sequence[str]) -> str:
+def find_source(flags: DistillationConfig, sample: Sample, sources: Sequence[str]) -> str:
     """Returns the sample's source, which selects its teacher: the metadata's entry --opd-teacher-key, or DEFAULT.
     ValueError for a source without a teacher."""
     named = sample.metadata.get(flags.opd_teacher_key)
@@ -84,7 +84,7 @@ def source_of(flags: DistillationConfig, sample: Sample, sources: Sequence[str])
     )
 
 
-def urls_of(config: Config) -> dict[str, str]:
+def find_urls(config: Config) -> dict[str, str]:
     """Maps each source to the URL of its teacher's server. ValueError if no URL is set."""
     flags = config.distillation
     urls = by_name("opd_teacher_url", flags.opd_teacher_url)
@@ -100,15 +100,15 @@ def urls_of(config: Config) -> dict[str, str]:
 
 async def _teach(context: RunContext, sample: Sample) -> None:
     flags, of_run = context.config.distillation, teachers(context.config)
-    scorer: Scorer
+    scorer: TeacherScorer
     if of_run:
-        source = source_of(flags, sample, list(of_run))
+        source = find_source(flags, sample, list(of_run))
         model = of_run[source]
         scorer, shown = context.run.served(model.name), model.checkpoint
         engines = model.devices // model.devices_per_engine
     else:
-        urls = urls_of(context.config)
-        source = source_of(flags, sample, list(urls))
+        urls = find_urls(context.config)
+        source = find_source(flags, sample, list(urls))
         server = SERVERS[flags.opd_type or "sglang"](urls[source])
         scorer, shown, engines = server, server.url, 1
     if not sample.response_length:

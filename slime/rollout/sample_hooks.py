@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from slime.hooks import Hook, load_function
-from slime.rollout.context import RunContext, context_of
+from slime.rollout.context import RunContext, find_context
 from slime.types import Sample
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ async def apply_rollout_sample_hooks(
     changes the sample in place or returns another sample. TypeError, as in slime, if it returns anything else.
     """
     return await run_sample_hooks(
-        context_of(args), sample, rollout_id=rollout_id, evaluation=evaluation, **kwargs
+        find_context(args), sample, rollout_id=rollout_id, evaluation=evaluation, **kwargs
     )
 
 

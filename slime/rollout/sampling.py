@@ -27,7 +27,7 @@ def _whole(least: int) -> Check:
     return lambda value: isinstance(value, Integral) and not _boolean(value) and int(value) >= least
 
 
-def _list_of(check: Check) -> Check:
+def _make_list_check(check: Check) -> Check:
     return lambda value: isinstance(value, list | tuple) and all(map(check, value))
 
 
@@ -42,8 +42,8 @@ RULES: dict[str, tuple[str, Check]] = {
     "min_p": ("be a number from 0 to 1", lambda v: _number(v) and 0 <= v <= 1),
     "max_new_tokens": ("be a whole number from 1", _whole(1)),
     "min_new_tokens": ("be a whole number from 0", _whole(0)),
-    "stop": ("be a text or a list of texts", lambda v: _text(v) or _list_of(_text)(v)),
-    "stop_token_ids": ("be a list of token ids", _list_of(_whole(0))),
+    "stop": ("be a text or a list of texts", lambda v: _text(v) or _make_list_check(_text)(v)),
+    "stop_token_ids": ("be a list of token ids", _make_list_check(_whole(0))),
     "skip_special_tokens": ("be True or False", _boolean),
     "spaces_between_special_tokens": ("be True or False", _boolean),
     "no_stop_trim": ("be True or False", _boolean),

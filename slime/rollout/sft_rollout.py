@@ -9,11 +9,11 @@ import copy
 from argparse import Namespace
 from collections.abc import Callable
 
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.loss_mask import MultiTurnLossMaskGenerator
 from slime.protocols import DataSource
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.context import RunContext, context_of
+from slime.rollout.context import RunContext, find_context
 from slime.rollout.evaluation import eval_group, load_eval_datasets
 from slime.rollout.state import GenerateState
 from slime.types import Sample, SampleGroup
@@ -32,7 +32,7 @@ def generate_rollout(
     is 0 on the turns of other roles. With `evaluation`, returns all conversations of the held-out sets. ValueError,
     with the sample's name, for a wrong conversation.
     """
-    context = context_of(args)
+    context = find_context(args)
     generator = _generator(context)
 
     def make(sample: Sample) -> SampleGroup:
@@ -52,9 +52,9 @@ def generate_pairs(
     so that they enter the same micro-batch. The chosen sample is first. The column `preference` is 1 for the chosen
     sample and -1 for the rejected sample.
     """
-    context = context_of(args)
+    context = find_context(args)
     generator = _generator(context)
-    scored = loss_of(context.config.algorithm).head == "value"
+    scored = loss_for(context.config.algorithm).head == "value"
 
     def make(sample: Sample) -> SampleGroup:
         pair = [sample, copy.deepcopy(sample)]

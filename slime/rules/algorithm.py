@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slime.algo.estimators import estimator_of, surrogate_of
+from slime.algo.estimators import estimator_for, surrogate_for
 from slime.algo.flags import unread
-from slime.algo.losses import loss_of
-from slime.config.fields import specs_of, spelled
+from slime.algo.losses import loss_for
+from slime.config.fields import get_specs, spelled
 from slime.config.problems import Problems
 from slime.config.schema import Config
 from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.critic import CriticConfig
 from slime.config.sections.off_policy import OffPolicyConfig
 from slime.records.errors import FlagError
-from slime.roles import CRITIC, roles_of
+from slime.roles import CRITIC, get_roles
 from slime.rules.flags import FALLBACKS
 
 GROUP_MAKERS = (
@@ -27,9 +27,9 @@ GROUP_MAKERS = (
 
 def check_algorithm(c: Config) -> None:
     """Checks that this version has the estimator and the loss, and that their requirements hold."""
-    estimator = estimator_of(c.algorithm)
-    loss = loss_of(c.algorithm)
-    surrogate = surrogate_of(c.algorithm)
+    estimator = estimator_for(c.algorithm)
+    loss = loss_for(c.algorithm)
+    surrogate = surrogate_for(c.algorithm)
     asked = "--use-score-centering" if c.algorithm.use_score_centering else "--pg-loss-type"
     if (c.algorithm.pg_loss_type is not None or c.algorithm.use_score_centering) and not loss.surrogate:
         raise FlagError(
@@ -46,9 +46,9 @@ def check_algorithm(c: Config) -> None:
 
 def check_critic(c: Config) -> None:
     """Checks the critic's flags: they need an estimator that reads values, and the training of values needs returns."""
-    estimator, has_critic = c.algorithm.advantage_estimator, CRITIC in roles_of(c)
-    for name, spec in specs_of(CriticConfig).items():
-        value = c.value_of(name)
+    estimator, has_critic = c.algorithm.advantage_estimator, CRITIC in get_roles(c)
+    for name, spec in get_specs(CriticConfig).items():
+        value = c.get_value(name)
         if not has_critic and value not in (spec.default, c.megatron.lr if name == "critic_lr" else None):
             raise FlagError(
                 spelled(name),
@@ -94,7 +94,7 @@ def check_overlong(c: Config) -> None:
     asked = "--overlong-buffer-len" if zone is not None else "--use-overlong-filtering"
     if zone is None and not c.reward.use_overlong_filtering:
         return
-    if not loss_of(c.algorithm).rewarded:
+    if not loss_for(c.algorithm).rewarded:
         raise FlagError(
             asked, f"be left out with --loss-type {c.algorithm.loss_type}", "both", "nothing is generated"
         )
@@ -122,9 +122,11 @@ def compares_alone(c: Config) -> bool:
         c.algorithm.custom_advantage_function_path,
     )
     compares = (
-        estimator_of(c.algorithm).centred and not c.algorithm.disable_rewards_normalization and not any(hooks)
+        estimator_for(c.algorithm).centred
+        and not c.algorithm.disable_rewards_normalization
+        and not any(hooks)
     )
-    trains = loss_of(c.algorithm).surrogate and not c.debug.debug_rollout_only
+    trains = loss_for(c.algorithm).surrogate and not c.debug.debug_rollout_only
     if c.distillation.use_opd:  # the teacher's part of an advantage needs no group
         return False
     return trains and compares and c.data.n_samples_per_prompt == 1
@@ -136,7 +138,7 @@ def makes_groups(c: Config) -> str | None:
     Such a flag names a user's function that fans out or makes groups, or saved samples.
     """
     for name in GROUP_MAKERS:
-        path = c.value_of(name)
+        path = c.get_value(name)
         if path and not path.startswith("slime."):  # slime's own functions make groups of the given size
             return f"{spelled(name)} {path}"
     return None
@@ -158,7 +160,7 @@ def check_group_size(c: Config) -> None:
 def check_kl(c: Config) -> None:
     """Checks the KL: it is in the reward or in the loss, and only if the loss has one."""
     a = c.algorithm
-    if not loss_of(a).rewarded and a.kl_loss_coef != 0:
+    if not loss_for(a).rewarded and a.kl_loss_coef != 0:
         raise FlagError(
             "--kl-loss-coef",
             f"be 0 with --loss-type {a.loss_type}",
@@ -210,17 +212,17 @@ The other flags of `slime.algo.flags.ALL` get a note, because scripts keep them 
 """
 
 
-def default_of(name: str) -> object:
-    return {**specs_of(AlgorithmConfig), **specs_of(OffPolicyConfig)}[name].default
+def get_default(name: str) -> object:
+    return {**get_specs(AlgorithmConfig), **get_specs(OffPolicyConfig)}[name].default
 
 
 def given_flags(c: Config) -> frozenset[str]:
     """Returns the fields of the objective whose value is not their default. A value that another flag gave counts as
     not given."""
     found = set()
-    for name in (*specs_of(AlgorithmConfig), *specs_of(OffPolicyConfig)):
-        value, source = c.value_of(name), FALLBACKS.get(name)
-        if value not in (default_of(name), None) and not (source and value == c.value_of(source)):
+    for name in (*get_specs(AlgorithmConfig), *get_specs(OffPolicyConfig)):
+        value, source = c.get_value(name), FALLBACKS.get(name)
+        if value not in (get_default(name), None) and not (source and value == c.get_value(source)):
             found.add(name)
     if c.algorithm.use_dr_grpo:  # the switch itself set them
         found -= {"disable_grpo_std_normalization", "dr_grpo_length"}
@@ -231,14 +233,14 @@ def check_unread(c: Config) -> None:
     """Checks that every given weight, bound or term of the objective is read."""
     problems = Problems()
     for flag in unread(c, given_flags(c) & IN_VAIN):
-        value, name = c.value_of(flag.name), spelled(flag.name)
+        value, name = c.get_value(flag.name), spelled(flag.name)
         if flag.switches:
             needed = " or ".join(map(spelled, flag.switches))
             problems.add(
                 FlagError(needed, f"be given with {name}", f"only {value}", f"add it, or leave {name} out")
             )
             continue
-        rule = "be 0" if default_of(flag.name) == 0 else "be left out"
+        rule = "be 0" if get_default(flag.name) == 0 else "be left out"
         problems.add(FlagError(name, f"{rule} {flag.because}", value, f"leave it out: {name} {flag.instead}"))
     problems.report()
 
@@ -250,7 +252,7 @@ def unread_notes(c: Config) -> Iterator[str]:
     except ValueError:
         return
     for flag in found:
-        value = c.value_of(flag.name)
+        value = c.get_value(flag.name)
         shown = spelled(flag.name) if value is True else f"{spelled(flag.name)} {value}"
         reason = _REASONS.get(flag.name, f"it {flag.instead}")
         yield f"{shown} has no effect {flag.because}: {reason}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.checkpoints.checkpoint_dir import (
     COMPLETE,
     HF_INDEX,
@@ -25,7 +25,7 @@ from slime.config.problems import given
 from slime.config.schema import Config
 from slime.models.lora import sends_adapters
 from slime.records.errors import FlagError
-from slime.roles import CRITIC, REFERENCE, TEACHER, roles_of
+from slime.roles import CRITIC, REFERENCE, TEACHER, get_roles
 from slime.roles.critic import resume_folders, saves_to
 from slime.weight_sync.delta.registry import checksum
 
@@ -46,16 +46,16 @@ def check_directories(c: Config) -> None:
         _require_folder(flag_name, path)
     for flag_name, load, save in (
         ("--load", c.checkpoint.load, c.checkpoint.save),
-        ("--critic-load", c.critic.critic_load if CRITIC in roles_of(c) else None, saves_to(c)),
+        ("--critic-load", c.critic.critic_load if CRITIC in get_roles(c) else None, saves_to(c)),
     ):
         _require_load(flag_name, load, save)
     if c.debug.debug_rollout_only:
         return
     if not _resumes(c) or c.checkpoint.finetune:
         _check_start(c)
-    if CRITIC in roles_of(c):
+    if CRITIC in get_roles(c):
         _check_critic(c)
-    if TEACHER in roles_of(c) and (teacher := c.distillation.opd_teacher_load):
+    if TEACHER in get_roles(c) and (teacher := c.distillation.opd_teacher_load):
         step = c.distillation.opd_teacher_ckpt_step
         _check_weights("--opd-teacher-load", "--opd-teacher-ckpt-step", teacher, step, "check the path")
     reference, step = given(c.checkpoint.ref_load), c.checkpoint.ref_ckpt_step
@@ -73,7 +73,7 @@ def check_directories(c: Config) -> None:
 def check_saving(c: Config) -> None:
     """Checks that flags about saved checkpoints have a folder for them."""
     for name in ("exit_signal_handler", "max_actor_ckpt_to_keep", "save_hf"):
-        if c.value_of(name) and c.checkpoint.save is None:
+        if c.get_value(name) and c.checkpoint.save is None:
             raise FlagError(
                 "--save", f"be given with {spelled(name)}", "none", "name the folder of checkpoints"
             )
@@ -131,7 +131,7 @@ def reads_reference(c: Config) -> bool:
     """Returns True if the trainer reads --ref-load: for the reference model, or as the first weights of a new run."""
     # a run with adapters reads their base again
     resumes = resumed_iteration(c) is not None and not c.lora.lora_rank
-    return REFERENCE in roles_of(c) or (not resumes and start_directory(c) == c.checkpoint.ref_load)
+    return REFERENCE in get_roles(c) or (not resumes and start_directory(c) == c.checkpoint.ref_load)
 
 
 def _resumes(c: Config) -> bool:
@@ -168,7 +168,7 @@ def remarks(c: Config) -> Iterator[str]:
             f"--ref-load {reference} is not read: the weights come from --load {load}, and nothing needs a reference"
         )
     elif (
-        "ref_log_probs" in loss_of(c.algorithm).reads
+        "ref_log_probs" in loss_for(c.algorithm).reads
         and resumed_iteration(c) is None
         and start_directory(c) == reference
     ):

@@ -11,9 +11,9 @@ from slime.config.problems import given
 from slime.config.schema import Config
 from slime.hardware import HARDWARE
 from slime.records.errors import FlagError
-from slime.roles import CRITIC, roles_of
+from slime.roles import CRITIC, get_roles
 from slime.roles.critic import wanted_devices
-from slime.roles.groups import groups_of, trainer_ranks
+from slime.roles.groups import build_groups, trainer_ranks
 from slime.roles.served import served_models
 
 _FIX = "lower it, or set --nvlink-domain-size to what NVLink connects"
@@ -30,7 +30,7 @@ def check_hardware(c: Config) -> None:
             f"--gpu {c.cluster.gpu} and --device {c.cluster.device}",
             "leave out one",
         )
-    for group in groups_of(c):
+    for group in build_groups(c):
         ranks = group.config.cluster.actor_num_gpus_per_node
         if ranks > c.cluster.num_gpus_per_node:
             raise FlagError(
@@ -48,7 +48,7 @@ def check_parallel_sizes(c: Config) -> None:
         c.megatron.pipeline_model_parallel_size,
         c.megatron.context_parallel_size,
     )
-    for group in groups_of(c):
+    for group in build_groups(c):
         nodes, ranks = group.config.cluster.actor_num_nodes, group.config.cluster.actor_num_gpus_per_node
         if group.ranks % math.prod(sizes):
             raise FlagError(
@@ -60,7 +60,7 @@ def check_parallel_sizes(c: Config) -> None:
 
 def check_critic_devices(c: Config) -> None:
     """Checks that a critic on the policy's ranks has the same number of ranks as the policy."""
-    if CRITIC not in roles_of(c) or c.critic.critic_devices != "shared":
+    if CRITIC not in get_roles(c) or c.critic.critic_devices != "shared":
         return
     nodes, ranks = wanted_devices(c)
     if nodes * ranks != c.world_size:
@@ -75,13 +75,13 @@ def check_critic_devices(c: Config) -> None:
 def critic_notes(c: Config) -> Iterator[str]:
     """Yields notes on a critic whose counted ranks are the policy's, and on a run that trains only the critic."""
     alone, rollouts = c.critic.num_critic_only_steps, c.data.num_rollout
-    if alone and CRITIC in roles_of(c) and rollouts is not None and alone >= rollouts:
+    if alone and CRITIC in get_roles(c) and rollouts is not None and alone >= rollouts:
         yield (
             f"--num-critic-only-steps {alone} with --num-rollout {rollouts}: the policy is never trained; give fewer, "
             "or --critic-train-only if that is meant"
         )
-    counted = [name for name in ("critic_num_nodes", "critic_num_gpus_per_node") if c.value_of(name)]
-    if counted and CRITIC in roles_of(c) and c.critic.critic_devices == "auto" and not CRITIC.devices(c):
+    counted = [name for name in ("critic_num_nodes", "critic_num_gpus_per_node") if c.get_value(name)]
+    if counted and CRITIC in get_roles(c) and c.critic.critic_devices == "auto" and not CRITIC.devices(c):
         yield (
             f"{' and '.join(map(spelled, counted))}: as many ranks as the policy has, so the critic shares those of "
             "the policy, as in slime; --critic-devices own gives it devices of its own"

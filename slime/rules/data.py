@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.algo.losses import MASKED_ROLLOUTS, PAIRS_ROLLOUT, SFT_ROLLOUT, loss_of
+from slime.algo.losses import MASKED_ROLLOUTS, PAIRS_ROLLOUT, SFT_ROLLOUT, loss_for
 from slime.config.fields import spelled
 from slime.config.problems import Problems
 from slime.config.schema import Config
@@ -31,7 +31,7 @@ def check_files(c: Config) -> None:
 
 def check_held_out(c: Config) -> None:
     """Checks that the trainer can compute the loss of the held-out samples that an evaluation makes."""
-    problems, e, kind = Problems(), c.evaluation, loss_of(c.algorithm)
+    problems, e, kind = Problems(), c.evaluation, loss_for(c.algorithm)
     if e.eval_interval is None or e.eval_function_path not in MASKED_ROLLOUTS:
         return
     if kind.rewarded:
@@ -91,7 +91,7 @@ def check_curriculum(c: Config) -> None:
                 "one reward says nothing of an advantage",
             )
         )
-    if not loss_of(c.algorithm).rewarded:
+    if not loss_for(c.algorithm).rewarded:
         problems.add(
             FlagError(
                 "--curriculum",
@@ -122,7 +122,7 @@ def check_length(c: Config) -> None:
         ("train_iters", steps),
         ("train_samples", d.rollout_batch_size * d.n_samples_per_prompt),
     ):
-        if of_rollout and (given := c.value_of(name)) not in (None, (d.num_rollout or 0) * of_rollout):
+        if of_rollout and (given := c.get_value(name)) not in (None, (d.num_rollout or 0) * of_rollout):
             rollouts = "" if d.num_rollout is None else f" * --num-rollout {d.num_rollout}"
             raise FlagError(
                 spelled(name),

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.algo.needs import draws_in_loss
 from slime.checkpoints.checkpoint_dir import is_hf_directory
 from slime.checkpoints.hf_config import read_hf_config
-from slime.config.fields import specs_of, spelled
+from slime.config.fields import get_specs, spelled
 from slime.config.problems import given
 from slime.config.schema import Config
 from slime.config.sections.distillation import DistillationConfig
-from slime.models import decoder_of
+from slime.models import read_decoder
 from slime.models.decoder import Hf
 from slime.plan.stages import check_stages
 from slime.records.errors import FlagError
-from slime.roles import TEACHER, roles_of
+from slime.roles import TEACHER, get_roles
 from slime.roles.served import by_name, teachers
 from slime.rules.heads import check_heads
 
@@ -26,8 +26,8 @@ def check_distillation(c: Config) -> None:
     """Checks that the flags of a teacher fit together, and that its log-probs are used."""
     flags = c.distillation
     if not flags.use_opd:
-        for name, spec in specs_of(DistillationConfig).items():
-            if (value := c.value_of(name)) != spec.default:
+        for name, spec in get_specs(DistillationConfig).items():
+            if (value := c.get_value(name)) != spec.default:
                 raise FlagError(
                     "--use-opd",
                     f"be given with {spelled(name)}",
@@ -43,10 +43,10 @@ def check_distillation(c: Config) -> None:
             "megatron loads the teacher on the trainer's ranks, sglang and vllm serve "
             "--opd-teacher-model or ask a server at --rm-url",
         )
-    if not loss_of(c.algorithm).rewarded or c.algorithm.disable_compute_advantages_and_returns:
+    if not loss_for(c.algorithm).rewarded or c.algorithm.disable_compute_advantages_and_returns:
         what = (
             f"--loss-type {c.algorithm.loss_type}"
-            if not loss_of(c.algorithm).rewarded
+            if not loss_for(c.algorithm).rewarded
             else "--disable-compute-advantages-and-returns"
         )
         raise FlagError(
@@ -68,8 +68,8 @@ def _check_on_ranks(c: Config) -> None:
         raise FlagError(
             "--opd-teacher-load", "be given with --opd-type megatron", "none", "name the teacher's weights"
         )
-    for name, spec in specs_of(DistillationConfig).items():
-        if name in _SERVED and (value := c.value_of(name)) != spec.default:
+    for name, spec in get_specs(DistillationConfig).items():
+        if name in _SERVED and (value := c.get_value(name)) != spec.default:
             raise FlagError(
                 spelled(name),
                 "be left out with --opd-type megatron",
@@ -92,7 +92,7 @@ def _check_served(c: Config) -> None:
     """Checks the flags of teachers on engines of the run, or on the user's own servers."""
     flags = c.distillation
     for name in ("opd_teacher_load", "opd_teacher_ckpt_step"):
-        if (value := c.value_of(name)) is not None:
+        if (value := c.get_value(name)) is not None:
             raise FlagError(
                 spelled(name),
                 f"be left out with --opd-type {flags.opd_type}",
@@ -122,7 +122,7 @@ def _check_served(c: Config) -> None:
             "models of a file have engines of --rollout-backend",
         )
     for name in ("opd_teacher_num_gpus", "opd_teacher_num_gpus_per_engine", "opd_teacher_engine_args"):
-        if not models and (value := c.value_of(name)) != specs_of(DistillationConfig)[name].default:
+        if not models and (value := c.get_value(name)) != get_specs(DistillationConfig)[name].default:
             raise FlagError(
                 "--opd-teacher-model",
                 f"be given with {spelled(name)}",
@@ -181,7 +181,7 @@ def _check_loss(c: Config) -> None:
             "--opd-jsd-beta", "lie between 0 and 1", flags.opd_jsd_beta, "at the ends the divergence is 0"
         )
     others = {
-        f"--loss-type {c.algorithm.loss_type}": not loss_of(c.algorithm).surrogate,
+        f"--loss-type {c.algorithm.loss_type}": not loss_for(c.algorithm).surrogate,
         "--replay-kept-tokens": c.off_policy.replay_kept_tokens,
         "--opd-kl-coef": flags.opd_kl_coef != 1,
         "--opd-jsd-beta": flags.opd_loss_type != "jsd" and flags.opd_jsd_beta != 0.5,
@@ -211,14 +211,14 @@ def check_teacher(c: Config) -> None:
         if Path(its := model.checkpoint) != Path(mine) and is_hf_directory(its):
             flag = model.spelling.of("--hf-checkpoint") if model.file else f"--opd-teacher-model {source}"
             _check_vocabulary(flag, mine, its, read_hf_config(mine), read_hf_config(its))
-    if TEACHER not in roles_of(c) or c.distillation.opd_teacher_load is None:
+    if TEACHER not in get_roles(c) or c.distillation.opd_teacher_load is None:
         return
     its = TEACHER.shape(c)
     if its == mine:
         return
     policy, teacher = read_hf_config(mine), read_hf_config(its)
     _check_vocabulary("--opd-teacher-load", mine, its, policy, teacher)
-    decoder = decoder_of(teacher)
+    decoder = read_decoder(teacher)
     try:
         check_heads(c, decoder)
         check_stages(c.megatron, len(decoder.layers))
@@ -226,7 +226,7 @@ def check_teacher(c: Config) -> None:
         raise FlagError(
             "--opd-teacher-load", "fit the trainer's parallel sizes", f"{its}: {error}"
         ) from error
-    if decoder.stateful and c.data.share_prompts and not decoder_of(policy).stateful:
+    if decoder.stateful and c.data.share_prompts and not read_decoder(policy).stateful:
         raise FlagError(
             "--no-share-prompts",
             "be given for a teacher whose layers have a state",

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from slime.config.fields import Values, spelled
 from slime.config.problems import Problems
 from slime.models import Decoder
-from slime.plan.stages import stages_of
+from slime.plan.stages import build_stages
 from slime.records.errors import FlagError
-from slime.roles.groups import groups_of
+from slime.roles.groups import build_groups
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -57,7 +57,7 @@ def check_expert_flags(c: Config, decoder: Decoder) -> None:
         problems.check(check_untried, c.megatron.overrides)
         problems.check(check_expert_layout, c, experts.count)
         problems.check(check_expert_width, c, decoder)
-        for group in groups_of(c):
+        for group in build_groups(c):
             problems.check(check_expert_ranks, c, group.ranks)
         problems.check(check_expert_stages, c, decoder.sparse)
         problems.report()
@@ -159,7 +159,7 @@ def check_expert_width(c: Config, decoder: Decoder) -> None:
 def check_expert_stages(c: Config, sparse: Sequence[bool]) -> None:
     """Raises ValueError if a pipeline rank has no experts although experts have a separate optimizer, which
     megatron-core could not save."""
-    stages = stages_of(c.megatron, len(sparse))
+    stages = build_stages(c.megatron, len(sparse))
     for rank in range(stages.ranks):
         if c.megatron.experts_apart and not any(sparse[i] for i in stages.layers(rank)):
             raise FlagError(

@@ -11,7 +11,7 @@ from slime.algo.corrections import LEVELS, MEASURES, MODES, Mode
 from slime.algo.estimators import ESTIMATORS, Estimator
 from slime.algo.losses import LOSSES, held_out
 from slime.algo.surrogates import SURROGATES, Surrogate
-from slime.config.fields import FlagSpec, specs_of, spelled
+from slime.config.fields import FlagSpec, get_specs, spelled
 from slime.config.schema import SECTIONS, Config
 from slime.hardware import HARDWARE
 from slime.weight_sync.delta.registry import CHECKSUMS, ENCODINGS
@@ -116,8 +116,8 @@ def read_nowhere(c: Config) -> Iterator[str]:
         if any(_is_on(c, switch) for switch in switches) or _is_never_on(c, switches):
             continue
         for name in names:
-            value, source, spec = c.value_of(name), FALLBACKS.get(name), specs[name]
-            if value in (spec.default, None) or (source and value == c.value_of(source)):
+            value, source, spec = c.get_value(name), FALLBACKS.get(name), specs[name]
+            if value in (spec.default, None) or (source and value == c.get_value(source)):
                 continue
             shown = (
                 ""
@@ -130,7 +130,7 @@ def read_nowhere(c: Config) -> Iterator[str]:
 
 def _is_on(c: Config, switch: str) -> bool:
     name, _, wanted = switch.partition("=")
-    value = c.value_of(name)
+    value = c.get_value(name)
     return value == wanted if wanted else bool(value)
 
 
@@ -147,7 +147,7 @@ def _is_never_on(c: Config, switches: tuple[str, ...]) -> bool:
 @functools.cache
 def section_flags(section: type) -> dict[str, FlagSpec]:
     """Returns field name -> spec, for the flags of a section."""
-    return {name: _completed(spec) for name, spec in specs_of(section).items()}
+    return {name: _completed(spec) for name, spec in get_specs(section).items()}
 
 
 def own_flags() -> dict[str, FlagSpec]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.config.near_names import nearest
 from slime.config.problems import given
 from slime.config.schema import Config
@@ -39,11 +39,11 @@ def check_kernels(c: Config) -> None:
     _check_provider(c)
     _check_bitwise(c)
     if c.kernels.rlk_consistency != "off" and (
-        not loss_of(c.algorithm).rewarded or c.debug.debug_rollout_only
+        not loss_for(c.algorithm).rewarded or c.debug.debug_rollout_only
     ):
         what = (
             "--debug-rollout-only"
-            if loss_of(c.algorithm).rewarded
+            if loss_for(c.algorithm).rewarded
             else f"--loss-type {c.algorithm.loss_type}"
         )
         raise FlagError(

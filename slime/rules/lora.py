@@ -7,9 +7,9 @@ from pathlib import Path
 from slime.config.fields import spelled
 from slime.config.schema import Config
 from slime.config.sections.lora import LoraConfig
-from slime.models import decoder_of, family_for
+from slime.models import family_for, read_decoder
 from slime.models.decoder import Hf
-from slime.models.lora import Lora, modules_of, read_peft, sends_adapters
+from slime.models.lora import Lora, list_modules, read_peft, sends_adapters
 from slime.records.errors import FlagError
 from slime.roles import POLICY
 
@@ -22,16 +22,16 @@ def check_lora(c: Config, hf: Hf) -> None:
         return
     if c.lora.lora_load is not None:
         _check_loaded(c, lora)
-    decoder = decoder_of(hf)
+    decoder = read_decoder(hf)
     experts = decoder.experts.count if decoder.experts else 0
-    lora.check(modules_of(family_for(hf), hf, 1 if experts else 0))
+    lora.check(list_modules(family_for(hf), hf, 1 if experts else 0))
     for name, why in (
         ("only_train_params_name_list", "the adapters are what is trained"),
         ("freeze_params_name_list", "the adapters are what is trained"),
         ("enable_mtp_training", "layers of multi-token prediction have no adapters"),
         ("ref_update_interval", "the reference model is the base, which is not trained"),
     ):
-        if value := c.value_of(name):
+        if value := c.get_value(name):
             shown = " ".join(value) if isinstance(value, list) else value
             raise FlagError(spelled(name), "be left out with --lora-rank", shown, why)
     base = POLICY.source(c).directory
@@ -62,7 +62,7 @@ def _check_left_out(c: Config) -> None:
     if c.lora.lora_load is not None:
         read_peft(c.lora.lora_load)  # raises an error with the reason why it gave no rank
     for name in ("lora_merge", "target_modules", "lora_dropout", "lora_alpha", "lora_name"):
-        if (value := c.value_of(name)) and value != getattr(LoraConfig, name):
+        if (value := c.get_value(name)) and value != getattr(LoraConfig, name):
             shown = " ".join(value) if isinstance(value, list) else value
             raise FlagError("--lora-rank", f"be given with {spelled(name)}", f"{shown} alone", "add it")
 

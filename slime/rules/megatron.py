@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from slime.config.fields import Values, spelled
 from slime.records.errors import FlagError
-from slime.roles import CRITIC, roles_of
+from slime.roles import CRITIC, get_roles
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -210,7 +210,7 @@ def rate_notes(c: Config) -> Iterator[str]:
     if c.debug.debug_rollout_only:
         return
     rates = [("lr", c.megatron.lr, _LARGEST_LORA_RATE if c.lora.lora_rank else _LARGEST_RATE)]
-    if CRITIC in roles_of(c) and c.critic.critic_lr is not None:
+    if CRITIC in get_roles(c) and c.critic.critic_lr is not None:
         rates.append(("critic_lr", c.critic.critic_lr, _LARGEST_CRITIC_RATE))
     for name, rate, largest in rates:
         if rate > largest:

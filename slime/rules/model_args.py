@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from slime.config.fields import Values, spelled
-from slime.models import FAMILIES, Decoder, Experts, decoder_of
+from slime.models import FAMILIES, Decoder, Experts, read_decoder
 from slime.models.decoder import Hf
 from slime.records.errors import FlagError
 
@@ -59,7 +59,7 @@ def _latent(hf: Hf) -> bool:
     return hf.get("kv_lora_rank") is not None
 
 
-def _of_latent(key: str) -> Reader:
+def _from_latent(key: str) -> Reader:
     """Reads a size of latent attention. The result is None for other models."""
     return lambda hf: hf.get(key, UNSAID if _latent(hf) else None)
 
@@ -69,25 +69,25 @@ def _head(hf: Hf) -> object:
     return UNSAID if _latent(hf) else hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
-def _of_decoder(read: Callable[[Decoder], object]) -> Reader:
+def _from_decoder(read: Callable[[Decoder], object]) -> Reader:
     """Reads from the record of the model. The result is `UNSAID` for an unsupported model, for which another check
     raises an error."""
 
     def of(hf: Hf) -> object:
         try:
-            return read(decoder_of(hf))
+            return read(read_decoder(hf))
         except ValueError:
             return UNSAID
 
     return of
 
 
-def _of_experts(read: Callable[[Experts], object], dense: object = None) -> Reader:
+def _from_experts(read: Callable[[Experts], object], dense: object = None) -> Reader:
     """Reads a setting of the experts, or returns `dense` for a model without experts."""
-    return _of_decoder(lambda decoder: dense if decoder.experts is None else read(decoder.experts))
+    return _from_decoder(lambda decoder: dense if decoder.experts is None else read(decoder.experts))
 
 
-def _of_family(hf: Hf) -> object:
+def _from_family(hf: Hf) -> object:
     """Reads a flag that no family's record has: False for a known family."""
     return False if hf.get("model_type") in FAMILIES else UNSAID
 
@@ -109,10 +109,10 @@ READERS: dict[str, Reader] = {
     "num_query_groups": lambda hf: hf.get("num_key_value_heads", hf.get("num_attention_heads")),
     "kv_channels": _head,
     # in latent attention: the norms of the compressed queries, keys and values
-    "qk_layernorm": lambda hf: _latent(hf) or _of_decoder(lambda decoder: bool(decoder.qk_norm))(hf),
-    "swiglu": _of_decoder(lambda decoder: decoder.activation == "swiglu"),
-    "disable_bias_linear": _of_decoder(lambda decoder: not decoder.core.get("add_bias_linear", False)),
-    "add_qkv_bias": _of_decoder(lambda decoder: decoder.qkv_bias),
+    "qk_layernorm": lambda hf: _latent(hf) or _from_decoder(lambda decoder: bool(decoder.qk_norm))(hf),
+    "swiglu": _from_decoder(lambda decoder: decoder.activation == "swiglu"),
+    "disable_bias_linear": _from_decoder(lambda decoder: not decoder.core.get("add_bias_linear", False)),
+    "add_qkv_bias": _from_decoder(lambda decoder: decoder.qkv_bias),
     "normalization": lambda hf: "RMSNorm" if "rms_norm_eps" in hf else "LayerNorm",
     "norm_epsilon": lambda hf: hf.get("rms_norm_eps", hf.get("layer_norm_eps")),
     "position_embedding_type": lambda hf: "rope",
@@ -123,34 +123,34 @@ READERS: dict[str, Reader] = {
     "vocab_size": lambda hf: hf.get("vocab_size"),
     "max_position_embeddings": lambda hf: hf.get("max_position_embeddings"),
     "untie_embeddings_and_output_weights": lambda hf: not hf.get("tie_word_embeddings", False),
-    "num_experts": _of_experts(lambda experts: experts.count),
-    "moe_ffn_hidden_size": _of_experts(lambda experts: experts.width),
-    "moe_router_topk": _of_experts(lambda experts: experts.topk),
-    "moe_layer_freq": _of_decoder(lambda decoder: [int(sparse) for sparse in decoder.sparse]),
-    "moe_router_score_function": _of_experts(lambda experts: experts.score),
+    "num_experts": _from_experts(lambda experts: experts.count),
+    "moe_ffn_hidden_size": _from_experts(lambda experts: experts.width),
+    "moe_router_topk": _from_experts(lambda experts: experts.topk),
+    "moe_layer_freq": _from_decoder(lambda decoder: [int(sparse) for sparse in decoder.sparse]),
+    "moe_router_score_function": _from_experts(lambda experts: experts.score),
     # config.json has no such setting for sigmoid scores, and slime's scripts set the flag
-    "moe_router_pre_softmax": _of_experts(lambda e: e.score == "sigmoid" or not e.normalised, False),
-    "moe_router_enable_expert_bias": _of_experts(lambda experts: experts.bias, False),
+    "moe_router_pre_softmax": _from_experts(lambda e: e.score == "sigmoid" or not e.normalised, False),
+    "moe_router_enable_expert_bias": _from_experts(lambda experts: experts.bias, False),
     "moe_router_num_groups": lambda hf: hf.get("n_group"),
     "moe_router_group_topk": lambda hf: hf.get("topk_group"),
     "moe_router_topk_scaling_factor": lambda hf: hf.get("routed_scaling_factor"),
-    "moe_shared_expert_intermediate_size": _of_experts(lambda experts: experts.shared or None),
-    "moe_shared_expert_gate": _of_experts(lambda experts: experts.shared_gate, False),
+    "moe_shared_expert_intermediate_size": _from_experts(lambda experts: experts.shared or None),
+    "moe_shared_expert_gate": _from_experts(lambda experts: experts.shared_gate, False),
     "spec": lambda hf: hf.get("model_type"),
-    "use_gated_attention": _of_family,
-    "attention_output_gate": _of_family,
-    "post_self_attn_layernorm": _of_decoder(lambda decoder: decoder.post_norms),
-    "post_mlp_layernorm": _of_decoder(lambda decoder: decoder.post_norms),
-    "apply_layernorm_1p": _of_family,
-    "rotary_interleaved": _of_decoder(lambda decoder: any(rope.interleaved for rope in decoder.ropes)),
+    "use_gated_attention": _from_family,
+    "attention_output_gate": _from_family,
+    "post_self_attn_layernorm": _from_decoder(lambda decoder: decoder.post_norms),
+    "post_mlp_layernorm": _from_decoder(lambda decoder: decoder.post_norms),
+    "apply_layernorm_1p": _from_family,
+    "rotary_interleaved": _from_decoder(lambda decoder: any(rope.interleaved for rope in decoder.ropes)),
     "use_rope_scaling": lambda hf: kind if (kind := _scaled_by(hf)) is UNSAID else kind == "llama3",
     "rope_scaling_factor": _scaling("factor", 1.0),
     "multi_latent_attention": _latent,
-    "q_lora_rank": _of_latent("q_lora_rank"),
-    "kv_lora_rank": _of_latent("kv_lora_rank"),
-    "qk_head_dim": _of_latent("qk_nope_head_dim"),
-    "qk_pos_emb_head_dim": _of_latent("qk_rope_head_dim"),
-    "v_head_dim": _of_latent("v_head_dim"),
+    "q_lora_rank": _from_latent("q_lora_rank"),
+    "kv_lora_rank": _from_latent("kv_lora_rank"),
+    "qk_head_dim": _from_latent("qk_nope_head_dim"),
+    "qk_pos_emb_head_dim": _from_latent("qk_rope_head_dim"),
+    "v_head_dim": _from_latent("v_head_dim"),
     "rope_type": lambda hf: "rope" if (kind := _scaled_by(hf)) == "default" else kind,
     "rotary_scaling_factor": _scaling("factor", 1.0),
     "original_max_position_embeddings": _scaling("original_max_position_embeddings", UNSAID),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.algo.corrections import LEVELS, MEASURES
-from slime.algo.estimators import surrogate_of
-from slime.algo.losses import loss_of
+from slime.algo.estimators import surrogate_for
+from slime.algo.losses import loss_for
 from slime.algo.needs import draws_in_loss
 from slime.config.fields import spelled
 from slime.config.schema import Config
@@ -45,7 +45,7 @@ def check_off_policy(c: Config) -> None:
             "the trainer's own old log-probs, which the metrics compare with, are not computed then",
         )
     reads_engine = ("use_rollout_logprobs", "use_tis", "use_rs", "get_mismatch_metrics")
-    name = next((name for name in reads_engine if c.value_of(name)), None)
+    name = next((name for name in reads_engine if c.get_value(name)), None)
     if name and cuts(c) and not c.off_policy.replay_kept_tokens:
         raise FlagError(
             spelled(name),
@@ -72,7 +72,7 @@ def check_levels(c: Config) -> None:
 
     A function of the user may give the flags another meaning.
     """
-    o, surrogate = c.off_policy, surrogate_of(c.algorithm)
+    o, surrogate = c.off_policy, surrogate_for(c.algorithm)
     if o.custom_tis_function_path is not None:
         return
     if o.use_rs and MEASURES[o.rs_type].ratio and o.rs_lower_bound > o.rs_upper_bound:
@@ -104,7 +104,7 @@ def mismatch_notes(c: Config) -> Iterator[str]:
     o, facts = c.off_policy, c.engine.engine_facts
     corrected = o.use_tis or o.use_rs or o.use_rollout_logprobs
     if (
-        not loss_of(c.algorithm).rewarded
+        not loss_for(c.algorithm).rewarded
         or corrected
         or c.debug.debug_train_only
         or not c.cluster.rollout_num_gpus
@@ -152,7 +152,7 @@ def check_kept_tokens(c: Config) -> None:
             "a served teacher's log-probs are over all ids, and their difference would be no KL: "
             "use --opd-type megatron, or leave out one of the two",
         )
-    if not loss_of(c.algorithm).rewarded:
+    if not loss_for(c.algorithm).rewarded:
         raise FlagError(
             "--replay-kept-tokens",
             f"be left out with --loss-type {c.algorithm.loss_type}",
@@ -165,7 +165,7 @@ def check_routing_replay(c: Config) -> None:
     """Checks that the engine or an earlier pass chooses experts, and that each layer of the training pass gets them."""
     if (flag_ := _replays(c)) is None:
         return
-    if not loss_of(c.algorithm).rewarded:
+    if not loss_for(c.algorithm).rewarded:
         raise FlagError(
             flag_,
             f"be left out with --loss-type {c.algorithm.loss_type}",

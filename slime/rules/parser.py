@@ -38,7 +38,7 @@ Translator = Callable[[list[FlagGroup]], tuple[list[FlagGroup], list[str]]]
 
 
 @dataclass
-class _Given:
+class _UserValues:
     """The values that the user gave, during parsing."""
 
     values: Values = field(default_factory=dict)
@@ -124,9 +124,9 @@ def _collect(
     backends: Mapping[str, BackendFlags],
     translate: Translator | None,
     problems: Problems,
-) -> tuple[_Given, BackendFlags]:
+) -> tuple[_UserValues, BackendFlags]:
     """Returns every flag's value, parsed by its owner, and the backend. Adds the problems to `problems`."""
-    given = _Given()
+    given = _UserValues()
     typed = split_argv(argv)
     given.notes += _repeated(typed)
     groups = problems.check(with_config_files, typed)
@@ -176,7 +176,7 @@ def _repeated(typed: list[FlagGroup]) -> list[str]:
 
 
 def _picked(
-    groups: list[FlagGroup], backends: Mapping[str, BackendFlags], given: _Given, problems: Problems
+    groups: list[FlagGroup], backends: Mapping[str, BackendFlags], given: _UserValues, problems: Problems
 ) -> BackendFlags:
     """Returns the backend that the last --rollout-backend names, or the default one."""
     if not backends:
@@ -191,7 +191,7 @@ def _picked(
 
 
 def _translated(
-    groups: list[FlagGroup], backend: BackendFlags, given: _Given, problems: Problems
+    groups: list[FlagGroup], backend: BackendFlags, given: _UserValues, problems: Problems
 ) -> list[FlagGroup]:
     """Returns all groups in the backend's spelling. Each group that cannot be translated is a separate problem."""
     whole = problems.check(backend.translate, groups)
@@ -228,7 +228,7 @@ def _known(backend: BackendFlags) -> list[str]:
     return [*(_fixed(backend) - set(MANAGED)), *core_flags(), *(o.prefix + "..." for o in backend.owners)]
 
 
-def _assign(group: FlagGroup, given: _Given, backend: BackendFlags) -> list[PeerSetting]:
+def _assign(group: FlagGroup, given: _UserValues, backend: BackendFlags) -> list[PeerSetting]:
     """Gives one group to its owner. Returns other trainers' settings in the group, which have no owner."""
     name, own = group.name, own_flags()
     positive = name.removeprefix("no_")
@@ -254,7 +254,7 @@ def _assign(group: FlagGroup, given: _Given, backend: BackendFlags) -> list[Peer
     return []
 
 
-def _assign_megatron(group: FlagGroup, given: _Given, backend: BackendFlags) -> None:
+def _assign_megatron(group: FlagGroup, given: _UserValues, backend: BackendFlags) -> None:
     """Assigns a group to Megatron. Megatron is the last owner, because its generated flags need a slow import."""
     name = group.name
     if name in MODEL_ARGS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from slime.models import decoder_of, family_for
+from slime.models import family_for, read_decoder
 from slime.models.decoder import Hf
 from slime.plan.stages import virtual_flag
 from slime.records.errors import FlagError
@@ -35,14 +35,14 @@ def check_prediction(c: Config, hf_config: Hf) -> None:
             f"model_type {family.model_type}",
             "an export has a copy of such layers",
         )
-    if not decoder_of(hf_config).predictions:
+    if not read_decoder(hf_config).predictions:
         raise FlagError(
             "--enable-mtp-training",
             "be left out for a model without layers of multi-token prediction",
             "0 such layers in config.json (num_nextn_predict_layers)",
             "leave the flag out",
         )
-    if (flag := _virtual_flag(c, len(decoder_of(hf_config).layers))) is not None:
+    if (flag := _virtual_flag(c, len(read_decoder(hf_config).layers))) is not None:
         raise FlagError(
             flag,
             "give each pipeline rank one stage with --enable-mtp-training",

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from slime import megatron_versions
-from slime.algo.losses import MASKED_ROLLOUTS, SFT_ROLLOUT, held_out, loss_of, sampled
+from slime.algo.losses import MASKED_ROLLOUTS, SFT_ROLLOUT, held_out, loss_for, sampled
 from slime.config.fields import Values, spelled
-from slime.config.schema import SECTIONS, Config, section_of
+from slime.config.schema import SECTIONS, Config, read_section
 from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
 from slime.config.sections.lora import LoraConfig
@@ -251,7 +251,9 @@ def _evaluation(c: argparse.Namespace) -> None:
         name = "aime" if "aime" in stem.lower() else stem
         c.notes.append(f"--eval-prompt-data {c.eval_prompt_data[0]} has no name; it is called {name}")
         c.eval_prompt_data = [name, *c.eval_prompt_data]
-    own = c.rollout_function_path in MASKED_ROLLOUTS and not loss_of(section_of(AlgorithmConfig, c)).rewarded
+    own = (
+        c.rollout_function_path in MASKED_ROLLOUTS and not loss_for(read_section(AlgorithmConfig, c)).rewarded
+    )
     if c.debug_train_only and c.eval_interval is not None and c.eval_function_path is None and not own:
         c.notes.append(
             f"--eval-interval {c.eval_interval} has no effect: without engines nothing is evaluated"
@@ -284,7 +286,7 @@ def _remarks(c: Config) -> Iterator[str]:
             "reward counts relative to "
             f"its group, so all advantages are 0 unless {maker} brings several samples to a group"
         )
-    loss = loss_of(c.algorithm)
+    loss = loss_for(c.algorithm)
     if loss.rollout == SFT_ROLLOUT and sampled(c):
         yield (
             f"--loss-type {loss.name} with --rollout-function-path {c.rollout.rollout_function_path} trains on "
@@ -295,7 +297,7 @@ def _remarks(c: Config) -> Iterator[str]:
             f"--n-samples-per-prompt {c.data.n_samples_per_prompt} with --rollout-function-path {SFT_ROLLOUT} trains "
             f"on each row {c.data.n_samples_per_prompt} times per visit: leave it out"
         )
-    if c.algorithm.use_kl_loss and c.algorithm.kl_loss_coef == 0 and loss_of(c.algorithm).rewarded:
+    if c.algorithm.use_kl_loss and c.algorithm.kl_loss_coef == 0 and loss_for(c.algorithm).rewarded:
         yield (
             "--use-kl-loss with --kl-loss-coef 0 only reports the KL and needs a reference pass in each rollout; "
             "leave it out to save that pass"
@@ -338,7 +340,7 @@ def _unread_by_held_out(c: Config) -> Iterator[str]:
     """Yields notes on the flags of an evaluation that only generation reads."""
     usual: dict[str, object] = {"eval_min_new_tokens": None, "n_samples_per_eval_prompt": 1}
     sampling = ("eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len")
-    usual |= {name: c.value_of(FALLBACKS[name]) for name in sampling}
+    usual |= {name: c.get_value(FALLBACKS[name]) for name in sampling}
     for name, value in usual.items():
-        if (given := c.value_of(name)) != value:
+        if (given := c.get_value(name)) != value:
             yield f"{spelled(name)} {given} has no effect: the loss of held-out samples needs no generation"

@@ -14,13 +14,13 @@ from slime.config.problems import Problems, given
 from slime.config.schema import Config
 from slime.extras import IS_CHECKOUT
 from slime.hooks import load_function
-from slime.models import Decoder, decoder_of
+from slime.models import Decoder, read_decoder
 from slime.models.decoder import Hf
 from slime.models.selection import check_selection
 from slime.plan.stages import check_stages, micro_batch_group
 from slime.plan.trained_params import check_parameter_names
 from slime.records.errors import FlagError
-from slime.roles.groups import groups_of
+from slime.roles.groups import build_groups
 from slime.rules.algorithm import RULES as ALGORITHM
 from slime.rules.checkpoint import check_directories, check_saving, check_weight_update
 from slime.rules.cluster import (
@@ -91,7 +91,7 @@ def _required(c: Config) -> None:
     if not c.debug.load_debug_rollout_data and not c.data.disable_rollout_global_dataset:
         needed["prompt_data"] = "a prompt file, unless --disable-rollout-global-dataset"
     for name, what in needed.items():
-        if c.value_of(name) is None:
+        if c.get_value(name) is None:
             problems.add(FlagError(spelled(name), f"be given ({what})", "none"))
     if {c.data.num_rollout, c.data.num_epoch, c.data.train_iters, c.data.train_samples} == {None}:
         problems.add(FlagError("--num-rollout", "be given", "none", "or give --num-epoch"))
@@ -109,9 +109,9 @@ def _ranges(c: Config) -> None:
     """Checks the ranges of derived values. `FlagSpec.parse` has checked the values that the user typed."""
     problems = Problems()
     for name, spec in own_flags().items():
-        value, source = c.value_of(name), FALLBACKS.get(name)
+        value, source = c.get_value(name), FALLBACKS.get(name)
         # The rule of the source reports a value that was taken over.
-        if spec.range is None or value is None or (source is not None and value == c.value_of(source)):
+        if spec.range is None or value is None or (source is not None and value == c.get_value(source)):
             continue
         for number in value if spec.many else [value]:
             if rule := spec.range.problem(number):
@@ -120,7 +120,7 @@ def _ranges(c: Config) -> None:
 
 
 def _precision(c: Config) -> None:
-    chosen = [name for name in ("bf16", "fp16", "fp32") if c.value_of(name)]
+    chosen = [name for name in ("bf16", "fp16", "fp32") if c.get_value(name)]
     if len(chosen) > 1:
         raise FlagError("--bf16, --fp16 and --fp32", "not be combined", " and ".join(map(spelled, chosen)))
     if c.cluster.device == "cuda" and c.cluster.distributed_backend != "nccl":
@@ -190,11 +190,11 @@ def _micro_batches(c: Config) -> None:
         return
     if c.data.use_dynamic_batch_size and c.data.max_tokens_per_gpu is None:
         raise FlagError("--max-tokens-per-gpu", "be given with --use-dynamic-batch-size", "none")
-    for ranks in {group.config.data_parallel_size for group in groups_of(c)}:
-        _samples_of_ranks(c, ranks)
+    for ranks in {group.config.data_parallel_size for group in build_groups(c)}:
+        _check_rank_samples(c, ranks)
 
 
-def _samples_of_ranks(c: Config, ranks: int) -> None:
+def _check_rank_samples(c: Config, ranks: int) -> None:
     """Checks that a step has enough samples for `ranks` data-parallel ranks."""
     size, group = c.data.micro_batch_size, _group(c)
     virtual = f" * {group} micro-batches of each virtual stage" if group > 1 else ""
@@ -237,8 +237,8 @@ def _hooks(c: Config) -> None:
     """Loads every function that the user named, so that a misspelled path is an error at start-up."""
     problems = Problems()
     for name, spec in own_flags().items():
-        value = c.value_of(name)
-        taken_over = name in FALLBACKS and value == c.value_of(FALLBACKS[name])
+        value = c.get_value(name)
+        taken_over = name in FALLBACKS and value == c.get_value(FALLBACKS[name])
         if (
             name.endswith("_path")
             and name != "custom_config_path"
@@ -281,7 +281,7 @@ def _model(c: Config) -> Hf:
 
 def _checkpoint(c: Config) -> None:
     checkpoint, hf_config = given(c.rollout.hf_checkpoint), _model(c)
-    decoder_of(hf_config)
+    read_decoder(hf_config)
     check_checkpoint_shapes(checkpoint, hf_config)
     quantised = hf_config.get("quantization_config")
     if quantised and not c.debug.debug_train_only:
@@ -313,7 +313,7 @@ def _model_args(c: Config) -> None:
 def _decoder(c: Config) -> Decoder | None:
     """Returns the decoder, or None for a model that `_checkpoint` reports."""
     try:
-        return decoder_of(_model(c))
+        return read_decoder(_model(c))
     except ValueError:
         return None
 

@@ -14,11 +14,11 @@ from slime.sessions.dialect import (
     Event,
     LiveAnswer,
     ModelAnswer,
-    Refused,
+    RequestRejected,
     Session,
 )
 from slime.sessions.json_text import as_object
-from slime.sessions.messages import assistant, system_text, text_of, tool_call
+from slime.sessions.messages import assistant, get_text, system_text, tool_call
 
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -35,7 +35,7 @@ def read(body: Body, session: Session) -> ChatRequest:
         dialect.function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
         for tool in dialect.given_objects(body, "tools")
     ]
-    return dialect.request_of(body, messages, tools, "max_tokens", "stop_sequences")
+    return dialect.read_request(body, messages, tools, "max_tokens", "stop_sequences")
 
 
 def _blocks(entry: Body) -> list[Body]:
@@ -55,7 +55,7 @@ def _assistant(entry: Body) -> list[Body]:
         elif kind == "thinking":
             thoughts.append(dialect.value(block, "thinking", str, ""))
         elif kind != "redacted_thinking":
-            texts.append(text_of([block]))
+            texts.append(get_text([block]))
     return [assistant("".join(texts), calls, "".join(thoughts) or None)]
 
 
@@ -107,13 +107,13 @@ def _usage(prompt_tokens: int, cached: int, output_tokens: int) -> Body:
     }
 
 
-def _usage_of(answer: ModelAnswer) -> Body:
+def _make_usage(answer: ModelAnswer) -> Body:
     return _usage(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
 
 
 def whole(answer: ModelAnswer) -> Body:
     """The answer as one object."""
-    return _message(answer, _content(answer), _STOP[answer.finish], _usage_of(answer))
+    return _message(answer, _content(answer), _STOP[answer.finish], _make_usage(answer))
 
 
 async def events(live: LiveAnswer, body: Body) -> AsyncIterator[list[Event]]:
@@ -141,7 +141,7 @@ async def events(live: LiveAnswer, body: Body) -> AsyncIterator[list[Event]]:
         if index or not started:
             found += _block(index, block)
     stop = {"stop_reason": _STOP[answer.finish], "stop_sequence": None}
-    found.append(_named("message_delta", delta=stop, usage=_usage_of(answer)))
+    found.append(_named("message_delta", delta=stop, usage=_make_usage(answer)))
     yield [*found, _named("message_stop")]
 
 
@@ -167,7 +167,7 @@ def _named(name: str, **fields: object) -> Event:
     return name, {"type": name, **fields}
 
 
-def failure(refused: Refused) -> Event:
+def failure(refused: RequestRejected) -> Event:
     """The body of an error."""
     kind = _ERRORS.get(refused.status, "invalid_request_error")
     said = f"{refused.reason}: {refused}"

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from slime.loss_mask import parameters_rule
 from slime.sessions.live import LiveAnswer
-from slime.sessions.messages import ChatRequest, ModelAnswer, Refused, system_text, text_of
+from slime.sessions.messages import ChatRequest, ModelAnswer, RequestRejected, get_text, system_text
 from slime.sessions.session import MODEL, Session
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Dialect:
     whole: Callable[[ModelAnswer], Body]
     events: Callable[[LiveAnswer, Body], AsyncIterator[list[Event]]]
     """Yields batches of events for an answer; the body is the request's. Raises Refused if the session ends."""
-    failure: Callable[[Refused], Event]
+    failure: Callable[[RequestRejected], Event]
     """The body of an error, and the name of its event."""
     last: str = ""
     """Text that ends a stream."""
@@ -65,23 +65,25 @@ def value(body: Body, name: str, kind: type[T], default: T) -> T:
     if found is None:
         return default
     if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
-        raise Refused("request", f"{name} must be of type {kind.__name__}, got {found!r:.80}; fix the client")
+        raise RequestRejected(
+            "request", f"{name} must be of type {kind.__name__}, got {found!r:.80}; fix the client"
+        )
     return found
 
 
-def request_of(body: Body, messages: list[Body], tools: list[Body], length: str, stop: str) -> ChatRequest:
+def read_request(body: Body, messages: list[Body], tools: list[Body], length: str, stop: str) -> ChatRequest:
     """Reads the fields that all dialects have. `length` and `stop` name the fields of token limit and stop texts."""
     stops = [] if body.get(stop) in (None, "") else body[stop]
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-        raise Refused(
+        raise RequestRejected(
             "request", f"{stop} must be a text or a list of texts, got {stops!r:.80}; fix the client"
         )
     most = value(body, length, int, 0)
     if most < 0:
-        raise Refused("request", f"{length} must be above 0, got {most}; leave it out")
+        raise RequestRejected("request", f"{length} must be above 0, got {most}; leave it out")
     if value(body, "n", int, 1) != 1:
-        raise Refused("request", f"n must be 1, got {body['n']}; ask several times")
+        raise RequestRejected("request", f"n must be 1, got {body['n']}; ask several times")
     ignored = [name for name in _SAMPLING if _given(body.get(name))]
     if body.get("tool_choice") not in (None, "auto", {"type": "auto"}):
         ignored.append("tool_choice")
@@ -103,7 +105,9 @@ def _given(found: object) -> bool:
 def objects(values: object, what: str) -> list[Body]:
     """Returns a list of objects. Raises Refused for any other value."""
     if not isinstance(values, list) or not all(isinstance(entry, dict) for entry in values):
-        raise Refused("request", f"{what} must be a list of objects, got {values!r:.80}; fix the client")
+        raise RequestRejected(
+            "request", f"{what} must be a list of objects, got {values!r:.80}; fix the client"
+        )
     return values
 
 
@@ -115,14 +119,16 @@ def given_objects(body: Body, name: str) -> list[Body]:
 def function_tool(name: object, description: object, parameters: object) -> Body:
     """Returns a tool in the form that chat templates read."""
     if not isinstance(name, str) or not name:
-        raise Refused("request", f"a tool must have a name, got {name!r:.80}; only functions are served")
+        raise RequestRejected(
+            "request", f"a tool must have a name, got {name!r:.80}; only functions are served"
+        )
     given = {"description": description, "parameters": parameters}
     function: Body = {"name": name}
     if about := value(given, "description", str, ""):
         function["description"] = about
     function["parameters"] = value(given, "parameters", dict, {}) or {"type": "object", "properties": {}}
     if rule := parameters_rule(function["parameters"]):
-        raise Refused("request", f"a tool must {rule}, got {parameters!r:.80}; fix the client")
+        raise RequestRejected("request", f"a tool must {rule}, got {parameters!r:.80}; fix the client")
     return {"type": "function", "function": function}
 
 
@@ -130,18 +136,18 @@ def simple_message(entry: Body) -> Body:
     """A message of a system, developer or user."""
     role = entry.get("role")
     if role not in ("system", "developer", "user"):
-        raise Refused(
+        raise RequestRejected(
             "request", f"role must be system, user, assistant or tool, got {role!r:.80}; fix the client"
         )
     if role == "user":
-        return {"role": "user", "content": text_of(entry.get("content"))}
+        return {"role": "user", "content": get_text(entry.get("content"))}
     return {"role": "system", "content": system_text(entry.get("content"))}
 
 
 def tool_result(entry: Body, content: str, call_id: str) -> Body:
     """Returns a message with the role tool. `content` and `call_id` are the names of the fields."""
     given = value(entry, call_id, str, "")
-    return {"role": "tool", "content": text_of(entry.get(content)), "tool_call_id": given}
+    return {"role": "tool", "content": get_text(entry.get(content)), "tool_call_id": given}
 
 
 def written(event: Event) -> bytes:
@@ -159,6 +165,6 @@ __all__ = [
     "Dialect",
     "Event",
     "LiveAnswer",
-    "Refused",
+    "RequestRejected",
     "Session",
 ]

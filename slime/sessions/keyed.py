@@ -50,7 +50,7 @@ class KeyedSessions:
     def open(self, key: str, *, sampling: dict[str, Any], max_context_tokens: int) -> None:
         """Opens a session under `key`. RuntimeError without a rollout in this process."""
         own = current_state()
-        context = RunContext.of_state(own)
+        context = RunContext.from_state(own)
         if key.startswith(EVALUATION):
             context = context.for_evaluation()
         params = {**own.sampling_params, **sampling}

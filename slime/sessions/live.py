@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Container, Sequence
 from typing import TYPE_CHECKING
 
 from slime.protocols import GenerateResult
-from slime.sessions.messages import ModelAnswer, Refused
+from slime.sessions.messages import ModelAnswer, RequestRejected
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,7 +93,7 @@ class LiveAnswer:
         """Raises Refused if the client has received other tokens than the result has: an engine died, and the next
         engine generated other tokens. The sample returns to the rollout."""
         if result.token_ids[: len(self._ids)] != self._ids:
-            raise Refused(
+            raise RequestRejected(
                 "aborted", "an engine ended in the middle of an answer that was being streamed", 403
             )
 
@@ -115,14 +115,14 @@ class LiveAnswer:
         await asyncio.wait({self._task})
         if self._task.cancelled():
             reason = self._ended() or "done"
-            raise Refused(reason, f"the session has ended: {reason}", 403)
+            raise RequestRejected(reason, f"the session has ended: {reason}", 403)
         return self._task.result()
 
     def rest(self, answer: ModelAnswer) -> str:
         """Returns the content after `sent`. Raises Refused if the content does not begin with `sent`."""
         content = answer.reply.content or ""
         if not content.startswith(self.sent):
-            raise Refused(
+            raise RequestRejected(
                 "engine",
                 f"the text of an answer must begin as it was streamed, got {content[:80]!r} after {self.sent[:80]!r}; "
                 "ask without stream",

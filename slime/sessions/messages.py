@@ -20,7 +20,7 @@ _BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 """A line in the system prompt of Claude Code. It differs in every request."""
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """A request that ends its session. `reason` is recorded in the samples; `status` is the HTTP status."""
 
     def __init__(self, reason: str, said: str, status: int = 400) -> None:
@@ -104,7 +104,7 @@ class ChatRequest:
     """Size of the request's body in bytes."""
 
 
-def text_of(content: object, kinds: tuple[str, ...] = _TEXT) -> str:
+def get_text(content: object, kinds: tuple[str, ...] = _TEXT) -> str:
     """The text of a message's content: a text, or a list of text parts. Refused for an image and other parts."""
     return "".join(_parts(content, kinds))
 
@@ -120,7 +120,7 @@ def _parts(content: object, kinds: tuple[str, ...]) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise Refused(
+        raise RequestRejected(
             "request",
             f"content must be a text or a list of parts, got {type(content).__name__}; fix the client",
         )
@@ -132,21 +132,21 @@ def _parts(content: object, kinds: tuple[str, ...]) -> list[str]:
         elif kind in kinds and isinstance(part.get("text"), str):
             found.append(part["text"])
         elif "image" in str(kind) or "audio" in str(kind) or "file" in str(kind):
-            raise Refused(
+            raise RequestRejected(
                 "media", f"content must be text, got a part of type {kind!s:.80}; sessions are text only"
             )
         else:
-            raise Refused("request", f"a content part must be text, got {kind!r:.80}; leave it out")
+            raise RequestRejected("request", f"a content part must be text, got {kind!r:.80}; leave it out")
     return found
 
 
 def tool_call(name: object, arguments: object, call_id: str) -> dict[str, object]:
     """Returns a call in the form that chat templates read."""
     if not isinstance(name, str) or not name:
-        raise Refused("request", f"a tool call must have a name, got {name!r:.80}; fix the client")
+        raise RequestRejected("request", f"a tool call must have a name, got {name!r:.80}; fix the client")
     given = as_object(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
     if not isinstance(given, dict):
-        raise Refused(
+        raise RequestRejected(
             "request", f"the arguments of a tool call must be an object, got {given!r:.80}; fix the client"
         )
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
@@ -162,7 +162,7 @@ def assistant(content: str | None, calls: list[dict[str, object]], reasoning: st
     return message
 
 
-def of_reply(reply: Reply) -> Message:
+def from_reply(reply: Reply) -> Message:
     calls = [tool_call(call.name, call.arguments, call.id) for call in reply.tool_calls]
     return assistant(reply.content, calls, reply.reasoning)
 

@@ -13,10 +13,10 @@ from slime.sessions.dialect import (
     Event,
     LiveAnswer,
     ModelAnswer,
-    Refused,
+    RequestRejected,
     Session,
 )
-from slime.sessions.messages import ToolCall, assistant, text_of, tool_call
+from slime.sessions.messages import ToolCall, assistant, get_text, tool_call
 
 
 def read(body: Body, session: Session) -> ChatRequest:
@@ -32,7 +32,7 @@ def read(body: Body, session: Session) -> ChatRequest:
         )
     dialect.value(body, "stream_options", dict, {})
     length = "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"
-    return dialect.request_of(body, list(map(_message, entries)), tools, length, "stop")
+    return dialect.read_request(body, list(map(_message, entries)), tools, length, "stop")
 
 
 def _message(entry: Body) -> Body:
@@ -48,7 +48,7 @@ def _message(entry: Body) -> Body:
         calls.append(tool_call(function.get("name"), function.get("arguments"), call_id))
     names = ("reasoning_content", "reasoning")
     reasoning = next(filter(None, (dialect.value(entry, name, str, "") for name in names)), None)
-    return assistant(text_of(entry.get("content")), calls, reasoning)
+    return assistant(get_text(entry.get("content")), calls, reasoning)
 
 
 def _call(call: ToolCall) -> Body:
@@ -117,7 +117,7 @@ async def events(live: LiveAnswer, body: Body) -> AsyncIterator[list[Event]]:
     yield found
 
 
-def failure(refused: Refused) -> Event:
+def failure(refused: RequestRejected) -> Event:
     """The body of an error."""
     code = "context_length_exceeded" if refused.reason == "context" else refused.reason
     return None, {

@@ -13,10 +13,10 @@ from slime.sessions.dialect import (
     Event,
     LiveAnswer,
     ModelAnswer,
-    Refused,
+    RequestRejected,
     Session,
 )
-from slime.sessions.messages import ToolCall, assistant, system_text, text_of, tool_call
+from slime.sessions.messages import ToolCall, assistant, get_text, system_text, tool_call
 
 
 def read(body: Body, session: Session) -> ChatRequest:
@@ -26,18 +26,18 @@ def read(body: Body, session: Session) -> ChatRequest:
     entries = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages = _messages(dialect.objects(entries, "input"))
     if earlier := dialect.value(body, "previous_response_id", str, ""):
-        before = session.messages_of(earlier.removeprefix("resp_"))
+        before = session.get_messages(earlier.removeprefix("resp_"))
         messages = [*(m for m in before if m["role"] != "system" or not body.get("instructions")), *messages]
     if instructions := system_text(body.get("instructions")):
         messages.insert(0, {"role": "system", "content": instructions})
     tools = []
     for tool in dialect.given_objects(body, "tools"):
         if tool.get("type") != "function":
-            raise Refused(
+            raise RequestRejected(
                 "request", f"tools must be functions, got {tool.get('type')!r:.80}; leave others out"
             )
         tools.append(dialect.function_tool(tool.get("name"), tool.get("description"), tool.get("parameters")))
-    return dialect.request_of(body, messages, tools, "max_output_tokens", "stop")
+    return dialect.read_request(body, messages, tools, "max_output_tokens", "stop")
 
 
 def _messages(items: list[Body]) -> list[Body]:
@@ -54,16 +54,17 @@ def _messages(items: list[Body]) -> list[Body]:
             _join(found, assistant("", [call]))
         elif kind == "reasoning":
             texts = (
-                text_of(item.get(name), ("reasoning_text", "summary_text")) for name in ("content", "summary")
+                get_text(item.get(name), ("reasoning_text", "summary_text"))
+                for name in ("content", "summary")
             )
             thoughts = "".join(texts)
             _join(found, assistant("", [], thoughts))
         elif kind == "message" and item.get("role") == "assistant":
-            _join(found, assistant(text_of(item.get("content")), []))
+            _join(found, assistant(get_text(item.get("content")), []))
         elif kind == "message":
             found.append(dialect.simple_message(item))
         else:
-            raise Refused(
+            raise RequestRejected(
                 "request", f"an input item must be one that is served, got type {kind!r:.80}; leave it out"
             )
     return found
@@ -220,7 +221,7 @@ class _Steps:
         return taken
 
 
-def failure(refused: Refused) -> Event:
+def failure(refused: RequestRejected) -> Event:
     """The body of an error."""
     _, data = openai_chat.failure(refused)
     return "error", {"type": "error", "sequence_number": 0, **data["error"], **data}

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 
 from slime.event_loop import loop_objects
 from slime.hooks import load_function
-from slime.rollout.context import RunContext, context_of
+from slime.rollout.context import RunContext, find_context
 from slime.sessions.limits import DONE, SessionLimits
 from slime.sessions.messages import ChatParser, PlainParser
-from slime.sessions.server import SessionServer, server_of_loop
+from slime.sessions.server import SessionServer, get_loop_server
 from slime.sessions.session import MODEL, Session
 from slime.types import Sample, SamplingParams
 from slime.user_code import is_cancelled
@@ -38,7 +38,7 @@ async def open_session(
     agent are not raised, because they follow from that end. Any other error is raised. After the block,
     `Session.samples` returns the samples.
     """
-    context = context_of(args)
+    context = find_context(args)
     limits = SessionLimits.of(context.config.sessions) if limits is None else limits
     params = context.run.sampling_params if sampling_params is None else sampling_params
     server, session = await begin(context, sample, params, limits, parser=parser)
@@ -68,14 +68,14 @@ async def begin(
     model: str | None = MODEL,
 ) -> tuple[SessionServer, Session]:
     """Returns a session, and the server that serves it until it is removed. Must be awaited in the run's loop."""
-    server = await server_of_loop()
-    parser = await _parser_of(context) if parser is None else parser
+    server = await get_loop_server()
+    parser = await _get_parser(context) if parser is None else parser
     session = Session(context, sample, params, limits, parser, model)
     server.add(session)
     return server, session
 
 
-async def _parser_of(context: RunContext) -> ChatParser:
+async def _get_parser(context: RunContext) -> ChatParser:
     """Returns the parser of the rollout backend, one per run, or else the plain one.
 
     A thread makes it, because it may import the engine's project.
@@ -86,5 +86,5 @@ async def _parser_of(context: RunContext) -> ChatParser:
         if path is None
         else functools.partial(load_function(path), context.config, context.run.tokenizer)
     )
-    made = loop_objects().get(_parser_of, lambda: asyncio.create_task(asyncio.to_thread(make)))
+    made = loop_objects().get(_get_parser, lambda: asyncio.create_task(asyncio.to_thread(make)))
     return await asyncio.shield(made)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from slime.sessions.json_text import as_unicode
-from slime.sessions.messages import ChatParser, Refused, Reply, ToolCall
+from slime.sessions.messages import ChatParser, Reply, RequestRejected, ToolCall
 from slime.sessions.off_loop import within
 from slime.types import Message, Tools
 
@@ -19,14 +19,14 @@ Answer: TypeAlias = tuple[str, list[int], list[int], list[Message], Tools]
 
 
 async def parsed(parser: ChatParser, answer: Answer) -> Reply:
-    """`reply_of` in a thread, so that the event loop goes on. Refused also when the parser takes too long."""
+    """`parse_reply` in a thread, so that the event loop goes on. Refused also when the parser takes too long."""
     if getattr(parser, "plain", False):
-        return reply_of(parser, *answer)
+        return parse_reply(parser, *answer)
     try:
-        return await within(_LONGEST_S, reply_of, parser, *answer)
+        return await within(_LONGEST_S, parse_reply, parser, *answer)
     except TimeoutError as error:
         text = answer[0]
-        raise Refused(
+        raise RequestRejected(
             "parser",
             f"the parser must read an answer in {_LONGEST_S:g} s, got no end for {len(text)} characters, {text!r:.80}; "
             "check the parsers that the flags of the engine's backend name",
@@ -34,7 +34,7 @@ async def parsed(parser: ChatParser, answer: Answer) -> Reply:
         ) from error
 
 
-def reply_of(parser: ChatParser, *answer: *Answer) -> Reply:
+def parse_reply(parser: ChatParser, *answer: *Answer) -> Reply:
     """The reply that the parser finds, in Unicode text. Refused when it raises an error, and for a call without a name:
     no client could carry that on."""
     try:
@@ -45,7 +45,7 @@ def reply_of(parser: ChatParser, *answer: *Answer) -> Reply:
         )
         return replace(found, content=content, reasoning=reasoning, tool_calls=calls)
     except Exception as error:  # border: parsers are programs of others, and the model wrote the text
-        raise Refused(
+        raise RequestRejected(
             "parser",
             f"the answer must be one that the parser can read, got {type(error).__name__}: {error!s:.200} for "
             f"{answer[0]!r:.80}; check the parsers that the flags of the engine's backend name",

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from slime.data.rows import render_chat
-from slime.sessions.messages import Refused
+from slime.sessions.messages import RequestRejected
 from slime.types import Message, Tools
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class ChatRenderer:
                 return render_chat(written, self._tokenizer, options, tools or None)
             except Exception as raised:  # border: a chat template is a program of the model's author
                 error = error or raised
-        raise Refused(
+        raise RequestRejected(
             "template",
             f"the chat template must render the messages, got {error}; check their roles and their order",
         ) from error
@@ -117,7 +117,7 @@ class ChatRenderer:
             for start in range(0, len(text), _PIECE):
                 count += len(self._ids(text[start : start + _PIECE]))
                 if count > 2 * context:
-                    raise Refused(
+                    raise RequestRejected(
                         "context",
                         f"the context length is {context} tokens, got messages of {len(text)} characters",
                     )

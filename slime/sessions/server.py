@@ -20,7 +20,7 @@ from slime.sessions.anthropic_messages import MESSAGES
 from slime.sessions.dialect import Body, Dialect, Event, written
 from slime.sessions.json_text import read_json
 from slime.sessions.live import LiveAnswer
-from slime.sessions.messages import ChatRequest, Refused
+from slime.sessions.messages import ChatRequest, RequestRejected
 from slime.sessions.off_loop import off_loop
 from slime.sessions.openai_chat import CHAT
 from slime.sessions.openai_responses import RESPONSES
@@ -67,7 +67,7 @@ class SessionServer:
     def remove(self, session: Session) -> None:
         self._sessions.pop(session.id, None)
 
-    def session_of(self, request: web.Request) -> Session:
+    def find_session(self, request: web.Request) -> Session:
         """The open session of a request with its key. Refused without one."""
         session = self._sessions.get(request.match_info["id"])
         header = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -78,13 +78,13 @@ class SessionServer:
         if session is None or not known:
             if session is not None:
                 session.wrong_keys += 1
-            raise Refused("key", _WRONG_KEY, 401)
+            raise RequestRejected("key", _WRONG_KEY, 401)
         return session
 
     async def models(self, request: web.Request) -> web.Response:
         try:
-            self.session_of(request)
-        except Refused as refused:
+            self.find_session(request)
+        except RequestRejected as refused:
             return _refusal(CHAT, refused)
         model = {"id": MODEL, "object": "model", "type": "model", "created": 0, "owned_by": "vime"}
         return web.json_response({"object": "list", "data": [model], "has_more": False})
@@ -99,10 +99,10 @@ class _Route:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         session = None
         try:
-            session = self._server.session_of(request)
+            session = self._server.find_session(request)
             body, asked = await self._read(request, session)
             return await self._respond(request, session, body, asked)
-        except Refused as refused:
+        except RequestRejected as refused:
             if session is not None:
                 session.end(refused.reason, str(refused))
             return _refusal(self._dialect, refused)
@@ -119,22 +119,22 @@ class _Route:
         """Returns the number of tokens of a request's messages. The request is not a turn, and a refusal does not end
         the session."""
         try:
-            session = self._server.session_of(request)
+            session = self._server.find_session(request)
             _, asked = await self._read(request, session)
             return web.json_response({"input_tokens": await session.count(asked)})
-        except Refused as refused:
+        except RequestRejected as refused:
             return _refusal(self._dialect, refused)
 
     async def _read(self, request: web.Request, session: Session) -> tuple[Body, ChatRequest]:
         try:
             raw = await request.read()
         except web.HTTPRequestEntityTooLarge as error:
-            raise Refused(
+            raise RequestRejected(
                 "request", f"the body must have at most {_LARGEST_BODY_BYTES} bytes, got more; send less", 413
             ) from error
         except web.RequestPayloadError as error:
             said = f"the body must be encoded as its headers name it, got {error}; leave Content-Encoding out"
-            raise Refused("request", said) from error
+            raise RequestRejected("request", said) from error
         return await off_loop(len(raw), self._parse, raw, session)
 
     def _parse(self, raw: bytes, session: Session) -> tuple[Body, ChatRequest]:
@@ -144,11 +144,11 @@ class _Route:
             if not isinstance(body, dict):
                 raise TypeError(f"it is of type {type(body).__name__} and no object")
             asked = self._dialect.read(body, session)
-        except Refused:
+        except RequestRejected:
             raise
         except Exception as error:  # border: anybody may have written the body
             said = f"the body must be a request in JSON, got {type(error).__name__}: {error}; fix the client"
-            raise Refused("request", said) from error
+            raise RequestRejected("request", said) from error
         asked.size = len(raw)
         return body, asked
 
@@ -187,7 +187,7 @@ class _Route:
                     await stream.prepare(request)
                 await stream.write(piece)
             await stream.write(self._dialect.last.encode())
-        except Refused as refused:
+        except RequestRejected as refused:
             if not stream.prepared:
                 raise
             session.end(refused.reason, str(refused))
@@ -201,11 +201,11 @@ async def _next(events: AsyncIterator[list[Event]]) -> list[Event] | None:
     return await anext(events, None)
 
 
-def _refusal(dialect: Dialect, refused: Refused) -> web.Response:
+def _refusal(dialect: Dialect, refused: RequestRejected) -> web.Response:
     return web.json_response(dialect.failure(refused)[1], status=refused.status)
 
 
-async def server_of_loop() -> SessionServer:
+async def get_loop_server() -> SessionServer:
     """Returns the server of this event loop. The first call starts it, and it stops with the loop's objects."""
     started = loop_objects().get(SessionServer, lambda: asyncio.create_task(_started()), _stop)
     return await asyncio.shield(started)

@@ -19,7 +19,7 @@ from slime.rollout.rewards.finite import KEY as REMOVED
 from slime.rollout.state import random_stream, request_seed
 from slime.sessions.limits import ABORTS, DONE, LIMITS, NO_REQUEST, SessionLimits
 from slime.sessions.live import LiveAnswer, TextSoFar
-from slime.sessions.messages import ChatParser, ChatRequest, ModelAnswer, Refused, Reply, of_reply
+from slime.sessions.messages import ChatParser, ChatRequest, ModelAnswer, Reply, RequestRejected, from_reply
 from slime.sessions.off_loop import off_loop
 from slime.sessions.parsing import parsed
 from slime.sessions.rendering import BoundaryError, ChatRenderer
@@ -99,10 +99,10 @@ class Session:
         self.fault = error
         self.end("error", f"{type(error).__name__}: {error}")
 
-    def messages_of(self, answer_id: str) -> list[Message]:
+    def get_messages(self, answer_id: str) -> list[Message]:
         """The conversation up to and with an earlier answer. Refused if there is none."""
         if answer_id not in self._answers:
-            raise Refused(
+            raise RequestRejected(
                 "request", f"previous_response_id must be of this session, got {answer_id!r}; leave it out"
             )
         return self._answers[answer_id].messages
@@ -121,12 +121,12 @@ class Session:
         self._in_flight.add(task)
         try:
             return await self._answer(request, live or LiveAnswer())
-        except Refused as refusal:
+        except RequestRejected as refusal:
             self.end(refusal.reason, str(refusal))
             raise
         except Exception as error:  # border: the error must reach the run, not only the agent
             self.fail(error)
-            raise Refused("error", self.said, _FORBIDDEN) from error
+            raise RequestRejected("error", self.said, _FORBIDDEN) from error
         finally:
             self._in_flight.discard(task)
 
@@ -143,7 +143,7 @@ class Session:
         ended = result.finish_reason == "stop" and result.token_ids[-1] in self._renderer.special
         reply, refusal = await self._reply(request, prompt, result, ended=ended)
         known = len(parent.token_ids) if parent else 0
-        turn = Turn(parent, added, prompt[known:], of_reply(reply), result, ended, _tools_key(request))
+        turn = Turn(parent, added, prompt[known:], from_reply(reply), result, ended, _tools_key(request))
         self._tree.add(turn)
         self._tool_calls += len(reply.tool_calls)
         answer = ModelAnswer(
@@ -173,25 +173,27 @@ class Session:
         """Raises Refused unless the session may have another turn and can answer the request."""
         limits, written = self._limits, sum(len(turn.result.token_ids) for turn in self._tree.turns)
         if self.ended is not None:
-            raise Refused(self.ended, f"the session has ended: {self.ended}. {self.said}", _FORBIDDEN)
+            raise RequestRejected(self.ended, f"the session has ended: {self.ended}. {self.said}", _FORBIDDEN)
         if self._own.aborted:
-            raise Refused("aborted", "the rollout has all samples that it needs", _FORBIDDEN)
+            raise RequestRejected("aborted", "the rollout has all samples that it needs", _FORBIDDEN)
         for name, used, limit in (
             ("turns", len(self._tree.turns) + len(self._in_flight) - 1, limits.turns),
             ("tokens", written, limits.tokens),
             ("tool_calls", self._tool_calls - 1, limits.tool_calls),
         ):
             if limit is not None and used >= limit:
-                raise Refused(name, f"the session may have {limit} {name}, which are used up", _FORBIDDEN)
+                raise RequestRejected(
+                    name, f"the session may have {limit} {name}, which are used up", _FORBIDDEN
+                )
         if self._model is not None and request.model != self._model:
             said = f"the model must be {self._model}, got {request.model!r}; ask for session.model"
-            raise Refused("model", said, 404)
+            raise RequestRejected("model", said, 404)
         if not request.messages or request.messages[-1]["role"] == "assistant":
             last = request.messages[-1]["role"] if request.messages else "no message"
             said = f"the last message must be of a user or a tool, got {last}; end the messages with one"
-            raise Refused("request", said)
+            raise RequestRejected("request", said)
         if request.tools and not self._parser.tools:
-            raise Refused(
+            raise RequestRejected(
                 "no_tool_parser",
                 "tools must have a parser of the model's tool calls, got none; give its name with the tool-call-parser "
                 "flag of the engine's backend",
@@ -209,13 +211,13 @@ class Session:
         context = min((tokens for tokens in limits if tokens is not None), default=None)
         if context is not None and len(request.messages) > context:
             said = f"the context length is {context} tokens, got {len(request.messages)} messages"
-            raise Refused("context", said)
+            raise RequestRejected("context", said)
         return context
 
-    def _late(self, error: TimeoutError) -> Refused:
+    def _late(self, error: TimeoutError) -> RequestRejected:
         said = str(error) or "the engine did not answer"
         self._own.timed_out[random_stream(self._sample)] = said
-        return Refused("deadline", said, _FORBIDDEN)
+        return RequestRejected("deadline", said, _FORBIDDEN)
 
     async def _prompt(
         self, request: ChatRequest, context: int | None
@@ -265,12 +267,12 @@ class Session:
         except TimeoutError as error:
             raise self._late(error) from error
         except ValueError as error:
-            raise Refused("engine", str(error)) from error
+            raise RequestRejected("engine", str(error)) from error
         columns.check_answer(self._sample, result, wanted, params)
         if not stream.startswith(EVALUATION):
             self._own.note_request(time.perf_counter() - began, result)
         if result.finish_reason == "abort" or not result.token_ids:
-            raise Refused("aborted", "the rollout has all samples that it needs", _FORBIDDEN)
+            raise RequestRejected("aborted", "the rollout has all samples that it needs", _FORBIDDEN)
         live.check(result)
         return result
 
@@ -281,7 +283,9 @@ class Session:
         written = sum(len(turn.result.token_ids) for turn in self._tree.turns)
         room = None if context is None else context - len(prompt)
         if room is not None and room <= 0:
-            raise Refused("context", f"the context length is {context} tokens, got a prompt of {len(prompt)}")
+            raise RequestRejected(
+                "context", f"the context length is {context} tokens, got a prompt of {len(prompt)}"
+            )
         left = None if self._limits.tokens is None else self._limits.tokens - written
         lengths = [n for n in (params.get("max_new_tokens"), request.max_tokens, left, room) if n is not None]
         if not lengths:
@@ -294,7 +298,7 @@ class Session:
 
     async def _reply(
         self, request: ChatRequest, prompt: list[int], result: GenerateResult, *, ended: bool
-    ) -> tuple[Reply, Refused | None]:
+    ) -> tuple[Reply, RequestRejected | None]:
         """Returns the parsed answer. If the parser fails, returns the plain text and the refusal."""
         ids = result.token_ids[:-1] if ended else result.token_ids
         text = str(self._own.tokenizer.decode(ids, skip_special_tokens=False))
@@ -303,7 +307,7 @@ class Session:
         answer = text, result.token_ids, prompt, request.messages, request.tools
         try:
             return await parsed(self._parser, answer), None
-        except Refused as refusal:
+        except RequestRejected as refusal:
             return Reply(text), refusal
 
     def adopt(self, sample: Sample) -> None:

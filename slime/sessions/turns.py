@@ -104,7 +104,7 @@ class TurnTree:
         trained: set[int] = set()
         found = []
         for leaf in self.leaves:
-            found.append((_sample_of(leaf.path, sample, trained), leaf))
+            found.append((_build_sample(leaf.path, sample, trained), leaf))
             trained |= {id(turn) for turn in leaf.path}
         return found
 
@@ -120,7 +120,7 @@ def blank(sample: Sample) -> Sample:
     return fresh
 
 
-def _sample_of(path: list[Turn], given: Sample, trained: set[int]) -> Sample:
+def _build_sample(path: list[Turn], given: Sample, trained: set[int]) -> Sample:
     sample = blank(given)
     sample.tokens = list(path[0].prompt_ids)
     for number, turn in enumerate(path):

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slime.disk_space import Room
+from slime.disk_space import DiskSpaceGuard
 from slime.soft_lock import MISSING
 from slime.tracking.kinds import EVENTS_FILE, KINDS, OLDER, PHASES, VERSION
 
@@ -123,7 +123,7 @@ class Events:
             assert self._path is not None
             written = [0]
             try:
-                with Room("--run-dir", self._path.parent, "the run's events"):
+                with DiskSpaceGuard("--run-dir", self._path.parent, "the run's events"):
                     self._append(data, written)
             except BaseException:
                 with self._of_waiting:

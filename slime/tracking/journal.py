@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slime.tracking.kinds import DAMAGED, EVENTS_FILE, KINDS, VERSION
-from slime.tracking.run_files import MOST_OF_LINE, Line, is_number, is_there, lines_of, open_file, parse
+from slime.tracking.run_files import MOST_OF_LINE, Line, is_number, is_there, open_file, parse, read_lines
 
 _BEGIN = b'{"time": '
 """First bytes of every line. No field of an event contains them, because quotes in text are escaped."""
@@ -146,7 +146,7 @@ class Tail:
         return os.path.samestat(os.fstat(file.fileno()), (self._dir / name).stat())
 
     def _lines(self, file: BinaryIO, *, last: bool) -> Iterator[Event]:
-        for line in lines_of(file):
+        for line in read_lines(file):
             if not line.endswith(b"\n") and not last and len(line) < MOST_OF_LINE:
                 file.seek(-len(line), os.SEEK_CUR)
                 return

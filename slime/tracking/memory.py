@@ -70,7 +70,7 @@ class PeakMemory:
         self._peaks: dict[str, int] = {}
 
     @classmethod
-    def of_cuda(cls, device: torch.device) -> PeakMemory:
+    def from_cuda(cls, device: torch.device) -> PeakMemory:
         """Measures bytes in tensors that PyTorch allocated on `device`, without cached blocks, NCCL and the CUDA
         context."""
         import torch

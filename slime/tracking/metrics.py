@@ -63,7 +63,7 @@ def is_score(name: str, others: Container[str] = ()) -> bool:
     """
     own = name.startswith("eval/") and name not in STEP_KEYS and not _is_derived(name)
     return own and (
-        name.count("/") == 1 or name + _TRUNCATED in others or _of_held_out(name, _HELD_OUT_SCORES, others)
+        name.count("/") == 1 or name + _TRUNCATED in others or _is_held_out(name, _HELD_OUT_SCORES, others)
     )
 
 
@@ -73,21 +73,21 @@ def is_held_out_loss(name: str) -> bool:
     return name.endswith(_LOSS)
 
 
-def _of_held_out(name: str, figures: Iterable[str], others: Container[str]) -> bool:
+def _is_held_out(name: str, figures: Iterable[str], others: Container[str]) -> bool:
     """Returns True if a metric is among these figures and belongs to a set without rewards. A set with rewards has a
     metric `eval/{name}`."""
     sets = (name.removesuffix(f"/{figure}") for figure in figures if name.endswith(f"/{figure}"))
     return any(one.count("/") >= 1 and one not in others for one in sets)
 
 
-def of_sets(metrics: Mapping[str, float]) -> dict[str, float]:
+def select_sets(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the scores, ratios, pass rates and margins of evaluation sets, in their order."""
     return {
         name: value
         for name, value in metrics.items()
         if name.count("/") == 1
         or is_score(_DERIVED.sub("", name), metrics)
-        or _of_held_out(name, HELD_OUT, metrics)
+        or _is_held_out(name, HELD_OUT, metrics)
     }
 
 

@@ -21,7 +21,7 @@ from slime.tracking.console.closing import closing
 from slime.tracking.events import Events, Spans
 from slime.tracking.kinds import STEP_PARTS
 from slime.tracking.memory import resident_peak_gib
-from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX, is_score, of_sets
+from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX, is_score, select_sets
 from slime.tracking.percentiles import StepFigures
 from slime.tracking.phases import FIRST_WEIGHTS
 from slime.tracking.timers import Timers
@@ -218,7 +218,7 @@ class Reporter:
             for shown, end in HELD_OUT.items():
                 if (name := next((name for name in scores if name.endswith(end)), None)) is not None:
                     self._held_out[shown] = scores[name]
-            self.line.show_eval(rollout_id, of_sets(metrics))
+            self.line.show_eval(rollout_id, select_sets(metrics))
 
     def heed(self) -> None:
         """Prints concerns that another process has recorded, such as a rollout that drops all groups. Waits call it

@@ -92,7 +92,7 @@ def is_there(run_dir: Path, name: str) -> bool:
         return True
 
 
-def lines_of(file: BinaryIO, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
+def read_lines(file: BinaryIO, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
     """Yields the lines of an open file, with their ends. A line of more than MOST_OF_LINE bytes is cut, and its rest is
     left out."""
     left = most_bytes

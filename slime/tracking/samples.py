@@ -32,15 +32,15 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from slime.disk_space import Room
+from slime.disk_space import DiskSpaceGuard
 from slime.protocols import ShownSample
 from slime.tracking.run_files import (
     Line,
     is_number,
     is_whole_number,
-    lines_of,
     open_file,
     parse,
+    read_lines,
     readable,
 )
 from slime.types import Message, Metadata, Reward, Sample, SampleGroup
@@ -204,7 +204,7 @@ def _lines(run_dir: Path, name: str, damaged: Counter[str]) -> Iterator[Line]:
     if file is None:
         return
     with file:
-        for line in lines_of(file):
+        for line in read_lines(file):
             if (found := parse(line)) is None:
                 damaged[name] += 1
             else:
@@ -313,11 +313,11 @@ def write_samples(
     records = [_record(place, samples[place], text_of, written) for place in places if place < len(samples)]
     for record in records:
         record.group_size = None if record.group is None else sizes[record.group]
-        record.score = number_of_reward(record.reward, reward_key)
+        record.score = read_reward_number(record.reward, reward_key)
     return _write(run_dir, f"{rollout}.jsonl", [head, *map(asdict, records)])
 
 
-def number_of_reward(reward: object, key: str | None) -> float | None:
+def read_reward_number(reward: object, key: str | None) -> float | None:
     """Returns the number of a reward, or of its entry `key` if it is a record. Returns None if it is not a finite
     number."""
     found = reward.get(key) if isinstance(reward, dict) else reward
@@ -333,7 +333,7 @@ def write_trained(run_dir: Path, rollout: int, rank: int, lines: list[Line]) -> 
 def _write(run_dir: Path, name: str, lines: list[Line]) -> Path:
     folder = Path(run_dir) / SAMPLES
     path, temporary = folder / name, folder / f"{name}.tmp"
-    with Room("--run-dir", run_dir, "samples of a rollout"):
+    with DiskSpaceGuard("--run-dir", run_dir, "samples of a rollout"):
         folder.mkdir(parents=True, exist_ok=True)
         with temporary.open("w", encoding="utf-8") as file:
             for line in lines:

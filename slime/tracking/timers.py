@@ -56,7 +56,7 @@ class Timers:
         """Returns timers of work on `device`: CUDA events and peak memory on a GPU, wall time elsewhere."""
         if device.type != "cuda":
             return cls()
-        return cls(cuda_event, cuda_seconds, PeakMemory.of_cuda(device))
+        return cls(cuda_event, cuda_seconds, PeakMemory.from_cuda(device))
 
     def measure(self, name: str) -> AbstractContextManager[None]:
         """Adds the seconds of the block to `name`, even if the block raises an error."""

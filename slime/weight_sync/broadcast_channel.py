@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
-from slime.weight_sync.group import GivenUp, Group, GroupInfo, found, give_up, is_given_up
+from slime.weight_sync.channel import Export, Info, Part, TrainerSettings, WeightChannel, Worker
+from slime.weight_sync.group import GroupAbandoned, GroupInfo, TransferGroup, found, give_up, is_abandoned
 from slime.weight_sync.ranks import everywhere
 from slime.weight_sync.slices import OfAllRanks
 from slime.weight_sync.sources import Region, by_name, fill_own, sliced_buckets, whole_tensor
@@ -37,7 +37,7 @@ class BroadcastChannel(WeightChannel):
     def __init__(self, directory: Path, bucket_bytes: int, device: torch.device, timeout_s: float) -> None:
         self.directory, self.bucket_bytes, self.device = directory, bucket_bytes, device
         self.timeout_s = timeout_s
-        self._group: Group | None = None
+        self._group: TransferGroup | None = None
         self._info: GroupInfo | None = None
         self._ranks: dict[str, int] | None = None
         self._buckets: list[Tensor] = []
@@ -46,7 +46,7 @@ class BroadcastChannel(WeightChannel):
         )
 
     @classmethod
-    def on_trainer(cls, place: TrainerPlace) -> BroadcastChannel:
+    def on_trainer(cls, place: TrainerSettings) -> BroadcastChannel:
         return cls(place.directory, place.bucket_bytes, place.device, place.timeout_s)
 
     @classmethod
@@ -58,8 +58,8 @@ class BroadcastChannel(WeightChannel):
         give_up(info["group"])
 
     @staticmethod
-    def is_given_up(info: Info) -> bool:
-        return is_given_up(info["group"])
+    def is_abandoned(info: Info) -> bool:
+        return is_abandoned(info["group"])
 
     def parts(
         self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
@@ -103,10 +103,10 @@ class BroadcastChannel(WeightChannel):
             return
         try:
             if self._group is None:
-                self._group = Group(self._info, dist.get_rank(), self.device)
+                self._group = TransferGroup(self._info, dist.get_rank(), self.device)
             for source, start, size in regions:
                 self._group.start(bucket[start : start + size], source)
-        except GivenUp as error:
+        except GroupAbandoned as error:
             self._give_up(error)
         self._settle(len(regions))
 
@@ -114,10 +114,10 @@ class BroadcastChannel(WeightChannel):
         try:
             if self._group is not None:
                 self._group.settle(limit)
-        except GivenUp as error:
+        except GroupAbandoned as error:
             self._give_up(error)
 
-    def _give_up(self, error: GivenUp) -> None:
+    def _give_up(self, error: GroupAbandoned) -> None:
         logger.warning("weights have to be sent again: %s", error)
         self._group = self._ranks = None
 
@@ -142,7 +142,7 @@ class BroadcastReceiver:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._store: str | None = None
-        self._group: Group | None = None
+        self._group: TransferGroup | None = None
 
     @contextmanager
     def receive(self, info: Info) -> Iterator[Part | None]:
@@ -161,13 +161,13 @@ class BroadcastReceiver:
                 series=info["group"]["store"],
                 borrowed=False,
             )
-        except GivenUp as error:
+        except GroupAbandoned as error:
             logger.warning("weights are expected again: %s", error)
         yield part
 
     def take(self, size: int, regions: list[Region], group: GroupInfo) -> Tensor:
         """Returns the next bucket, of `size` bytes, in new memory, after the trainer's ranks have sent it. Joins
-        `group` if it is not the current group. Raises GivenUp when that group is given up."""
+        `group` if it is not the current group. Raises GroupAbandoned when that group is given up."""
         if group["store"] != self._store or self._group is None:
             name = self._worker.engine
             if name is None or name not in group["ranks"]:
@@ -175,7 +175,7 @@ class BroadcastReceiver:
             if self._group is not None:
                 self._group.close()
             self._store, self._group = group["store"], None
-            self._group = Group(group, group["ranks"][name] + self._worker.rank, self._worker.device)
+            self._group = TransferGroup(group, group["ranks"][name] + self._worker.rank, self._worker.device)
         bucket = torch.empty(size, dtype=torch.uint8, device=self._worker.device)
         for source, start, length in regions:
             self._group.start(bucket[start : start + length], source)

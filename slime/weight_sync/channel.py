@@ -60,7 +60,7 @@ Info = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class TrainerPlace:
+class TrainerSettings:
     """The surroundings of a trainer rank."""
 
     directory: Path
@@ -142,7 +142,7 @@ class WeightChannel(ABC):
 
     @classmethod
     @abstractmethod
-    def on_trainer(cls, place: TrainerPlace) -> WeightChannel:
+    def on_trainer(cls, place: TrainerSettings) -> WeightChannel:
         """Returns the channel of a trainer rank."""
 
     @abstractmethod
@@ -166,6 +166,6 @@ class WeightChannel(ABC):
         fails during the part."""
 
     @staticmethod
-    def is_given_up(info: Info) -> bool:
+    def is_abandoned(info: Info) -> bool:
         """Returns whether a process has reported that it could not finish the part."""
         return False

@@ -21,9 +21,9 @@ import torch
 from safetensors import safe_open
 
 from slime.checkpoints.hf_config import OpenFile
-from slime.disk_space import Room, require_room
+from slime.disk_space import DiskSpaceGuard, require_room
 from slime.protocols import WeightUpdate
-from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
+from slime.weight_sync.channel import Export, Info, Part, TrainerSettings, WeightChannel, Worker
 from slime.weight_sync.ranks import everywhere, is_first, on_all_ranks
 from slime.weight_sync.sliced_file import SlicedFile, octets
 from slime.weight_sync.slices import OfAllRanks, Slice, Where
@@ -62,7 +62,7 @@ class FileChannel(WeightChannel):
             )
 
     @classmethod
-    def on_trainer(cls, place: TrainerPlace) -> FileChannel:
+    def on_trainer(cls, place: TrainerSettings) -> FileChannel:
         return cls(place.directory, keep_files=place.keep_files, stem=place.stem)
 
     @classmethod
@@ -90,10 +90,10 @@ class FileChannel(WeightChannel):
             with on_all_ranks(f"write {what}"):
                 if is_first():
                     require_room("--weight-dir", self.directory, file.weights_bytes, what)
-                    with Room("--weight-dir", self.directory, what):
+                    with DiskSpaceGuard("--weight-dir", self.directory, what):
                         path.parent.mkdir(exist_ok=True, mode=0o700)
                         file.create()
-            with on_all_ranks(f"write {what}"), Room("--weight-dir", self.directory, what):
+            with on_all_ranks(f"write {what}"), DiskSpaceGuard("--weight-dir", self.directory, what):
                 for place, data in file.write(mine):
                     if checksums:
                         of_tensor = digests.setdefault(place.name, [])

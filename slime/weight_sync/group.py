@@ -55,7 +55,7 @@ class _Connected(Protocol):
     def abort(self) -> None: ...
 
 
-class GivenUp(RuntimeError):
+class GroupAbandoned(RuntimeError):
     """Raised if the group lost a rank, or if a process gave the group up. The weights must be sent again by another
     group."""
 
@@ -69,11 +69,11 @@ def found(directory: Path, ranks: dict[str, int], world: int, timeout_s: float) 
 
 
 def give_up(info: GroupInfo) -> None:
-    """Releases every rank that waits in the group. Each rank raises GivenUp."""
+    """Releases every rank that waits in the group. Each rank raises GroupAbandoned."""
     _mark(info).write_text("given up", encoding="utf-8")
 
 
-def is_given_up(info: GroupInfo) -> bool:
+def is_abandoned(info: GroupInfo) -> bool:
     """Returns whether a process gave the group up."""
     # The file is opened each time, because only then does a network disk query its server.
     return _mark(info).exists() and bool(_mark(info).read_bytes())
@@ -83,11 +83,11 @@ def _mark(info: GroupInfo) -> Path:
     return Path(f"{info['store']}-mark")
 
 
-class Group:
+class TransferGroup:
     """Membership of this process, as rank `rank`, in a group that is separate from torch's default group.
 
-    The constructor returns when all ranks have joined. It and every method raise GivenUp when the group is given up,
-    and when this rank gives it up: after a broken connection, or after `timeout_s` of waiting.
+    The constructor returns when all ranks have joined. The constructor and every method raise GroupAbandoned if a
+    process has abandoned the group. They abandon it after a broken connection, or after `timeout_s` of waiting.
     """
 
     def __init__(self, info: GroupInfo, rank: int, device: torch.device) -> None:
@@ -139,23 +139,25 @@ class Group:
 
     def _wait(self, done: Callable[[], bool]) -> None:
         began = looked = time.monotonic()
-        if is_given_up(self._info):
-            raise GivenUp("the group was given up")
+        if is_abandoned(self._info):
+            raise GroupAbandoned("the group was given up")
         while not done():
             now = time.monotonic()
             if now - looked > _MARK_S:
                 looked = now
-                if is_given_up(self._info):
-                    raise GivenUp("the group was given up while this rank waited")
+                if is_abandoned(self._info):
+                    raise GroupAbandoned("the group was given up while this rank waited")
             if now - began > self._info["timeout_s"]:
-                raise GivenUp(f"the others must come within {self._info['timeout_s']:.0f} s; they did not")
+                raise GroupAbandoned(
+                    f"the others must come within {self._info['timeout_s']:.0f} s; they did not"
+                )
             time.sleep(min(max(_SHORT_S, (now - began) / 5), _LONG_S))
 
-    def _abandon(self, reason: RuntimeError) -> GivenUp:
+    def _abandon(self, reason: RuntimeError) -> GroupAbandoned:
         """Gives the group up for all ranks, and frees it in a thread: gloo waits for dead ranks before it ends."""
         give_up(self._info)
         self.close()
-        return reason if isinstance(reason, GivenUp) else GivenUp(f"the group broke: {reason}")
+        return reason if isinstance(reason, GroupAbandoned) else GroupAbandoned(f"the group broke: {reason}")
 
 
 def _join(

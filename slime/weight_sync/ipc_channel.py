@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slime.protocols import WeightUpdate
 from slime.weight_sync.buckets import fill, grouped, room_for, views
-from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
+from slime.weight_sync.channel import Export, Info, Part, TrainerSettings, WeightChannel, Worker
 
 Handle = list[str | int | bool | None]
 """The values that torch needs to map a bucket into another process, as JSON types."""
@@ -40,7 +40,7 @@ class IpcChannel(WeightChannel):
         self._handles: list[dict[str, Handle]] = []
 
     @classmethod
-    def on_trainer(cls, place: TrainerPlace) -> IpcChannel:
+    def on_trainer(cls, place: TrainerSettings) -> IpcChannel:
         return cls(place.bucket_bytes, place.device)
 
     @classmethod

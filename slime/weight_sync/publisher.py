@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime.protocols import FULL, WeightSet, WeightUpdate
-from slime.weight_sync.channel import Export, TrainerPlace, WeightChannel
+from slime.weight_sync.channel import Export, TrainerSettings, WeightChannel
 from slime.weight_sync.delta.series import DeltaSeries
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.file_channel import FileChannel
@@ -46,7 +46,7 @@ class Publisher:
     def of(
         cls,
         transport: str,
-        place: TrainerPlace,
+        place: TrainerSettings,
         export: Export,
         *,
         compare: bool,
@@ -82,7 +82,7 @@ class Publisher:
     def file(self, version: int) -> WeightUpdate:
         """Returns the current weights in a file, for an engine that starts between two updates."""
         part = next(self._files.parts(self._export, version, compare=False, receivers={}))
-        weights = self._weights if self._deltas is None else self._deltas.of_file(version)
+        weights = self._weights if self._deltas is None else self._deltas.describe_file(version)
         return self._told(replace(part, weights=weights))
 
     def _parts(self, version: int, receivers: dict[str, int]) -> Iterator[WeightUpdate]:

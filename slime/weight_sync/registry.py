@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Channel:
+class ChannelRecord:
     """A value of --update-weight-transport."""
 
     path: str
@@ -47,14 +47,14 @@ class Channel:
 
 _HERE = "slime.weight_sync."
 CHANNELS = {
-    "ipc": Channel(
+    "ipc": ChannelRecord(
         _HERE + "ipc_channel:IpcChannel",
         help="through the memory of shared GPUs (default with --colocate on GPUs)",
         plan="the memory of the GPUs that both are on",
         gpus="shared",
         buckets=True,
     ),
-    "nccl": Channel(
+    "nccl": ChannelRecord(
         _HERE + "broadcast_channel:BroadcastChannel",
         help="through a process group (default if trainer and engines have their own GPUs; gloo on CPUs)",
         plan="broadcast",
@@ -64,7 +64,7 @@ CHANNELS = {
         collective=True,
         tensor_parallel_only=True,
     ),
-    "disk": Channel(
+    "disk": ChannelRecord(
         _HERE + "file_channel:FileChannel",
         help="through files that trainer and engines can read (default otherwise)",
         plan="files in {weight_dir}",

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slime.weight_sync.slices import Place, Slice
+from slime.weight_sync.slices import Slice, SlicePosition
 
 _DTYPES = {
     "float64": "F64",
@@ -39,7 +39,7 @@ _DTYPES = {
 class SlicedFile:
     """The file at `path`. `places` are all ranks' slices; every rank computes the same header from them."""
 
-    def __init__(self, path: Path, places: Iterable[Place]) -> None:
+    def __init__(self, path: Path, places: Iterable[SlicePosition]) -> None:
         self.path = path
         whole = {place.name: place for place in places}
         # larger values come first, so that each tensor begins at a multiple of its value's size
@@ -70,7 +70,7 @@ class SlicedFile:
             file.write(self._header)
             file.truncate(self.nbytes)
 
-    def write(self, slices: Sequence[Slice]) -> Iterator[tuple[Place, np.ndarray]]:
+    def write(self, slices: Sequence[Slice]) -> Iterator[tuple[SlicePosition, np.ndarray]]:
         """Writes slices into the file. Yields the bytes of a slice after it is written."""
         try:
             file = os.open(self.path, os.O_WRONLY)
@@ -94,7 +94,7 @@ def octets(tensor: torch.Tensor) -> np.ndarray:
     return found
 
 
-def _write(file: int, first: int, place: Place, data: np.ndarray) -> None:
+def _write(file: int, first: int, place: SlicePosition, data: np.ndarray) -> None:
     """Writes the bytes of a slice. Its tensor begins at byte `first` of the file."""
     length, runs = place.runs()
     view = data.data

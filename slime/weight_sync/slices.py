@@ -19,7 +19,7 @@ Where = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class SlicePosition:
     """The position of a slice in its tensor."""
 
     name: str
@@ -68,7 +68,7 @@ class Slice:
     """A part of a tensor, on any device. `values` reads it and may copy it from the host of an offloaded model, so
     callers call it once and do not keep its result."""
 
-    place: Place
+    place: SlicePosition
     values: Callable[[], Tensor]
     """Returns the values in the order of `place`. They may have more axes than `place`: a view of rows that are not
     contiguous."""
@@ -79,24 +79,24 @@ def whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Slice]:
     for name, tensor in tensors:
         where = tuple((0, size) for size in tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        yield Slice(Place(name, dtype, tuple(tensor.shape), where), lambda tensor=tensor: tensor)  # type: ignore[misc]
+        yield Slice(SlicePosition(name, dtype, tuple(tensor.shape), where), lambda tensor=tensor: tensor)  # type: ignore[misc]
 
 
 class OfAllRanks(Generic[T]):
-    """A value that is derived from all ranks' slices. `make` gets the slices' `Place`s, one list per rank. It is called
-    when a rank's slices differ from the last update. Otherwise the ranks only exchange that their slices are
-    unchanged."""
+    """A value that is derived from all ranks' slices. `make` gets the slices' `SlicePosition`s, one list per rank.
+    It is called when a rank's slices differ from the last update. Otherwise the ranks only exchange that their slices
+    are unchanged."""
 
-    def __init__(self, make: Callable[[list[list[Place]]], T]) -> None:
+    def __init__(self, make: Callable[[list[list[SlicePosition]]], T]) -> None:
         self._make = make
-        self._mine: list[Place] | None = None
+        self._mine: list[SlicePosition] | None = None
         self._made: list[T] = []
 
-    def get(self, mine: list[Place]) -> T:
-        """Returns the derived value. Collective. `mine` has the `Place`s on this rank. Raises RuntimeError unless
-        all ranks' slices together cover each tensor."""
+    def get(self, mine: list[SlicePosition]) -> T:
+        """Returns the derived value. Collective. `mine` has the `SlicePosition`s on this rank. Raises RuntimeError
+        unless all ranks' slices together cover each tensor."""
         if any(everywhere(mine != self._mine)):
-            self._mine = None  # after an error, all ranks send each `Place` again
+            self._mine = None  # after an error, all ranks send each `SlicePosition` again
             of_ranks = everywhere(mine)
             require_whole(place for places in of_ranks for place in places)
             self._made = [self._make(of_ranks)]
@@ -104,9 +104,9 @@ class OfAllRanks(Generic[T]):
         return self._made[0]
 
 
-def require_whole(places: Iterable[Place]) -> None:
+def require_whole(places: Iterable[SlicePosition]) -> None:
     """Raises RuntimeError unless the slices have the same number of values as their tensors."""
-    given: dict[str, tuple[Place, int]] = {}
+    given: dict[str, tuple[SlicePosition, int]] = {}
     for place in places:
         first, before = given.setdefault(place.name, (place, 0))
         if (first.shape, first.dtype) != (place.shape, place.dtype):

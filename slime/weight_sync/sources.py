@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slime.weight_sync.buckets import aligned, view
-from slime.weight_sync.slices import Place, Slice, Where
+from slime.weight_sync.slices import Slice, SlicePosition, Where
 
 Pieces = list[tuple[Where, int]]
 """A slice's position in its tensor, and its first byte in the bucket."""
@@ -40,16 +40,18 @@ class SlicedBucket:
     weights_bytes: int
 
 
-def sliced_buckets(of_ranks: Sequence[Sequence[Place]], rank: int, limit: int) -> Iterator[SlicedBucket]:
+def sliced_buckets(
+    of_ranks: Sequence[Sequence[SlicePosition]], rank: int, limit: int
+) -> Iterator[SlicedBucket]:
     """Yields the buckets of an update, of at most `limit` bytes each unless a tensor is larger. `of_ranks`
-    has each rank's slices as a list of `Place`, from which every rank computes the same buckets. `rank` is this rank.
-    Layers follow each other in order, on whichever rank they are: an engine keeps the received tensors of a layer until
-    the layer is complete."""
-    by_name: dict[str, list[tuple[int, int, Place]]] = {}
+    has each rank's slices as a list of `SlicePosition`, from which every rank computes the same buckets. `rank` is this
+    rank. Layers follow each other in order, on whichever rank they are: an engine keeps the received tensors of a layer
+    until the layer is complete."""
+    by_name: dict[str, list[tuple[int, int, SlicePosition]]] = {}
     for source, places in enumerate(of_ranks):
         for number, place in enumerate(places):
             by_name.setdefault(place.name, []).append((source, number, place))
-    group: list[tuple[int, int, Place]] = []
+    group: list[tuple[int, int, SlicePosition]] = []
     total = 0
     for name in sorted(by_name, key=_in_order):
         size = sum(aligned(place.nbytes) for _, _, place in by_name[name])
@@ -67,7 +69,7 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)]
 
 
-def _sliced(group: list[tuple[int, int, Place]], rank: int) -> SlicedBucket:
+def _sliced(group: list[tuple[int, int, SlicePosition]], rank: int) -> SlicedBucket:
     tensors: dict[str, Entry] = {}
     regions: list[Region] = []
     own, offset = [], 0

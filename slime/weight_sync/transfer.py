@@ -87,7 +87,7 @@ class Engine(Loader, Protocol):
     def take_cache_memory(self) -> None: ...
 
 
-class Fleet(Protocol):
+class UpdatedEngines(Protocol):
     """The methods of the engine pool that the transfer calls, with the transfer's lock held."""
 
     def serving(self) -> list[Engine]:
@@ -108,7 +108,7 @@ class Fleet(Protocol):
         ...
 
 
-def channel_of(part: WeightUpdate) -> type[WeightChannel]:
+def find_channel(part: WeightUpdate) -> type[WeightChannel]:
     """Returns the channel class of a part. The driver needs it only for a collective channel and after a fault (imports
     torch)."""
     return CHANNELS[part.channel].load()
@@ -118,7 +118,7 @@ def load_part(engine: Loader, part: WeightUpdate) -> None:
     """Makes an engine load a part. If this fails, every process that waits for the engine in the channel is
     released."""
     with ExitStack() as on_failure:
-        on_failure.callback(lambda: channel_of(part).give_up(part.info))
+        on_failure.callback(lambda: find_channel(part).give_up(part.info))
         engine.update_weights(part.message())
         on_failure.pop_all()
 
@@ -146,7 +146,7 @@ class WeightTransfer:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: UpdatedEngines,
         source: WeightSource | None,
         *,
         gives_memory: bool,
@@ -300,8 +300,8 @@ class WeightTransfer:
                 self._pool.on_serving(lambda engine: load_part(engine, part))
         if not collective:
             return True
-        channel = channel_of(part)
-        if self._pool.serving() == takers and not channel.is_given_up(part.info):
+        channel = find_channel(part)
+        if self._pool.serving() == takers and not channel.is_abandoned(part.info):
             return True
         channel.give_up(part.info)
         return False
@@ -325,4 +325,4 @@ class WeightTransfer:
 def _release_engines(part: WeightUpdate, sent: Future[WeightUpdate | None]) -> None:
     """Releases engines that wait for a trainer that has failed. A callback for the end of the trainer's sending."""
     if not sent.cancelled() and sent.exception() is not None:
-        channel_of(part).give_up(part.info)
+        find_channel(part).give_up(part.info)

@@ -48,7 +48,7 @@ def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums
     from slime.data.token_slice import token_slice
     from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
     from slime.megatron_backend.model.attention import packed_layout
-    from slime.megatron_backend.model.gpt import build_model, logits_of, stage_output, unwrap
+    from slime.megatron_backend.model.gpt import build_model, compute_logits, stage_output, unwrap
     from slime.megatron_backend.parallel import init_parallel
 
     config = make_config()
@@ -57,7 +57,9 @@ def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums
 
     def log_probs(model: torch.nn.Module) -> torch.Tensor:
         output = stage_output(model, tokens, packed_layout(token_slice([len(TOKENS)]), device))
-        return logits_of(model, output)[:-1, :99].float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        return (
+            compute_logits(model, output)[:-1, :99].float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        )
 
     def versions(name: str) -> list[Any]:
         params_dtype = dtype or CASES[name].dtype

@@ -11,7 +11,7 @@ from slime.data.token_slice import token_slice
 from slime.megatron_backend.model.attention import packed_layout
 from slime.megatron_backend.model.gpt import build_model, stage_output, unwrap
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.models import decoder_of
+from slime.models import read_decoder
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +56,7 @@ def test_a_layer_of_the_real_shape(single_rank, capsys):
     for (name, a), (_, b) in zip(*(unwrap(m).named_parameters() for m in models.values()), strict=True):
         assert (b.main_grad - a.main_grad).norm() <= 0.05 * a.main_grad.norm(), name
         assert a.main_grad.any() or name.startswith("output_layer"), name  # the head comes after the layers
-    decoder = decoder_of(HF)
+    decoder = read_decoder(HF)
     width = decoder.layers[0].attention.kept + 2 * decoder.hidden + 2 * decoder.ffn
     estimate = 2 * len(tokens) * width
     with capsys.disabled():

@@ -69,10 +69,10 @@ def build(root, tmp_path):
 
 
 def state(trainer: Any) -> Iterator[torch.Tensor]:
-    from slime.megatron_backend.step.residence import parameters_of, states_of
+    from slime.megatron_backend.step.residence import iter_parameters, iter_states
 
-    yield from parameters_of([trainer.policy.model])
-    yield from states_of(trainer.policy.optimizer)
+    yield from iter_parameters([trainer.policy.model])
+    yield from iter_states(trainer.policy.optimizer)
 
 
 def resident_gib() -> float:

@@ -226,7 +226,7 @@ def test_a_wrong_name_is_seen(tmp_path: Path) -> None:
     trainer = defined(Path("slime/megatron_backend/step/trainer.py"))
     assert "MegatronTrainer.train" in trainer
     assert "reduce_metrics" in defined(Path("slime/megatron_backend/step/loss.py"))
-    assert {"COLUMNS", "Column.of_samples"} <= defined(Path("slime/data/columns.py"))
+    assert {"COLUMNS", "Column.read_samples"} <= defined(Path("slime/data/columns.py"))
     assert not {"MegatronTrainer.trains", "train", "missing"} & trainer
     source = tmp_path / "uses.py"
     source.write_text(

@@ -30,7 +30,7 @@ from slime.checkpoints.hf_config import check_checkpoint_shapes, largest_token_i
 from slime.config.config_file import split_argv
 from slime.config.megatron_flags import MODEL_ARGS
 from slime.megatron_backend.model.model_config import check_hf_config
-from slime.models import decoder_of, family_for
+from slime.models import family_for, read_decoder
 from slime.plan.model_shape import Shape
 from slime.rules.model_args import check_model_args
 
@@ -124,9 +124,11 @@ def test_our_own_are_mostly_body():
 def test_experts_are_known(arch):
     config = json.loads(build_config(arch).to_json_string(use_diff=False))
     check_hf_config(config)
-    assert decoder_of(config).experts.count == ARCHITECTURES[arch].experts[0]
+    assert read_decoder(config).experts.count == ARCHITECTURES[arch].experts[0]
     dense = config.get("first_k_dense_replace", 0)
-    assert list(decoder_of(config).sparse) == [False] * dense + [True] * (config["num_hidden_layers"] - dense)
+    assert list(read_decoder(config).sparse) == [False] * dense + [True] * (
+        config["num_hidden_layers"] - dense
+    )
 
 
 @pytest.mark.parametrize("arch", SHALLOW)
@@ -135,7 +137,7 @@ def test_tensors_are_those_of_the_weight_table(arch):
     config = build_config(arch, layers=1)
     stored = {name: tensor.shape for name, tensor in stored_tensors(build_model(config, 0, "meta"))}
     said = json.loads(config.to_json_string(use_diff=False)) | {"model_type": ARCHITECTURES[arch].family}
-    family, decoder = family_for(said), decoder_of(said)
+    family, decoder = family_for(said), read_decoder(said)
     numbers = [{"i": 0, "e": e} for e in range(decoder.experts.count if decoder.experts else 1)]
     table = {name.format(**n) for row in family.rows for name in row.hf for n in numbers}
     assert stored.keys() <= table

@@ -27,7 +27,7 @@ from slime.megatron_backend.model.gpt import (
     stage_output,
     vocab_range,
 )
-from slime.megatron_backend.model.gpt import hidden_of as hidden_of_output
+from slime.megatron_backend.model.gpt import gather_hidden as hidden_of_output
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import finish_grads
 from slime.models import family_for

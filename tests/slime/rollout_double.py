@@ -189,7 +189,7 @@ def make_state(
 ) -> GenerateState:
     """Returns a state with an engine double, which functions reach as in the manager. It closes with the test."""
     tokenizer = tokenizer or make_tokenizer()
-    state = GenerateState(Config.of_args(args), EngineDouble(tokenizer), tokenizer, hook_args=args, **facts)
+    state = GenerateState(Config.from_args(args), EngineDouble(tokenizer), tokenizer, hook_args=args, **facts)
     STATES.append(state.enter())
     return state
 

@@ -37,7 +37,7 @@ def make_args(**flags) -> SimpleNamespace:
 
 def border(**flags) -> tuple[Config, Hooks]:
     """Returns the configuration with these flags, and its user functions."""
-    config = Config.of_args(make_args(**flags))
+    config = Config.from_args(make_args(**flags))
     return config, Hooks(config)
 
 

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from slime import extras
 from slime.checkpoints.hf_config import read_hf_config
-from slime.models import decoder_of
+from slime.models import read_decoder
 from vime.doctor.finding import GIB, MIB, Finding, WantedRun, judge, ok, problem, size, warning
 from vime.doctor.machine import Machine, split_csv, words
 
@@ -161,7 +161,7 @@ def check_delta_nets(machine: Machine, wanted: WantedRun) -> list[Finding]:
     checkpoint."""
     if wanted.device != "cuda":
         return []
-    if wanted.hf_checkpoint is not None and not decoder_of(read_hf_config(wanted.hf_checkpoint)).stateful:
+    if wanted.hf_checkpoint is not None and not read_decoder(read_hf_config(wanted.hf_checkpoint)).stateful:
         return []
     why = delta_net_obstacle(machine)
     if why is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.checkpoints.checkpoint_dir import latest
-from slime.memory.measured import measured_of
+from slime.memory.measured import read_measured
 from slime.tracking.concerns import STOPS_LEARNING
 from slime.tracking.run_files import read_object
 from slime.tracking.run_summary import RunSummary, run_summary
@@ -190,7 +190,7 @@ def _concerns(summary: RunSummary) -> list[Finding]:
 
 def _memory(summary: RunSummary) -> list[Finding]:
     """Reports the run's highest memory use on a card and on the host, and the flags that its error names."""
-    found = measured_of(summary.run_dir)
+    found = read_measured(summary.run_dir)
     if not found:
         return []
     told = []

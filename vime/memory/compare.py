@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
-from slime.memory.measured import Measured, measured_of
+from slime.memory.measured import Measured, read_measured
 from slime.plan.fit import Fit, MachineSizes
 from slime.plan.host_phases import SYSTEM
 from slime.plan.units import GIB
@@ -31,7 +31,7 @@ def compare_run(argv: Sequence[str]) -> int:
             f"{COMPARE} must have one run directory, got {len(argv)}; name the --run-dir of a run and no other flag"
         )
     run_dir = Path(argv[0])
-    found = measured_of(run_dir)
+    found = read_measured(run_dir)
     if not found:
         raise ValueError(
             f"RUN_DIR must have events of the kind memory, got none in {run_dir}; runs of this version write them"
@@ -83,7 +83,7 @@ def planned_card(planned: Fit, phase: str) -> float | None:
 
 
 def planned_host(planned: Fit, phase: str) -> float | None:
-    return None if planned.host is None else planned.host.of_phase(phase) / GIB
+    return None if planned.host is None else planned.host.sum_phase(phase) / GIB
 
 
 def lines(planned: Fit, found: Mapping[str, Measured]) -> Iterator[str]:

@@ -97,7 +97,7 @@ def _host_flags(config: Config, host: HostMemory) -> Iterator[str]:
     planned = fit(config, hf, MachineSizes()).host
     if planned is None:
         return
-    most = planned.of_phase(planned.worst)
+    most = planned.sum_phase(planned.worst)
     found = advise(config, hf, MachineSizes(host=(most - _MISSING * host.total) / USABLE))
     flags = [f"{one.change.flag} (now {one.change.now}) gives {amount(one.gives)}" for one in found]
     yield "what lowers it: " + (

@@ -15,7 +15,7 @@ from slime.plan.memory_decision import TOO_SMALL, decide_residence
 from slime.plan.memory_estimate import Item, estimate
 from slime.plan.model_shape import Shape
 from slime.plan.units import GIB, amount
-from slime.roles.groups import groups_of
+from slime.roles.groups import build_groups
 from slime.tracking.phases import PHASES
 from vime.backends import models_of
 from vime.memory.sizes import machine_of
@@ -83,7 +83,7 @@ def host_lines(found: Fit, machine: MachineSizes) -> Iterator[str]:
     for item in found.host.items:
         if phase in item.phases:
             yield f"{item.name:<28} {amount(item.bytes):>11}   {item.arithmetic}"
-    most = found.host.of_phase(phase)
+    most = found.host.sum_phase(phase)
     yield f"{'together':<28} {amount(most):>11}   while {DOING[phase]}, without page cache"
     if machine.host is None:
         return
@@ -102,7 +102,7 @@ def phase_lines(found: Fit) -> Iterator[str]:
     yield f"{'':<14}" + "".join(f"{name:>26}" for name in names) + f"{'host':>14}"
     for phase in PHASES:
         cells = [amount(card[phase]) if phase in card else "-" for card in found.cards.values()]
-        host = f"{amount(found.host.of_phase(phase)):>14}"
+        host = f"{amount(found.host.sum_phase(phase)):>14}"
         yield f"{phase:<14}" + "".join(f"{cell:>26}" for cell in cells) + host
 
 
@@ -145,7 +145,7 @@ def memory_in_short(c: Config, machine: MachineSizes | None = None) -> Iterator[
     machine = machine or machine_of(c)
     hf, gpu_bytes = read_hf_config(c.rollout.hf_checkpoint), machine.device
     estimates, decisions = [], list[str]()
-    for group in () if c.debug.debug_rollout_only else groups_of(c):
+    for group in () if c.debug.debug_rollout_only else build_groups(c):
         e = estimate(group.config, hf)
         estimates.append(f"a {group.name} rank {amount(e.peak)} at its peak")
         decisions += decide_residence(group.config, e, gpu_bytes).lines

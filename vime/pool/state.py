@@ -43,7 +43,7 @@ class Kind:
 
 @dataclass(kw_only=True)
 class PoolState:
-    """The state of one pool. It is the `slime.weight_sync.transfer.Fleet` of the pool's weight updates.
+    """The state of one pool. It is the `slime.weight_sync.transfer.UpdatedEngines` of the pool's weight updates.
 
     The lock of `transfer` also guards `members`. `patience_s` is the time after which an engine that does not answer
     counts as dead.

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from slime.config import Config
 from slime.records.errors import FlagError
-from slime.roles import roles_of
+from slime.roles import get_roles
 from slime.soft_lock import MISSING, holder
 
 LOCK_FILE = ".vime-lock"
@@ -128,7 +128,7 @@ def lock_all(flags: Mapping[str, str | None], stack: ExitStack) -> None:
 
 def folders_of(config: Config) -> dict[str, str | None]:
     """Maps each flag to the directory that the run writes to."""
-    saved = {role.save_flag: role.saves_to(config) for role in roles_of(config) if role.trained}
+    saved = {role.save_flag: role.saves_to(config) for role in get_roles(config) if role.trained}
     return {"--run-dir": config.logging.run_dir, **saved}
 
 

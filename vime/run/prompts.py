@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.algo.losses import held_out, loss_of
+from slime.algo.losses import held_out, loss_for
 from slime.config import Config
 from slime.config.sections.data import DataConfig
 from slime.data.drawing.mixing import DataSet
@@ -81,7 +81,7 @@ def prompts(c: Config, score: Score | None = None) -> Iterator[str]:
             yield note
         size = len(found) + found.unread
         if held_out(c):
-            what = plural(size, "pair" if loss_of(c.algorithm).pairs else "conversation")
+            what = plural(size, "pair" if loss_for(c.algorithm).pairs else "conversation")
             yield f"held-out set {data.name}: {what}, in micro-batches as large as in training{_part_of(found)}"
             continue
         number = plural(size, "prompt")

@@ -16,7 +16,7 @@ from slime.checkpoints.hf_config import read_hf_config, require_weight_files
 from slime.config import Config
 from slime.config.fields import spelled
 from slime.config.hook_calls import CALLS, check_call
-from slime.config.problems import Problems, problems_of
+from slime.config.problems import Problems, split_problems
 from slime.data.tokenizer import load_tokenizer
 from slime.hooks import load_function
 from slime.operators import decide
@@ -79,8 +79,8 @@ def check_hooks(config: Config) -> None:
     functions."""
     problems = Problems()
     for name in CALLS:
-        value, usual = config.value_of(name), own_flags()[name].default
-        taken_over = name in FALLBACKS and value == config.value_of(FALLBACKS[name])
+        value, usual = config.get_value(name), own_flags()[name].default
+        taken_over = name in FALLBACKS and value == config.get_value(FALLBACKS[name])
         if value in (None, usual) or taken_over:
             continue
         for path in value if isinstance(value, list) else [value]:
@@ -121,7 +121,7 @@ def read_inputs(config: Config, read: Callable[[Config], int | None], *, tokeniz
     try:
         problems.report()
     except ValueError as error:
-        return list(problems_of(error)), None
+        return list(split_problems(error)), None
     return [], rollouts
 
 

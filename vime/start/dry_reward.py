@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.config import Config
 from slime.config.hook_calls import CALLS, check_call
 from slime.config.sections.reward import eval_reward_key, is_hook, reward_names
@@ -195,7 +195,7 @@ def _verdict(call: _Call, flag: str, changes: bool) -> str | None:
 
 def _scores(config: Config, *, evaluation: bool) -> bool:
     """Returns True if the run scores samples. A rollout function of the user scores its samples itself."""
-    if not loss_of(config.algorithm).rewarded or config.debug.load_debug_rollout_data or finished(config):
+    if not loss_for(config.algorithm).rewarded or config.debug.load_debug_rollout_data or finished(config):
         return False
     if config.data.num_rollout == 0 and not evaluation:
         return False

@@ -11,7 +11,7 @@ from pathlib import Path
 from slime.tracking.journal import Event, Tail
 from slime.tracking.kinds import EVENTS_FILE
 from slime.tracking.metrics import LOGPROB_DIFF, is_held_out_loss, is_score
-from slime.tracking.run_files import lines_of, open_file
+from slime.tracking.run_files import open_file, read_lines
 from slime.tracking.run_summary import RunSummary, SummaryOfEvents
 from slime.tracking.trackers import METRICS_FILE, RESERVED, metric_record
 
@@ -121,7 +121,7 @@ class MetricsTail:
                 self.scores.clear()
                 self.series, self._file, self._offset, self.damaged = {}, status.st_ino, 0, 0
             file.seek(self._offset)
-            for line in lines_of(file):
+            for line in read_lines(file):
                 if not line.endswith(b"\n"):
                     break
                 self._offset = file.tell()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
-from slime.models import decoder_of
+from slime.models import read_decoder
 from slime.records.errors import FlagError
 
 _FLAG = "--quantization"
@@ -67,7 +67,7 @@ def check_quantisation(config: Config) -> None:
 
 
 def _check_model(config: Config, given: str) -> None:
-    decoder = decoder_of(read_hf_config(config.rollout.hf_checkpoint))
+    decoder = read_decoder(read_hf_config(config.rollout.hf_checkpoint))
     latent = any(layer.attention.cache_whole for layer in decoder.layers)
     if config.weight_update.check_weight_update_equal and (decoder.experts or latent):
         raise FlagError(
@@ -83,7 +83,7 @@ def check_on_cpu(config: Config) -> None:
     instructions."""
     if not config.num_engines or config.cluster.device != "cpu" or not quantises(config.engine.backend_args):
         return
-    if decoder_of(read_hf_config(config.rollout.hf_checkpoint)).experts:
+    if read_decoder(read_hf_config(config.rollout.hf_checkpoint)).experts:
         raise FlagError(
             "--vllm-quantization",
             "be left out with --device cpu for a model with experts",

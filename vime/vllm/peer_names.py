@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime.config.fields import spelled
-from slime.config.peer_names import table_of
+from slime.config.peer_names import build_table
 from slime.config.peer_rows import OTHERS, TRL, VERL
 from vime.sglang_api.tables import RENAMED
 
@@ -17,7 +17,7 @@ _SIZES = {
 }
 _PREFIX_CACHE = {"true": "--vllm-enable-prefix-caching", "false": "--vllm-no-enable-prefix-caching"}
 VLLM_PEER_NAMES = {
-    **table_of(
+    **build_table(
         TRL,
         (
             (
@@ -45,7 +45,7 @@ VLLM_PEER_NAMES = {
             ("vllm_structured_outputs_regex", "", _NO_GRAMMAR),
         ),
     ),
-    **table_of(
+    **build_table(
         VERL,
         (
             (f"{_ROLLOUT}.gpu_memory_utilization", "--vllm-gpu-memory-utilization {}", ""),
@@ -77,7 +77,7 @@ VLLM_PEER_NAMES = {
         ),
     ),
     # names of SGLang with vLLM's prefix, and short names of sizes
-    **table_of(
+    **build_table(
         OTHERS,
         (
             *(

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 from slime import extras, operators
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
-from slime.models import decoder_of
+from slime.models import read_decoder
 from slime.records.errors import FlagError
 from slime.roles.groups import several_nodes, trainer_ranks
-from slime.roles.served import frozen_devices, top_tokens_of_policy
+from slime.roles.served import count_policy_top_tokens, frozen_devices
 from slime.weight_sync.registry import CHANNELS
 from vime.pool.engine_flags import (
     KEY,
@@ -211,10 +211,10 @@ def engine_settings(config: Config) -> dict[str, Any]:
         **adapter.settings(config),
         "bitwise": operators.bitwise(config),
         "tells_experts": config.off_policy.use_rollout_routing_replay,
-        "top_tokens": top_tokens_of_policy(config),
+        "top_tokens": count_policy_top_tokens(config),
         "cache_bytes": _cache_bytes(config),
         # GPUs also serve frozen models of families that are not trained here
-        "stateful": on_cpu and decoder_of(read_hf_config(config.rollout.hf_checkpoint)).stateful,
+        "stateful": on_cpu and read_decoder(read_hf_config(config.rollout.hf_checkpoint)).stateful,
     }
 
 

@@ -10,8 +10,8 @@ import shlex
 from slime.agent.harness.common import (
     BaseHarness,
     HarnessContext,
-    environment_of,
-    home_of,
+    find_home,
+    get_environment,
     install,
     run_command,
 )
@@ -31,13 +31,13 @@ class ClaudeCodeHarness(BaseHarness):
         """Writes the consent for which the program would prompt at its first start."""
         consent = json.dumps({"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True})
         for file in (".claude.json", ".claude/settings.json"):
-            await sb.write_file(f"{home_of(sb)}/{file}", consent, user="agent")
+            await sb.write_file(f"{find_home(sb)}/{file}", consent, user="agent")
 
     async def launch_and_wait(
         self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float
     ) -> int:
         command = f"claude -p {shlex.quote(prompt)} {_FLAGS} {os.environ.get(_EXTRA, '')}".rstrip()
-        env = environment_of(ctx)
+        env = get_environment(ctx)
         key = env.pop("ANTHROPIC_API_KEY")
         env = {
             **env,

@@ -8,8 +8,8 @@ import shlex
 from slime.agent.harness.common import (
     BaseHarness,
     HarnessContext,
-    environment_of,
-    home_of,
+    find_home,
+    get_environment,
     install,
     run_command,
 )
@@ -38,8 +38,8 @@ class CodexHarness(BaseHarness):
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         """Writes a configuration with a separate provider, because the environment changes only OpenAI's address."""
-        text = _CONFIG.format(model=ctx.model_label, base_url=environment_of(ctx)["OPENAI_BASE_URL"])
-        await sb.write_file(f"{home_of(sb)}/.codex/config.toml", text, user="agent")
+        text = _CONFIG.format(model=ctx.model_label, base_url=get_environment(ctx)["OPENAI_BASE_URL"])
+        await sb.write_file(f"{find_home(sb)}/.codex/config.toml", text, user="agent")
 
     async def launch_and_wait(
         self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float
@@ -49,7 +49,7 @@ class CodexHarness(BaseHarness):
             sb,
             workdir=ctx.workdir,
             start_cmd=command,
-            env=environment_of(ctx),
+            env=get_environment(ctx),
             time_budget_sec=time_budget_sec,
         )
 

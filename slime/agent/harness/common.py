@@ -10,9 +10,16 @@ from pathlib import Path
 
 from slime.agent.harness.program import endpoint, reach
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, Sandbox, ensure_agent_user, exec_and_wait
-from slime.agent.session_keys import key_of
+from slime.agent.session_keys import key_for
 
-__all__ = ["EXIT_TIME_BUDGET_EXCEEDED", "BaseHarness", "HarnessContext", "home_of", "install", "run_command"]
+__all__ = [
+    "EXIT_TIME_BUDGET_EXCEEDED",
+    "BaseHarness",
+    "HarnessContext",
+    "find_home",
+    "install",
+    "run_command",
+]
 
 _INSTALL_S = 300
 _HOME = os.path.join("/home", "agent")
@@ -64,12 +71,12 @@ class BaseHarness(ABC):
         which an adapter has opened. Returns the exit code, or -1 when the time is over."""
         await ensure_agent_user(sb, workdir)
         await reach(sb, adapter_url)
-        ctx = HarnessContext(workdir, key_of(session_id), adapter_url)
+        ctx = HarnessContext(workdir, key_for(session_id), adapter_url)
         await self.write_config(sb, ctx)
         return await self.launch_and_wait(sb, ctx, prompt, time_budget_sec)
 
 
-def home_of(sb: Sandbox) -> str:
+def find_home(sb: Sandbox) -> str:
     """Returns the home folder of the program in the sandbox."""
     home: str = getattr(sb, "home", _HOME)
     return home
@@ -86,7 +93,7 @@ async def run_command(
         sb,
         cmd=start_cmd,
         user="agent",
-        env={"HOME": home_of(sb), **env},
+        env={"HOME": find_home(sb), **env},
         workdir=workdir,
         out_file=f"{record}/trajectory.jsonl",
         time_budget_sec=time_budget_sec,
@@ -121,5 +128,5 @@ async def install(sb: Sandbox, program: str, archive_variable: str) -> None:
     )
 
 
-def environment_of(ctx: HarnessContext) -> dict[str, str]:
+def get_environment(ctx: HarnessContext) -> dict[str, str]:
     return endpoint(ctx.adapter_url, ctx.session_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from slime.agent.sandbox import ExecResult, LocalSandbox, Sandbox
-from slime.agent.session_keys import key_of
+from slime.agent.session_keys import key_for
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -53,5 +53,5 @@ async def run_agent(
     `stdin` often holds the task.
     """
     await reach(sandbox, base_url)
-    variables = {**endpoint(base_url, key_of(api_key)), **(env or {})}
+    variables = {**endpoint(base_url, key_for(api_key)), **(env or {})}
     return await sandbox.exec(command, user=user, env=variables, timeout=time_s, cwd=cwd, stdin=stdin)

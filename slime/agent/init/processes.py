@@ -87,7 +87,7 @@ def send(pids: set[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def of_command(pids: list[int], leader: int) -> set[int]:
+def find_processes(pids: list[int], leader: int) -> set[int]:
     """Returns the processes of a command: the leader, the processes in its session, and their descendants in `pids`."""
     parent, session = {}, {}
     for pid in pids:
@@ -129,7 +129,7 @@ def _proportional_bytes(pid: int) -> int:
     return 0
 
 
-def tasks_of_user(uid: int) -> int:
+def count_user_tasks(uid: int) -> int:
     """Returns the number of threads of the user's visible processes."""
     count = 0
     for name in os.listdir("/proc"):

@@ -183,7 +183,7 @@ class Owner:
         own = self.namespaces and _counts_by_namespace()
         if self.uid is not None or own:
             return limit
-        return limit + processes.tasks_of_user(os.getuid()) + _SPARE_TASKS
+        return limit + processes.count_user_tasks(os.getuid()) + _SPARE_TASKS
 
     def _kill(self, number: int, reason: str) -> None:
         for leader, command in self.running.items():
@@ -191,7 +191,7 @@ class Owner:
                 command.reason = command.reason or reason
                 # The second pass kills processes that started during the first pass.
                 for _ in range(2):
-                    processes.send(processes.of_command(processes.pids(), leader), signal.SIGKILL)
+                    processes.send(processes.find_processes(processes.pids(), leader), signal.SIGKILL)
 
     def _listen(self, request: dict[str, Any]) -> None:
         try:

@@ -22,7 +22,7 @@ _FIELDS: dict[str, dict[str, type]] = {
 """Operation -> fields and types of its answer, unless the operation failed. The first message answers the start."""
 
 
-class Channel:
+class SandboxChannel:
     """Requests and replies in one event loop. When the owner process ends, open requests raise SandboxError."""
 
     def __init__(self, ours: socket.socket) -> None:
@@ -135,11 +135,11 @@ class CommandOutput:
         self.left, self.truncated = limit, False
         self.full: asyncio.Event = asyncio.Event()
 
-    async def pipe(self) -> tuple[int, Stream]:
+    async def pipe(self) -> tuple[int, OutputStream]:
         """Makes a pipe. Returns the descriptor for writing, which the caller closes, and the stream that collects the
         data."""
         reader, writer = os.pipe()
-        stream = Stream(self)
+        stream = OutputStream(self)
         stream.transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: stream, os.fdopen(reader, "rb")
         )
@@ -154,13 +154,13 @@ class CommandOutput:
         return kept
 
 
-async def all_read(*streams: Stream) -> None:
+async def all_read(*streams: OutputStream) -> None:
     """Waits until every process has closed its end of the pipes."""
     for stream in streams:
         await stream.ended.wait()
 
 
-class Stream(asyncio.Protocol):
+class OutputStream(asyncio.Protocol):
     transport: asyncio.BaseTransport
 
     def __init__(self, output: CommandOutput) -> None:

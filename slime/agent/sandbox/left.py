@@ -35,7 +35,7 @@ def _environ(pid: str) -> bytes:
         return b""
 
 
-def delete_of_user(user: int) -> None:
+def delete_user_files(user: int) -> None:
     """Deletes the files of a user, those of a sandbox without namespaces, from the host's public folders."""
     for place in ("/tmp", "/var/tmp", "/dev/shm"):
         with contextlib.suppress(FileNotFoundError):

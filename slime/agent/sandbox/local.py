@@ -26,10 +26,10 @@ from typing import Any, BinaryIO, Literal, Self
 from slime.agent.init import bubblewrap
 from slime.agent.init.memory_group import MemoryGroup
 from slime.agent.sandbox import paths
-from slime.agent.sandbox.channel import Channel, CommandOutput, Message, all_read
+from slime.agent.sandbox.channel import CommandOutput, Message, SandboxChannel, all_read
 from slime.agent.sandbox.environment import environment
 from slime.agent.sandbox.forward import Forwarder
-from slime.agent.sandbox.left import MARKER, delete, delete_of_user, sweep
+from slime.agent.sandbox.left import MARKER, delete, delete_user_files, sweep
 from slime.agent.sandbox.protocol import (
     ExecResult,
     FileContent,
@@ -86,7 +86,7 @@ class LocalSandbox:
         self._show, self._hide, self._parent = show, hide, folder
         self._user = free_user()
         self._process: subprocess.Popen[bytes] | None = None
-        self._channel: Channel | None = None
+        self._channel: SandboxChannel | None = None
         self._group: MemoryGroup | None = None
         self._forwarders: dict[int, Forwarder] = {}
 
@@ -115,7 +115,7 @@ class LocalSandbox:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 self._process = await asyncio.to_thread(self._launch, theirs, way)
-            self._channel = Channel(ours)
+            self._channel = SandboxChannel(ours)
             message = await asyncio.wait_for(self._channel.first, _START_S)
             if "failed" in message:
                 raise SandboxError(f"the sandbox cannot start: {message['failed']}")
@@ -166,7 +166,7 @@ class LocalSandbox:
             )
             words = [*bubblewrap.command(view, way.as_root), *words]
         changed = None if user == self._user else self._user
-        with _file_of(json.dumps(settings)) as stdin:
+        with _make_memory_file(json.dumps(settings)) as stdin:
             process: subprocess.Popen[bytes] = subprocess.Popen(
                 words,
                 pass_fds=[theirs.fileno(), *descriptors],
@@ -210,7 +210,7 @@ class LocalSandbox:
         if self.isolation != "namespaces":
             sweep(self.sandbox_id)
             if self._user is not None:
-                delete_of_user(self._user)
+                delete_user_files(self._user)
         group, self._group = self._group, None
         if group:
             group.remove()
@@ -236,12 +236,12 @@ class LocalSandbox:
             raise SandboxError(
                 "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"
             )
-        place = "/".join([self.folder, *paths.parts_of(self.folder, self.workdir, cwd or ".")])
+        place = "/".join([self.folder, *paths.split_path(self.folder, self.workdir, cwd or ".")])
         variables = {**environment(self.home, f"{self.folder}/tmp"), MARKER: self.sandbox_id, **(env or {})}
         output = CommandOutput(self.limits.output_bytes)
         writers: list[int] = []
         try:
-            with stdin if isinstance(stdin, socket.socket) else _file_of(stdin) as source:
+            with stdin if isinstance(stdin, socket.socket) else _make_memory_file(stdin) as source:
                 writers.append(os.dup(source.fileno()))
             out_end, out = await output.pipe()
             writers.append(out_end)
@@ -263,7 +263,7 @@ class LocalSandbox:
             raise SandboxError(
                 f"the sandbox cannot start a command: {message['failed']}; start another sandbox"
             )
-        reason = message["reason"] or _reason_of(message["code"])
+        reason = message["reason"] or _find_reason(message["code"])
         return checked(
             ExecResult(message["code"], out.text(), err.text(), reason, output.truncated), cmd, check
         )
@@ -318,7 +318,7 @@ class LocalSandbox:
             raise SandboxError(
                 "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"
             )
-        parts = paths.parts_of(self.folder, self.workdir, sandbox_path)
+        parts = paths.split_path(self.folder, self.workdir, sandbox_path)
         if not parts:
             raise ValueError(f"a file in the sandbox must have a name, got {sandbox_path!r}; add it")
         return parts
@@ -342,16 +342,16 @@ class LocalSandbox:
 
     async def upload(self, source: Path, sandbox_path: str = ".") -> None:
         """Copy a folder of this host into a folder of the sandbox."""
-        parts = paths.parts_of(self.folder, self.workdir, sandbox_path)
+        parts = paths.split_path(self.folder, self.workdir, sandbox_path)
         await asyncio.to_thread(paths.upload, self.folder, parts, source, self._user)
 
     async def download(self, sandbox_path: str, target: Path) -> int:
         """Copy the regular files below a folder of the sandbox to `target`; returns how many."""
-        parts = paths.parts_of(self.folder, self.workdir, sandbox_path)
+        parts = paths.split_path(self.folder, self.workdir, sandbox_path)
         return await asyncio.to_thread(paths.download, self.folder, parts, target, self.limits.disk_bytes)
 
 
-def _file_of(content: str | bytes | None) -> BinaryIO:
+def _make_memory_file(content: str | bytes | None) -> BinaryIO:
     """A file in memory, at its start, which nobody can change: it would be memory that no limit counts."""
     file = os.fdopen(os.memfd_create("data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
     file.write(content.encode() if isinstance(content, str) else content or b"")
@@ -365,7 +365,7 @@ def _shell(cmd: str) -> list[str]:
     return ["/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh", "-c", cmd]
 
 
-def _reason_of(code: int) -> Reason:
+def _find_reason(code: int) -> Reason:
     reasons: dict[int, Reason] = {128 + signal.SIGXCPU: "cpu", 128 + signal.SIGXFSZ: "file size"}
     return reasons.get(code, "")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def parts_of(root: str, start: str, path: str) -> list[str]:
+def split_path(root: str, start: str, path: str) -> list[str]:
     """Returns the parts of a path below `root`. The path is absolute, or relative to `start`, a folder in `root`.
     Raises ValueError if the path leads out of `root`."""
     whole = path if path.startswith("/") else f"{start}/{path}"

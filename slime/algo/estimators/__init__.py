@@ -36,7 +36,7 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
+def estimator_for(algorithm: AlgorithmConfig) -> Estimator:
     """Returns the record that --advantage-estimator names."""
     if algorithm.advantage_estimator not in ESTIMATORS:
         raise FlagError(
@@ -48,13 +48,13 @@ def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
     return ESTIMATORS[algorithm.advantage_estimator]
 
 
-def surrogate_of(algorithm: AlgorithmConfig) -> Surrogate:
+def surrogate_for(algorithm: AlgorithmConfig) -> Surrogate:
     """Returns the record of the policy loss: CENTRED with --use-score-centering, else the record that --pg-loss-type
     names, else the one of the estimator."""
     if algorithm.use_score_centering:
         return CENTRED
     if algorithm.pg_loss_type is None:
-        return estimator_of(algorithm).surrogate
+        return estimator_for(algorithm).surrogate
     if algorithm.pg_loss_type not in SURROGATES:
         raise FlagError(
             "--pg-loss-type",
@@ -68,7 +68,7 @@ __all__ = [
     "ESTIMATORS",
     "Estimator",
     "Response",
-    "estimator_of",
+    "estimator_for",
     "same_for_all_tokens",
-    "surrogate_of",
+    "surrogate_for",
 ]

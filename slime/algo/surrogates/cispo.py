@@ -21,9 +21,9 @@ def compute_cispo_loss(
 ) -> tuple[Tensor, Tensor]:
     """Returns `-r.clamp(1 - eps_clip, 1 + eps_clip_high).detach() * A * log_probs`, and 1.0 where the clip was active
     (2506.13585)."""
-    from slime.algo.importance import ratio_of
+    from slime.algo.importance import compute_ratio
 
-    ratio = ratio_of(-ppo_kl.detach())
+    ratio = compute_ratio(-ppo_kl.detach())
     bounded = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
     return -bounded * advantages * log_probs, (bounded != ratio).float()
 

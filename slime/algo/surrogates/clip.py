@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 def compute_policy_loss(
     ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns `torch.maximum(-r * A, -r.clamp(1 - eps_clip, 1 + eps_clip_high) * A)` with `r = ratio_of(-ppo_kl)`.
+    """Returns `torch.maximum(-r * A, -r.clamp(1 - eps_clip, 1 + eps_clip_high) * A)` with `r = compute_ratio(-ppo_kl)`.
 
     With `eps_clip_c` (above 1) the loss of a token with A < 0 is at most `-eps_clip_c * A` (dual clip, 1912.09729).
     The second result is 1.0 where the clip was active. Both results have the shape of `ppo_kl`. PPO: 1707.06347.
     """
     import torch
 
-    from slime.algo.importance import ratio_of
+    from slime.algo.importance import compute_ratio
 
-    ratio = ratio_of(-ppo_kl)
+    ratio = compute_ratio(-ppo_kl)
     plain = -ratio * advantages
     clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
     loss = torch.maximum(plain, clipped)

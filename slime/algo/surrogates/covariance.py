@@ -57,7 +57,7 @@ def at_most(count: int, values: Tensor, group: ProcessGroup | None) -> Tensor:
     return (values <= last).float()
 
 
-def _of_band(
+def _choose_band(
     algorithm: AlgorithmConfig, advantages: Tensor, old: Tensor, keys: Tensor, group: ProcessGroup | None
 ) -> Tensor:
     """Clip-Cov chooses max(1, ratio * N) random tokens between the bounds, where N is the rollout's number of
@@ -93,9 +93,9 @@ def _held_back(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) ->
     """Returns `-ratio * A`, plus `kl_cov_coef * abs(log_ratio)` for each chosen token (KL-Cov). Nothing is clipped."""
     import torch
 
-    from slime.algo.importance import ratio_of, weighted
+    from slime.algo.importance import compute_ratio, weighted
 
-    loss = -ratio_of(-ppo_kl) * t["advantages"]
+    loss = -compute_ratio(-ppo_kl) * t["advantages"]
     return loss + c.algorithm.kl_cov_coef * weighted(ppo_kl.abs(), t["chosen_tokens"]), torch.zeros_like(
         ppo_kl
     )
@@ -147,7 +147,7 @@ CLIP_COV = Surrogate(
     source="2505.22617",
     reads=_READS,
     flags=CLIPS | {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"},
-    choose=_of_band,
+    choose=_choose_band,
     aliases=("clip-cov",),
     checks=(_own_advantages, _ordered_band, below_one),
 )

@@ -23,7 +23,7 @@ def _geometric_mean(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tenso
     """
     import torch
 
-    from slime.algo.importance import ratio_of, sequence_mean
+    from slime.algo.importance import compute_ratio, sequence_mean
 
     low, high = math.log(1 - c.algorithm.eps_clip), math.log(1 + c.algorithm.eps_clip_high)
     log_ratio, advantages = -ppo_kl, t["advantages"]
@@ -32,7 +32,7 @@ def _geometric_mean(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tenso
         advantages < 0, torch.maximum(log_ratio, bounded), torch.minimum(log_ratio, bounded)
     )
     mean = sequence_mean(pessimistic, t.mask, t.sample_of_row, len(t.response_lengths))
-    return -ratio_of(mean)[t.sample_of_row] * advantages, (pessimistic != log_ratio).float()
+    return -compute_ratio(mean)[t.sample_of_row] * advantages, (pessimistic != log_ratio).float()
 
 
 GMPO_LOSS = Surrogate(

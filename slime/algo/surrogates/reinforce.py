@@ -37,7 +37,7 @@ def centering(off_policy: OffPolicyConfig, log_p: Tensor, log_q: Tensor, known: 
     import torch
 
     from slime.algo.corrections import bounded
-    from slime.algo.importance import ratio_of
+    from slime.algo.importance import compute_ratio
 
     with torch.no_grad():
         p, q = (torch.where(known, x.exp(), 0) for x in (log_p, log_q))
@@ -45,7 +45,7 @@ def centering(off_policy: OffPolicyConfig, log_p: Tensor, log_q: Tensor, known: 
         rho = tails[0] / tails[1]
         weights, of_tail = torch.ones_like(q), torch.ones_like(rho)
         if off_policy.use_tis:
-            ratio = torch.where(known, ratio_of(log_p - log_q), 0)
+            ratio = torch.where(known, compute_ratio(log_p - log_q), 0)
             weights, of_tail = bounded(off_policy, ratio), bounded(off_policy, 1 / rho)
         coefficients = weights * q - (rho * of_tail)[:, None] * p
     return (torch.where(known, coefficients, 0) * torch.where(known, log_p, 0)).sum(1)
@@ -57,14 +57,16 @@ def _centred(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> t
     import torch
 
     from slime.algo.corrections import bounded
-    from slime.algo.importance import ratio_of
+    from slime.algo.importance import compute_ratio
 
     advantages = t["advantages"]
     assert t.of_ids is not None, "every head computes them for a loss that reads ids"
     term = centering(c.off_policy, t.of_ids, t["rollout_top_log_probs"], t["rollout_top_ids"] >= 0)
     weighted = log_probs
     if c.off_policy.use_tis:
-        weighted = bounded(c.off_policy, ratio_of(log_probs.detach() - t["rollout_log_probs"])) * log_probs
+        weighted = (
+            bounded(c.off_policy, compute_ratio(log_probs.detach() - t["rollout_log_probs"])) * log_probs
+        )
     return -advantages * (weighted - term), torch.zeros_like(ppo_kl)
 
 

@@ -21,11 +21,11 @@ def _soft_gate(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) ->
     """
     import torch
 
-    from slime.algo.importance import ratio_of
+    from slime.algo.importance import compute_ratio
 
     advantages = t["advantages"]
     tau = torch.where(advantages > 0, c.algorithm.sapo_tau_pos, c.algorithm.sapo_tau_neg)
-    gate = torch.sigmoid(tau * (ratio_of(-ppo_kl) - 1)) * 4 / tau
+    gate = torch.sigmoid(tau * (compute_ratio(-ppo_kl) - 1)) * 4 / tau
     return -gate * advantages, torch.zeros_like(ppo_kl)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime.disk_space import Room
+from slime.disk_space import DiskSpaceGuard
 
 logger = logging.getLogger(__name__)
 VERSION = 2
@@ -29,7 +29,7 @@ def write_state(path: Path, state: Mapping[str, object]) -> None:
     """Writes a state of plain values in one atomic step. ValueError for other values, and for a full disk."""
     text = json.dumps({**state, _SUM: _digest(state)}, default=_refuse)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    with Room("--save", path.parent, "the data position"):
+    with DiskSpaceGuard("--save", path.parent, "the data position"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with scratch.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -30,7 +30,7 @@ _MOST_COUNTED = 20_000
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextLimits:
     """The longest sequence, and a function that loads the model's tokenizer, which few files need. `tokens` is None
     without a limit."""
 
@@ -43,18 +43,18 @@ class Context:
     response_flag: str = "--rollout-max-response-len"
 
     @classmethod
-    def of(cls, c: Config, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> Context:
+    def of(cls, c: Config, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> ContextLimits:
         """Returns the context of the policy's engines."""
         tokens, setting = longest_sequence(c)
         return cls(tokens, tokenizer, setting, c.rollout.rollout_max_response_len)
 
-    def for_responses(self, tokens: int | None, flag: str) -> Context:
+    def for_responses(self, tokens: int | None, flag: str) -> ContextLimits:
         """Returns the same context for responses of another length."""
         return dataclasses.replace(self, response=tokens, response_flag=flag)
 
 
 @dataclass(frozen=True)
-class Rows:
+class PromptRows:
     """The prompts of a file in the form that `require_room` reads."""
 
     sizes: np.ndarray
@@ -79,15 +79,15 @@ def longest_sequence(c: Config) -> tuple[int | None, str]:
 
 def prompt_limit(max_prompt_len: int | None, max_context_len: int | None) -> int | None:
     """Returns the longest prompt that both limits allow. The context must have room for one response token."""
-    return min_of(max_prompt_len, None if max_context_len is None else max_context_len - 1)
+    return find_lowest(max_prompt_len, None if max_context_len is None else max_context_len - 1)
 
 
-def min_of(*limits: int | None) -> int | None:
+def find_lowest(*limits: int | None) -> int | None:
     """Returns the lowest limit, or None without a limit."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def require_room(rows: Rows, context: Context, limit_flag: str) -> None:
+def require_room(rows: PromptRows, context: ContextLimits, limit_flag: str) -> None:
     """ValueError if a prompt has `context.tokens` tokens or more. Logs a warning if a prompt leaves less room than a
     response may need, because generation cuts such a response.
 
@@ -124,13 +124,15 @@ def require_room(rows: Rows, context: Context, limit_flag: str) -> None:
         )
 
 
-def _doubtful(rows: Rows, tokens: int) -> np.ndarray:
+def _doubtful(rows: PromptRows, tokens: int) -> np.ndarray:
     """Returns the indices of the prompts that may have `tokens` tokens. A token has at least one byte and a character
     has at most four bytes, so a text with fewer characters than `tokens` / 4 has fewer tokens."""
     return np.flatnonzero((rows.sizes >= max(0, tokens - _TEMPLATE_BYTES + 3) // 4) | (rows.lists > 0))
 
 
-def _measured(rows: Rows, indices: np.ndarray, longest: float, context: Context) -> dict[int, int]:
+def _measured(
+    rows: PromptRows, indices: np.ndarray, longest: float, context: ContextLimits
+) -> dict[int, int]:
     """Returns the number of tokens for the prompts at `indices`. A prompt that must be longer than `longest` is left
     out, because its tokenisation may take minutes."""
     if not len(indices):

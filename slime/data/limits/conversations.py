@@ -10,9 +10,9 @@ import numpy as np
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config.schema import Config
-from slime.data.files import Place
+from slime.data.files import RowLocation
 from slime.data.limits.context import MODEL_SETTING
-from slime.data.rows import Columns
+from slime.data.rows import RowColumns
 from slime.data.tokenizer import tokenizer_identity
 from slime.loss_mask import MultiTurnLossMaskGenerator
 from slime.records.errors import FlagError
@@ -44,7 +44,7 @@ class Masks:
         cls,
         c: Config,
         tokenizer: PreTrainedTokenizerBase,
-        columns: Columns,
+        columns: RowColumns,
         flag: str = "--rollout-max-context-len",
     ) -> Masks:
         """Returns the measure for the rows of a file with these columns."""
@@ -58,13 +58,13 @@ class Masks:
         """All inputs of `measure` other than the row and the columns."""
         return f"{self.kind} {self.names} {tokenizer_identity(self.tokenizer)}"
 
-    def measure(self, prompt: Prompt, where: Place) -> int:
+    def measure(self, prompt: Prompt, where: RowLocation) -> int:
         """Returns the number of tokens in the longest conversation of a row. ValueError with file and line for a
         conversation without a loss mask."""
         every = [prompt.metadata[name] for name in self.names] or [prompt.text]
         return max(self._tokens(messages, prompt, where) for messages in every)
 
-    def _tokens(self, messages: list[Message], prompt: Prompt, where: Place) -> int:
+    def _tokens(self, messages: list[Message], prompt: Prompt, where: RowLocation) -> int:
         generator = MultiTurnLossMaskGenerator(self.tokenizer, self.kind)
         try:
             tokens, mask = generator.get_loss_mask(

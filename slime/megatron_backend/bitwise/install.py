@@ -84,7 +84,7 @@ def _outputs(
     return invariant.column_parallel_linear(input, weight, bias, tp_group, gather=sequence_parallel)
 
 
-def _of_all_inputs(module: RowParallelLinear, input: Tensor) -> tuple[Tensor, Tensor | None]:
+def _forward_row_parallel(module: RowParallelLinear, input: Tensor) -> tuple[Tensor, Tensor | None]:
     """Replaces the forward of Megatron's row-parallel layers, which call their sum over ranks by name."""
     if module.tp_group.size() == 1:
         output = invariant.linear(input, module.weight)
@@ -118,7 +118,7 @@ def _give_outputs(module: ColumnParallelLinear) -> None:
 
 
 def _give_sum(module: RowParallelLinear) -> None:
-    module.forward = partial(_of_all_inputs, module)
+    module.forward = partial(_forward_row_parallel, module)
 
 
 def _give_norm(module: RMSNorm) -> None:

@@ -13,7 +13,7 @@ from slime.checkpoints.checkpoint_dir import COMPLETE, existing
 from slime.megatron_backend.checkpoint.checkpoint_io import explained_reading
 from slime.megatron_backend.checkpoint.safe_reading import read_common
 from slime.megatron_backend.checkpoint.torch_dist import is_foreign
-from slime.megatron_backend.lora.install import lora_of
+from slime.megatron_backend.lora.install import find_lora
 from slime.megatron_backend.model.gpt import HiddenGPTModel
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
 from slime.models.lora import PREFIX as ADAPTERS
@@ -23,15 +23,15 @@ from slime.models.lora import Lora
 def kept(inner: HiddenGPTModel, state: dict[str, Any], adapters: bool) -> dict[str, Any]:
     """Returns the part of a model's state that a checkpoint holds. For a model with adapters, that is the trained part
     if `adapters`, and otherwise only the base."""
-    if lora_of(inner) is None:
+    if find_lora(inner) is None:
         return state
     return {k: v for k, v in state.items() if (k.startswith(ADAPTERS) or k == VALUE_HEAD) == adapters}
 
 
-def record_of(inner: HiddenGPTModel) -> dict[str, Any] | None:
+def make_base_record(inner: HiddenGPTModel) -> dict[str, Any] | None:
     """Returns the record of a checkpoint of adapters. Its `base` is the base's digest, or None if the base is not
     loaded or is in float16."""
-    return None if (lora := lora_of(inner)) is None else {**asdict(lora), "base": inner.adapters.base}
+    return None if (lora := find_lora(inner)) is None else {**asdict(lora), "base": inner.adapters.base}
 
 
 def check_record(saved: dict[str, Any] | None, wanted: dict[str, Any] | None, path: Path) -> None:

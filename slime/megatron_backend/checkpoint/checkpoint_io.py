@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from slime.checkpoints.checkpoint_dir import COMPLETE, existing
 from slime.checkpoints.checkpoint_files import FileSum, SummedFile, advice, damage, read_sums, write_sums
-from slime.disk_space import Room, require_room
+from slime.disk_space import DiskSpaceGuard, require_room
 from slime.megatron_backend.checkpoint.safe_reading import COMMON_FILE, MetadataReader, read_common, safely
 from slime.megatron_versions import common_records
 
@@ -51,7 +51,7 @@ class _SummingFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         file = Path(path)
         with (
-            Room(self._flag, file.parent.parent, file.name),
+            DiskSpaceGuard(self._flag, file.parent.parent, file.name),
             BufferedWriter(raw := SummedFile(file)) as stream,
         ):
             yield stream

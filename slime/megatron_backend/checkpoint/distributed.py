@@ -25,8 +25,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
 from slime.checkpoints.checkpoint_dir import COMPLETE, LATEST, existing, hidden, iteration_path, latest
-from slime.disk_space import Room
-from slime.megatron_backend.checkpoint.adapter_records import check_record, kept, record_of
+from slime.disk_space import DiskSpaceGuard
+from slime.megatron_backend.checkpoint.adapter_records import check_record, kept, make_base_record
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.checkpoint_io import DirectSave, explained_reading, verify
 from slime.megatron_backend.checkpoint.random_state import rng_object, rng_state, set_rng_state
@@ -91,7 +91,7 @@ def save_checkpoint(
     fresh = _OPTIMIZER if optimizer is not None and _is_distributed(optimizer) else None
     writer = DirectSave(flag, group, fresh)
     try:
-        with Room(flag, directory, f"checkpoint {iteration}"):
+        with DiskSpaceGuard(flag, directory, f"checkpoint {iteration}"):
             _make(partial)
             state = _sharded_state(parts, optimizer, is_loading=False)
             state |= _records(parts[0], scheduler, optimizer is not None)
@@ -105,7 +105,7 @@ def save_checkpoint(
 
     def finish() -> None:
         try:
-            with Room(flag, directory, f"checkpoint {iteration}"):
+            with DiskSpaceGuard(flag, directory, f"checkpoint {iteration}"):
                 writer.finish(partial)
                 if dist.get_rank() == 0:
                     _publish(partial, path)
@@ -126,7 +126,7 @@ def _records(
     """Returns the records of a checkpoint in addition to its tensors."""
     return {
         "shape": _shape(inner),
-        "lora": record_of(inner),
+        "lora": make_base_record(inner),
         "ranks": _ranks(),
         "scheduler": scheduler.state_dict() if scheduler else None,
         "has_optimizer": has_optimizer,
@@ -225,7 +225,7 @@ def load_checkpoint(
     with explained_reading(directory, iteration, choose):
         common = read_common(path)
     _check_shape(common["shape"], _shape(parts[0]), path)
-    check_record(common.get("lora"), record_of(parts[0]) if adapters else None, path)
+    check_record(common.get("lora"), make_base_record(parts[0]) if adapters else None, path)
     if not optim:
         scheduler = None
     elif optimizer is not None and not common["has_optimizer"]:
@@ -242,7 +242,7 @@ def load_checkpoint(
         state = dist_checkpointing.load(wanted, str(path), TorchDistLoadShardedStrategy())
     for i, inner in enumerate(parts):
         given = state[_part(i)] | new.get(_part(i), {})
-        inner.load_state_dict(given, strict=record_of(inner) is None)  # its base or its adapters
+        inner.load_state_dict(given, strict=make_base_record(inner) is None)  # its base or its adapters
     if loads_optimizer:
         _load_optimizer(optimizer, state["optimizer"])
     elif optimizer is not None:

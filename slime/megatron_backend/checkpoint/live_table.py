@@ -54,7 +54,7 @@ def with_all_experts(
     _, ranks = rank_and_size(parallel_state.get_expert_model_parallel_group())
     for of_ranks in zip(*(parameters(inner, rank) for rank in range(ranks)), strict=True):
         parameter, row, _ = of_ranks[0]
-        yield parameter, row, [names for _, _, names in of_ranks[: ranks if row.of_expert else 1]]
+        yield parameter, row, [names for _, _, names in of_ranks[: ranks if row.is_expert else 1]]
 
 
 def exported(inner: HiddenGPTModel) -> Iterator[tuple[Tensor, Row, list[tuple[str, ...]]]]:
@@ -74,7 +74,7 @@ def shard_group(row: Row) -> dist.ProcessGroup:
     """Returns the group of ranks that have the shards of a row's parameter."""
     group: dist.ProcessGroup = (
         parallel_state.get_expert_tensor_parallel_group()
-        if row.of_expert
+        if row.is_expert
         else parallel_state.get_tensor_model_parallel_group()
     )
     return group

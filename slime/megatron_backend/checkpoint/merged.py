@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from slime.megatron_backend.lora.adapters import Read
-from slime.megatron_backend.lora.install import adapters_of
+from slime.megatron_backend.lora.install import find_adapters
 from slime.megatron_backend.model.gpt import unwrapped
 
 
@@ -15,7 +15,7 @@ def merged(model: nn.Module, read: Read) -> Read:
     owners = {
         id(weight): (adapter, e)
         for inner in unwrapped(model)
-        for _, adapter in adapters_of(inner)
+        for _, adapter in find_adapters(inner)
         for e, weight in enumerate(adapter.weights)
     }
 

@@ -20,7 +20,7 @@ from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
 from slime.models import family_for
 from slime.models.layouts import Row
 from slime.models.slices import Piece, pieces
-from slime.weight_sync.slices import Place, Slice
+from slime.weight_sync.slices import Slice, SlicePosition
 
 
 class _Last:
@@ -39,7 +39,7 @@ class _Last:
         return self._found[1]
 
 
-class _Turns:
+class _PublisherChoice:
     """Selects, among the ranks with the same values, the rank that publishes a parameter."""
 
     def __init__(self) -> None:
@@ -48,19 +48,19 @@ class _Turns:
     def is_mine(self, parameter: Tensor, row: Row) -> bool:
         rank, ranks = rank_and_size(
             parallel_state.get_expert_data_parallel_group()
-            if row.of_expert
+            if row.is_expert
             else parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
         if row.layout.axis is None:  # the shards are equal
             shard, shards = rank_and_size(shard_group(row))
             rank, ranks = rank * shards + shard, ranks * shards
-        given = self._given[row.of_expert, ranks] = self._given[row.of_expert, ranks] or [0] * ranks
+        given = self._given[row.is_expert, ranks] = self._given[row.is_expert, ranks] or [0] * ranks
         turn = given.index(min(given))
         given[turn] += parameter.nbytes
         return turn == rank
 
 
-_Own = tuple[Place, Tensor, Callable[[Tensor], Tensor]]
+_Own = tuple[SlicePosition, Tensor, Callable[[Tensor], Tensor]]
 """A slice: its position, its parameter, and the function that returns its view or copy of the parameter's values."""
 
 
@@ -82,14 +82,14 @@ class OwnSlices:
 
     @cached_property
     def _own(self) -> list[_Own]:
-        turns = _Turns()
+        turns = _PublisherChoice()
         return [
             own
             for inner in unwrapped(self._model)
             for parameter, row, names in parameters(inner)
             # Megatron marks the embedding's copy for a tied head
             if not getattr(parameter, "shared", False) and turns.is_mine(parameter, row)
-            for own in _of_parameter(parameter, row, names, inner)
+            for own in _slice_parameter(parameter, row, names, inner)
         ]
 
 
@@ -97,7 +97,7 @@ def _values(read: Read, parameter: Tensor, of: Callable[[Tensor], Tensor]) -> Te
     return of(read(parameter))
 
 
-def _of_parameter(
+def _slice_parameter(
     parameter: Tensor, row: Row, names: tuple[str, ...], inner: HiddenGPTModel
 ) -> Iterator[_Own]:
     family, hf = family_for(inner.hf_config), inner.hf_config
@@ -108,17 +108,19 @@ def _of_parameter(
     if written.number is not None:
         mine = family.written(names[0], parameter.data.to("meta"), hf).tensor.shape
         where = ((written.number, written.number + 1), *_cut(tuple(mine), written.shape[1:], rank))
-        place = Place(written.name, dtype, written.shape, where)
+        place = SlicePosition(written.name, dtype, written.shape, where)
         yield place, parameter, lambda values: family.written(names[0], values, hf).tensor[None]
         return
     shapes = tuple(tuple(whole.shape) for whole in wholes)
     for piece in pieces(row.layout, shapes, inner.sizes, rank, ranks):
         if piece.part is not None:  # other pieces are padding
-            place = Place(names[piece.part], dtype, shapes[piece.part], _where(piece, shapes[piece.part]))
-            yield place, parameter, partial(_of_piece, row, piece)
+            place = SlicePosition(
+                names[piece.part], dtype, shapes[piece.part], _where(piece, shapes[piece.part])
+            )
+            yield place, parameter, partial(_read_piece, row, piece)
 
 
-def _of_piece(row: Row, piece: Piece, values: Tensor) -> Tensor:
+def _read_piece(row: Row, piece: Piece, values: Tensor) -> Tensor:
     """Returns the rows of a piece, with their columns as in the files. Layouts that move columns also move them
     back."""
     return row.layout.columns(piece.of(values))

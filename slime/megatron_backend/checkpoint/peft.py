@@ -16,10 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from slime.checkpoints.hf_files import write_tensors
-from slime.disk_space import Room
+from slime.disk_space import DiskSpaceGuard
 from slime.megatron_backend.checkpoint.weights import Named, Read, gathered, live, over_stages
 from slime.megatron_backend.lora.adapters import ExpertAdapter, Slot
-from slime.megatron_backend.lora.install import AnyAdapter, adapters_of, lora_of
+from slime.megatron_backend.lora.install import AnyAdapter, find_adapters, find_lora
 from slime.megatron_backend.model.gpt import unwrapped
 from slime.models.lora import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE
 
@@ -37,11 +37,11 @@ def export_adapters(model: nn.Module, read: Read = live) -> Iterator[Named]:
     expert- and pipeline-parallel ranks: every rank must exhaust the iterator. `read`: as in `export_hf`."""
     group = parallel_state.get_pipeline_model_parallel_group()
     for inner in unwrapped(model):
-        yield from over_stages(partial(_of_stage, inner, read), partial(_shapes, inner), group)
+        yield from over_stages(partial(_read_stage, inner, read), partial(_shapes, inner), group)
 
 
-def _of_stage(inner: object, read: Read) -> Iterator[Named]:
-    for _, adapter in adapters_of(inner):
+def _read_stage(inner: object, read: Read) -> Iterator[Named]:
+    for _, adapter in find_adapters(inner):
         for slot, *pair in adapter.matrices():
             full = [_full(adapter, parameter, read) for parameter in pair]
             for e, module in enumerate(_modules(adapter, slot)):
@@ -62,9 +62,9 @@ def _full(adapter: AnyAdapter, parameter: Any, read: Read) -> Tensor:
 
 
 def _shapes(inner: object) -> list[tuple[str, torch.Size, torch.dtype]]:
-    """Returns names, shapes and dtypes of `_of_stage`."""
+    """Returns names, shapes and dtypes of `_read_stage`."""
     found = []
-    for _, adapter in adapters_of(inner):
+    for _, adapter in find_adapters(inner):
         for slot, a, b in adapter.matrices():
             rank, sizes = adapter.lora.rank, (slot.inputs, slot.outputs)
             shapes = torch.Size((rank, sizes[0])), torch.Size((sizes[1], rank))
@@ -84,15 +84,18 @@ def _modules(adapter: AnyAdapter, slot: Slot) -> list[str]:
 
 def peft_config(model: nn.Module, base: str) -> dict[str, Any]:
     """Returns adapter_config.json for the model's adapters. Collective over the pipeline."""
-    lora = lora_of(unwrapped(model)[0])
+    lora = find_lora(unwrapped(model)[0])
     assert lora is not None
     mine = {
-        slot.module for inner in unwrapped(model) for _, x in adapters_of(inner) for slot, *_ in x.matrices()
+        slot.module
+        for inner in unwrapped(model)
+        for _, x in find_adapters(inner)
+        for slot, *_ in x.matrices()
     }
-    return lora.peft(base, set().union(*_of_all_stages(mine)))
+    return lora.peft(base, set().union(*_gather_stages(mine)))
 
 
-def _of_all_stages(mine: set[str]) -> list[set[str]]:
+def _gather_stages(mine: set[str]) -> list[set[str]]:
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[set[str]] = [set()] * group.size()
     dist.all_gather_object(stages, mine, group=group)
@@ -110,7 +113,7 @@ def save_peft(
         if dist.get_rank() == 0:
             tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
     if dist.get_rank() == 0:
-        with Room(flag, out_dir, "an adapter"):
+        with DiskSpaceGuard(flag, out_dir, "an adapter"):
             out_dir.mkdir(parents=True, exist_ok=True)
             write_tensors(tensors, out_dir / WEIGHTS_FILE)
             (out_dir / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -126,7 +129,7 @@ def load_peft(model: nn.Module, directory: str | Path) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             _check_names(model, set(file.keys()), path)
-            for adapter in (x for inner in unwrapped(model) for _, x in adapters_of(inner)):
+            for adapter in (x for inner in unwrapped(model) for _, x in find_adapters(inner)):
                 for slot, a, b in adapter.matrices():
                     _fill(file, adapter, slot, a, b, path)
     except (SafetensorError, OSError) as error:
@@ -137,12 +140,12 @@ def _check_names(model: nn.Module, found: set[str], path: Path) -> None:
     mine = {
         name
         for inner in unwrapped(model)
-        for _, adapter in adapters_of(inner)
+        for _, adapter in find_adapters(inner)
         for slot, *_ in adapter.matrices()
         for module in _modules(adapter, slot)
         for name in tensor_names(module)
     }
-    expected = set().union(*_of_all_stages(mine))
+    expected = set().union(*_gather_stages(mine))
     for names, kind in ((expected - found, "missing from"), (found - expected, "unexpected in")):
         if names:
             raise ValueError(

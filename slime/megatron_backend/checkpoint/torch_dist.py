@@ -73,7 +73,7 @@ class _Names:
         start = match[0] if (match := _PREDICTION.match(rest)) else ""
         plain = PLAIN_NORMS.get(rest.removeprefix(start))
         names = [
-            name_of(layer, name, stacked=self.stacked) for name in (rest, plain and start + plain) if name
+            make_name(layer, name, stacked=self.stacked) for name in (rest, plain and start + plain) if name
         ]
         name = next((name for name in names if name in self.stored), names[0])
         return placed(shard, name, layer if self.stacked else None, self.layers)
@@ -84,7 +84,7 @@ def numbered(key: str) -> tuple[int | None, str]:
     return (int(match[1]), match[2]) if match else (None, key)
 
 
-def name_of(layer: int | None, rest: str, *, stacked: bool) -> str:
+def make_name(layer: int | None, rest: str, *, stacked: bool) -> str:
     if layer is None:
         return rest
     return f"decoder.layers.{rest}" if stacked else f"decoder.layers.{layer}.{rest}"

@@ -14,11 +14,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from torch import nn
 
 from slime.checkpoints.checkpoint_dir import LATEST, RELEASE, hidden
-from slime.disk_space import Room
+from slime.disk_space import DiskSpaceGuard
 from slime.megatron_backend.checkpoint.checkpoint_io import DirectSave
 from slime.megatron_backend.checkpoint.torch_dist import (
     PLAIN_NORMS,
-    name_of,
+    make_name,
     numbered,
     placed,
     sharding,
@@ -44,7 +44,7 @@ def save_torch_dist(model: nn.Module, out_dir: Path, hf_checkpoint: str) -> Path
     inner, flag = unwrap(model), "--output-dir"
     path = out_dir / RELEASE
     partial = hidden(path, "partial")
-    with Room(flag, out_dir, "a torch_dist checkpoint"):
+    with DiskSpaceGuard(flag, out_dir, "a torch_dist checkpoint"):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         state: dict[str, Any] = {"model": _release_state(inner)}
@@ -68,7 +68,7 @@ def _release_state(inner: HiddenGPTModel) -> dict[str, Any]:
         sparse = layer is not None and core.num_moe_experts and core.moe_layer_freq[layer]
         if sparse and rest == "mlp.linear_fc1.layer_norm_weight":
             rest = PLAIN_NORMS[rest]
-        name = name_of(layer, rest, stacked=stacked)
+        name = make_name(layer, rest, stacked=stacked)
         state[f"{number}"] = placed(shard, name, layer if stacked else None, core.num_layers)
     for item in _extra_states(inner, stacked=stacked):
         state[item.unique_key] = item
@@ -86,12 +86,12 @@ def _extra_states(inner: HiddenGPTModel, *, stacked: bool) -> Iterator[ShardedOb
             front = stacked and layer is not None
             shape = (core.num_layers,) if front else item.global_shape
             offset = (layer,) if front else item.global_offset
-            yield ShardedObject(name_of(layer, rest, stacked=stacked), None, shape, offset)
+            yield ShardedObject(make_name(layer, rest, stacked=stacked), None, shape, offset)
     for layer in range(core.num_layers):
         for module in (*_STATEFUL, *_STATEFUL_NORMS):
             if (layer, rest := f"{module}._extra_state") not in seen:
                 shape, offset = ((core.num_layers,), (layer,)) if stacked else ((1,), (0,))
-                yield ShardedObject(name_of(layer, rest, stacked=stacked), None, shape, offset)
+                yield ShardedObject(make_name(layer, rest, stacked=stacked), None, shape, offset)
     yield ShardedObject("decoder.final_layernorm._extra_state", None, (1,), (0,))
 
 

@@ -25,7 +25,7 @@ from slime.checkpoints.checkpoint_dir import latest, released
 from slime.checkpoints.checkpoint_files import WRITE_LATEST
 from slime.checkpoints.hf_config import read_config_json
 from slime.checkpoints.hf_files import Files, write_shards
-from slime.disk_space import Room
+from slime.disk_space import DiskSpaceGuard
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint
 from slime.megatron_backend.checkpoint.live_table import (
     exported,
@@ -77,7 +77,7 @@ def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, che
             )
 
 
-def _names_of_all_stages(parts: list[HiddenGPTModel]) -> set[str]:
+def _gather_names(parts: list[HiddenGPTModel]) -> set[str]:
     """Returns all stages' HF names. Collective over the pipeline."""
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[list[str]] = [[]] * group.size()
@@ -106,7 +106,7 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> int:
     parts, files = unwrapped(model), Files(Path(checkpoint_dir))
     described = parts[0].hf_config
     tensors = family_for(described).stored(files, described)
-    _check_names(_names_of_all_stages(parts), tensors.names(), parts[0], Path(checkpoint_dir))
+    _check_names(_gather_names(parts), tensors.names(), parts[0], Path(checkpoint_dir))
     for inner in parts:
         for parameter, row, names in parameters(inner):
             _fill(parameter, row, names, inner, tensors)
@@ -174,7 +174,7 @@ def _export_parts(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of the weight table, from all stages."""
     group = parallel_state.get_pipeline_model_parallel_group()
     for inner in unwrapped(model):  # virtual stage by virtual stage, in the order of the layers
-        yield from over_stages(partial(_export_stage, inner, read), partial(_shapes_of_stage, inner), group)
+        yield from over_stages(partial(_export_stage, inner, read), partial(_read_stage_shapes, inner), group)
 
 
 def over_stages(
@@ -221,7 +221,7 @@ def gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return tensors
 
 
-def _shapes_of_stage(inner: HiddenGPTModel) -> list[tuple[str, torch.Size, torch.dtype]]:
+def _read_stage_shapes(inner: HiddenGPTModel) -> list[tuple[str, torch.Size, torch.dtype]]:
     """Returns names, shapes and dtypes of the tensors of `_export_stage`."""
     return [
         (name, part.shape, part.dtype)
@@ -255,7 +255,7 @@ def save_hf(
         for _ in tensors:
             pass
     else:
-        with Room(flag, out_dir, "a Hugging Face checkpoint"):
+        with DiskSpaceGuard(flag, out_dir, "a Hugging Face checkpoint"):
             out_dir.mkdir(parents=True, exist_ok=True)
             written = read_config_json(source_dir)  # the next line may remove this file
             (out_dir / "config.json").unlink(missing_ok=True)

@@ -34,7 +34,7 @@ def base_digest(parts: Sequence[nn.Module]) -> str:
         path: _total(weights[0], split=row.layout.axis is not None)
         for inner in parts
         for path, row, _, weights in products(inner)
-        if not row.of_expert
+        if not row.is_expert
     }
     of_ranks: list[dict[str, int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)

@@ -23,7 +23,7 @@ from slime.megatron_backend.model.moe.experts import GatedExperts
 from slime.megatron_backend.model.parameter_names import whole_model_name
 from slime.models import family_for
 from slime.models.layouts import Row
-from slime.models.lora import Lora, linear_rows, module_of
+from slime.models.lora import Lora, get_module, linear_rows
 from slime.models.slices import pieces
 
 AnyAdapter = Adapter | ExpertAdapter
@@ -86,7 +86,7 @@ def add_adapters(parts: Sequence[Any], lora: Lora, seed: int) -> None:
                 continue
             name = path.replace(".", "/")
             adapter: AnyAdapter
-            if row.of_expert:
+            if row.is_expert:
                 adapter = _expert_adapter(inner, lora, row, modules, weights, targets)
             else:
                 adapter = _adapter(inner, lora, row, modules, weights[0], targets)
@@ -118,9 +118,9 @@ def products(inner: Any) -> Iterator[tuple[str, Row, list[str], list[nn.Paramete
         if row not in rows:
             continue
         layer = name.split(".")[2]
-        modules = [module_of(hf).replace("{i}", layer) for hf in row.hf]
+        modules = [get_module(hf).replace("{i}", layer) for hf in row.hf]
         path = name.removesuffix(".weight")
-        if not row.of_expert:
+        if not row.is_expert:
             yield path, row, modules, [parameter]
             continue
         head, _, tail = path.partition("local_experts.")
@@ -209,7 +209,7 @@ def _attach(owner: Any, adapter: AnyAdapter, *, first: bool) -> None:
     owner.register_forward_hook(hook)
 
 
-def adapters_of(inner: object) -> Iterator[tuple[str, AnyAdapter]]:
+def find_adapters(inner: object) -> Iterator[tuple[str, AnyAdapter]]:
     """Yields the adapters of a model's part by the names of their products, in the order of the layers. Empty for a
     model without adapters."""
     adapters = getattr(inner, "adapters", None)
@@ -217,7 +217,7 @@ def adapters_of(inner: object) -> Iterator[tuple[str, AnyAdapter]]:
         yield from adapters.of()
 
 
-def lora_of(inner: object) -> Lora | None:
+def find_lora(inner: object) -> Lora | None:
     """Returns the settings of the adapters of a model's part; None without adapters."""
     adapters = getattr(inner, "adapters", None)
     return None if adapters is None else adapters.lora
@@ -226,7 +226,7 @@ def lora_of(inner: object) -> Lora | None:
 @contextmanager
 def without_adapters(parts: Sequence[object]) -> Iterator[None]:
     """Switches the adapters off in the block, so that the model is its base."""
-    found = [adapter for inner in parts for _, adapter in adapters_of(inner)]
+    found = [adapter for inner in parts for _, adapter in find_adapters(inner)]
     for adapter in found:
         adapter.enabled = False
     try:

@@ -35,7 +35,7 @@ from slime.megatron_backend.model.attention_scores import (
     plain_attention,
     varlen_attention,
 )
-from slime.megatron_backend.model.rows import Rows, take
+from slime.megatron_backend.model.rows import GatheredRows, take
 
 # Longest divided by shortest sequence of a bucket. This ratio limits the padding and the number of buckets.
 _BUCKET_RATIO = 1.5
@@ -44,7 +44,7 @@ _BUCKET_RATIO = 1.5
 _MASK_ELEMENTS = 2**24
 
 
-class Rotary(NamedTuple):
+class RotaryAngles(NamedTuple):
     """cos and sin of a rotary embedding, fp32 [P, 1, R/2]. `interleaved`: dimension 2 k is paired with 2 k + 1, instead
     of with the other half of R."""
 
@@ -78,13 +78,13 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     places: Tensor = field(kw_only=True)
     bounds: Tensor = field(kw_only=True)
     positions: Tensor = field(kw_only=True)
-    rotary: Sequence[Rotary] = ()
+    rotary: Sequence[RotaryAngles] = ()
     buckets: list[Bucket] = field(default_factory=list)
     query_slots: Tensor = field(kw_only=True)
     key_slots: Tensor = field(kw_only=True)
     context_group: Any = None
     gathered: Tensor | None = None
-    keys: Rows | None = None
+    keys: GatheredRows | None = None
     routing: Any = None
     longest: int = 0
 
@@ -125,7 +125,7 @@ def packed_layout(part: TokenSlice, device: torch.device | str, context_group: A
         first = starts.tolist()
         keys = part.gathered[ranges([first[run.sequence] for run in part.runs], seen)]
         total = part.size * part.rows if part.size > 1 else len(part.tokens)
-        layout.keys = Rows.of(keys, total).to(device)
+        layout.keys = GatheredRows.of(keys, total).to(device)
         if part.size > 1:
             layout.context_group, layout.gathered = context_group, part.gathered.to(device)
     return layout

@@ -81,7 +81,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         layout = packed_seq_params
         mixed = whole_sequences(self.in_proj(hidden_states)[0].squeeze(1), layout)
         conv_weight, a_log, dt_bias = (
-            share_of(x, layout) for x in (self.conv_weight, self.A_log, self.dt_bias)
+            slice_heads(x, layout) for x in (self.conv_weight, self.A_log, self.dt_bias)
         )
         key, _, value, _, gates, _ = self.sizes.widths
         mixed = mixed.unflatten(-1, (-1, sum(self.sizes.widths)))
@@ -144,7 +144,7 @@ def own_rows(x: Tensor, layout: PackedLayout) -> Tensor:
     return parts.transpose(0, 1).flatten(1)
 
 
-def share_of(parameter: Tensor, layout: PackedLayout) -> Tensor:
+def slice_heads(parameter: Tensor, layout: PackedLayout) -> Tensor:
     """Returns the rows of a parameter for the heads that this context-parallel rank computes."""
     group = layout.context_group
     return parameter if group is None else parameter.chunk(group.size())[group.rank()]

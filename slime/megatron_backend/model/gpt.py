@@ -1,7 +1,7 @@
-"""The GPT model of a checkpoint, or this rank's pipeline stage of the model. The output is hidden states. `logits_of`
-computes logits.
+"""The GPT model of a checkpoint, or this rank's pipeline stage of the model. The output is hidden states.
+`compute_logits` computes logits.
 
-    tokens, layout -> stage_output -> [last stage] hidden_of, or logits_of
+    tokens, layout -> stage_output -> [last stage] gather_hidden, or compute_logits
 
 Shapes: P rows of packed tokens, H hidden, V_local vocabulary rows of this tensor-parallel rank (padding included).
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from slime.config import Config
 from slime.megatron_backend.model import transformer_engine
-from slime.megatron_backend.model.attention import PackedLayout, Rotary
+from slime.megatron_backend.model.attention import PackedLayout, RotaryAngles
 from slime.megatron_backend.model.layer_spec import layer_spec
 from slime.megatron_backend.model.model_config import padded_vocab_size, transformer_config
 from slime.megatron_backend.model.moe.expert_dispatch import share_longest
@@ -32,7 +32,7 @@ from slime.megatron_backend.model.parameter_names import freeze
 from slime.megatron_backend.model.prediction_layer import prediction_spec
 from slime.megatron_backend.model.value_head import ValueHead
 from slime.megatron_backend.parallel import built
-from slime.models import Decoder, decoder_of
+from slime.models import Decoder, read_decoder
 from slime.models.layouts import Sizes
 from slime.models.rope import Rope
 
@@ -59,7 +59,7 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
         *,
         value: bool = False,
     ) -> None:
-        described = decoder_of(hf_config)
+        described = read_decoder(hf_config)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual)
         super().__init__(
             core,
@@ -108,11 +108,11 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
-    def rotary(self, positions: Tensor) -> list[Rotary]:
+    def rotary(self, positions: Tensor) -> list[RotaryAngles]:
         """Returns cos and sin of the model's rotary embeddings for positions [P]. `Layer.rope` is an index in the
         list."""
         return [
-            Rotary(*self.angles(rope, positions), interleaved=rope.interleaved)
+            RotaryAngles(*self.angles(rope, positions), interleaved=rope.interleaved)
             for rope in self.described.ropes
         ]
 
@@ -158,7 +158,7 @@ def build_model(
     vocab = hf_config["vocab_size"]
     flags = config.megatron
     padded = flags.padded_vocab_size or padded_vocab_size(vocab, flags.make_vocab_size_divisible_by, tp)
-    delta = decoder_of(hf_config).delta
+    delta = read_decoder(hf_config).delta
     sizes = Sizes(core.num_query_groups, core.kv_channels, vocab=vocab, padded_vocab=padded, delta=delta)
     stages = core.virtual_pipeline_model_parallel_size
     # Megatron's schedule reads the number of virtual stages here. Only the model's layers determine it.
@@ -200,7 +200,7 @@ class Parts(nn.ModuleList):
             part.zero_grad_buffer()
 
 
-def parts_of(model: nn.Module) -> list[nn.Module]:
+def get_parts(model: nn.Module) -> list[nn.Module]:
     """Returns the parts of `Parts`, or the model itself. Megatron and slime's hooks call them the model's chunks."""
     return list(model) if isinstance(model, Parts) else [model]
 
@@ -208,18 +208,18 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 def unwrap(model: nn.Module) -> HiddenGPTModel:
     """Returns the model inside its data-parallel wrapper, or the model itself. A rank with virtual stages has several
     models."""
-    assert not isinstance(model, Parts), "call this for each of parts_of(model)"
+    assert not isinstance(model, Parts), "call this for each of get_parts(model)"
     return cast(HiddenGPTModel, model.module if isinstance(model, DistributedDataParallel) else model)
 
 
 def unwrapped(model: nn.Module) -> list[HiddenGPTModel]:
     """Returns the parts of a rank's model without their wrappers, in the order of their layers."""
-    return [unwrap(part) for part in parts_of(model)]
+    return [unwrap(part) for part in get_parts(model)]
 
 
 def last_part(model: nn.Module) -> HiddenGPTModel:
     """Returns the part of a rank's model with its last layers. On the last pipeline rank, it has the head."""
-    return unwrap(parts_of(model)[-1])
+    return unwrap(get_parts(model)[-1])
 
 
 def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
@@ -244,7 +244,7 @@ def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tens
     return output
 
 
-def hidden_of(model: nn.Module, output: Tensor) -> Tensor:
+def gather_hidden(model: nn.Module, output: Tensor) -> Tensor:
     """Maps the last stage's output to hidden states [P, H], equal on all tensor-parallel ranks.
 
     The backward needs the full gradient, equal on all tensor-parallel ranks, as `rl_kernel.linear_logp` returns it.
@@ -255,13 +255,13 @@ def hidden_of(model: nn.Module, output: Tensor) -> Tensor:
     return output.squeeze(1)
 
 
-def values_of(model: nn.Module, hidden: Tensor) -> Tensor:
+def compute_values(model: nn.Module, hidden: Tensor) -> Tensor:
     """Returns a critic's values [r] fp32 of hidden states [r, H]."""
     values: Tensor = last_part(model).value_head(hidden)
     return values
 
 
-def logits_of(model: nn.Module, output: Tensor) -> Tensor:
+def compute_logits(model: nn.Module, output: Tensor) -> Tensor:
     """Maps the last stage's output to logits [P, V_local] of Megatron's output layer in the model's dtype, with padding
     columns. The logits are capped if the model has a soft cap."""
     inner = last_part(model)
@@ -301,7 +301,7 @@ def head_main_grad(model: nn.Module) -> Tensor | None:
     gradients that arrive there.
     """
     weight: Any = output_weight(model)  # the buffer is Megatron's
-    wrapper: Any = parts_of(model)[-1]
+    wrapper: Any = get_parts(model)[-1]
     settings: DistributedDataParallelConfig = wrapper.ddp_config
     if not weight.requires_grad or settings.overlap_grad_reduce or not settings.grad_reduce_in_fp32:
         return None

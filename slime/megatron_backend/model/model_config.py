@@ -12,8 +12,8 @@ from torch.nn.functional import silu
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.megatron_backend.model.moe.experts import expert_fields
-from slime.models import decoder_of
-from slime.plan.stages import micro_batch_group, stages_of
+from slime.models import read_decoder
+from slime.plan.stages import build_stages, micro_batch_group
 from slime.rules.heads import check_heads
 
 
@@ -30,7 +30,7 @@ def load_hf_config(checkpoint_dir: str | Path) -> dict[str, Any]:
 
 def check_hf_config(hf_config: dict[str, Any]) -> None:
     """Raises ValueError for an architecture that this backend does not support."""
-    decoder_of(hf_config)
+    read_decoder(hf_config)
 
 
 def params_dtype(config: Config) -> torch.dtype:
@@ -64,7 +64,7 @@ def transformer_config(
     without dividing, and the loss has its own denominators. Raises ValueError if the layers cannot be divided among the
     pipeline stages.
     """
-    decoder, dtype = decoder_of(hf_config), params_dtype(config)
+    decoder, dtype = read_decoder(hf_config), params_dtype(config)
     predictions = len(decoder.predictions) if predicts else 0
     check_heads(config, decoder)
     fields: dict[str, Any] = {
@@ -116,7 +116,7 @@ def transformer_config(
 def _pipeline_fields(config: Config, layers: int, predictions: int) -> dict[str, Any]:
     """Returns the fields of the pipeline's stages. Megatron gets the same list of layers that plan and estimate compute
     with."""
-    stages = stages_of(config.megatron, layers)
+    stages = build_stages(config.megatron, layers)
     if stages.ranks == 1:
         return {}
     fields = {

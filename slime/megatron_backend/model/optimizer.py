@@ -19,7 +19,7 @@ from torch import nn
 
 from slime.config import Config
 from slime.config.fields import spelled
-from slime.megatron_backend.model.gpt import parts_of
+from slime.megatron_backend.model.gpt import get_parts
 from slime.megatron_backend.model.host_adam import HostAdam
 from slime.megatron_backend.model.model_config import params_dtype
 from slime.roles import POLICY, Role
@@ -53,7 +53,7 @@ def build_optimizer(
     dtype = params_dtype(config)
     fields: dict[str, Any] = {
         "optimizer": "adam",
-        "lr": config.value_of(role.lr),
+        "lr": config.get_value(role.lr),
         "min_lr": config.megatron.min_lr,
         "weight_decay": config.megatron.weight_decay,
         "adam_beta1": config.megatron.adam_beta1,
@@ -69,7 +69,7 @@ def build_optimizer(
     on_host = config.megatron.optimizer_cpu_offload
     # The groups hold parts of the weights, main weights are a state, and gradients are `decoupled_grad`.
     core.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
-    optimizer = get_megatron_optimizer(core, parts_of(model), use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(core, get_parts(model), use_gloo_process_groups=False)
     if on_host:
         _move_to_host(optimizer, config)
     _start_adam(optimizer)
@@ -155,7 +155,7 @@ def fuse_adam(optimizer: MegatronOptimizer) -> None:
                     inner.state[p]["step"] = inner.state[p]["step"].to(p.device)
 
 
-class Schedule(OptimizerParamScheduler):  # type: ignore[misc]  # megatron-core has no types
+class LrSchedule(OptimizerParamScheduler):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's schedule, whose position counts samples, for flags that count optimizer steps of `step_samples`
     samples. A checkpoint holds both numbers, so that a run with another step size resumes at its optimizer step."""
 
@@ -183,8 +183,8 @@ class Schedule(OptimizerParamScheduler):  # type: ignore[misc]  # megatron-core 
         super().load_state_dict(state_dict)
 
 
-def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int, role: Role) -> Schedule:
-    lr, iters = config.value_of(role.lr), config.value_of(role.lr_warmup_iters)
+def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int, role: Role) -> LrSchedule:
+    lr, iters = config.get_value(role.lr), config.get_value(role.lr_warmup_iters)
     # --num-rollout 0 takes no step, so any schedule fits.
     steps = config.megatron.lr_decay_iters or total_steps or iters + 1
     if config.megatron.lr_warmup_init > lr:
@@ -207,7 +207,7 @@ def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int, ro
             f"--lr-wsd-decay-iters must be at most {steps - int(warm_up)}, the steps of the schedule after the "
             f"warm-up, got {last}; raise --lr-decay-iters or --num-rollout"
         )
-    return Schedule(
+    return LrSchedule(
         optimizer,
         step_samples=samples,
         init_lr=config.megatron.lr_warmup_init,
@@ -232,4 +232,4 @@ def finish_grads(model: nn.Module) -> None:
     """Completes the gradients of a step: sums over data-parallel ranks, and over tensor-parallel ranks for parameters
     whose ranks had only a part of the tokens or heads. Collective. Call it once, after the last micro-batch's
     backward."""
-    finalize_model_grads(parts_of(model))
+    finalize_model_grads(get_parts(model))

@@ -14,7 +14,7 @@ from torch.nn.functional import embedding_bag
 
 
 @dataclass(frozen=True)
-class Rows:
+class GatheredRows:
     """Rows to read from `total` rows: `order` [K] int64, with repeats. `readers` [K] are the indices in `order`,
     grouped by row in ascending order, and `starts` [total] has the group start per row."""
 
@@ -23,15 +23,15 @@ class Rows:
     starts: Tensor
 
     @classmethod
-    def of(cls, order: Tensor, total: int) -> Rows:
+    def of(cls, order: Tensor, total: int) -> GatheredRows:
         in_order, readers = order.sort(stable=True)
         return cls(order, readers, torch.searchsorted(in_order, torch.arange(total, device=order.device)))
 
-    def to(self, device: torch.device | str) -> Rows:
-        return Rows(self.order.to(device), self.readers.to(device), self.starts.to(device))
+    def to(self, device: torch.device | str) -> GatheredRows:
+        return GatheredRows(self.order.to(device), self.readers.to(device), self.starts.to(device))
 
 
-def take(x: Tensor, rows: Rows) -> Tensor:
+def take(x: Tensor, rows: GatheredRows) -> Tensor:
     """Returns `x[rows.order]`: [total, ...] -> [K, ...]. Backward: a row gets the sum of its readers' gradients, in
     float32 and in their order, rounded once."""
     taken: Tensor = _Take.apply(x, rows)
@@ -40,7 +40,7 @@ def take(x: Tensor, rows: Rows) -> Tensor:
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: GatheredRows) -> Tensor:
         ctx.rows = rows
         return x.index_select(0, rows.order)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rl_kernel.contract import TRAIN_ROLLOUT
 from slime.algo.consistency import TokenSums, figures, order_statistics, percentile_ranks, token_sums
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.config import Config
 from slime.data import columns, routed_experts, top_tokens
 from slime.data.packing import MicroBatch
@@ -45,7 +45,7 @@ engine."""
 
 
 @dataclass(frozen=True)
-class Token:
+class AuditedToken:
     """A token of a response. `position` counts response tokens from 0. `trainer` and `rollout` are log-probs in
     nats."""
 
@@ -72,9 +72,9 @@ class _Part:
 
     sums: TokenSums
     reasons: Counter[str]
-    worst: Token | None
-    fault: Token | None
-    differing: Token | None
+    worst: AuditedToken | None
+    fault: AuditedToken | None
+    differing: AuditedToken | None
     """The first token whose bits differ, with --rlk-bitwise."""
 
 
@@ -147,7 +147,7 @@ class Audit:
         first_step = data["micro_batch_indices"][: data["num_microbatches"][0]]
         seen = (
             []
-            if loss_of(self.config.algorithm).objective is None
+            if loss_for(self.config.algorithm).objective is None
             else [i for batch in first_step for i in batch]
         )
         lengths = {i: data["response_lengths"][i] for i in seen}
@@ -220,7 +220,7 @@ class Audit:
         reason = rollout_facts.first_difference(theirs, mine)
         return "later_step" if reason is None and i not in self.found else reason
 
-    def _fault(self, data: TrainData) -> Token | None:
+    def _fault(self, data: TrainData) -> AuditedToken | None:
         """Returns the first active token of this rank whose log-prob is not finite on either side."""
         for by_sample in (dict(enumerate(data["rollout_log_probs"])), self.found):
             samples = list(by_sample)
@@ -232,13 +232,13 @@ class Audit:
                     return self._token(data, samples, int(bad.nonzero()[0]))
         return None
 
-    def _token(self, data: TrainData, samples: list[int], flat: int) -> Token:
+    def _token(self, data: TrainData, samples: list[int], flat: int) -> AuditedToken:
         """Returns the response token at index `flat` of the concatenated responses of `samples`."""
         ends = list(itertools.accumulate(data["response_lengths"][i] for i in samples))
         k = next(k for k, end in enumerate(ends) if flat < end)
         i, position = samples[k], flat - (ends[k - 1] if k else 0)
         response = data["tokens"][i][-data["response_lengths"][i] :]
-        return Token(
+        return AuditedToken(
             sample=data["sample_indices"][i] if "sample_indices" in data else i,
             position=position,
             token_id=int(response[position]),
@@ -254,7 +254,7 @@ class Audit:
     def _add_up(self, counts: Tensor) -> None:
         dist.all_reduce(counts, group=self.info.dp_group)
 
-    def _stop_at_fault(self, rollout_id: int, data: TrainData, faults: list[Token | None]) -> None:
+    def _stop_at_fault(self, rollout_id: int, data: TrainData, faults: list[AuditedToken | None]) -> None:
         fault = next((token for token in faults if token is not None), None)
         if fault is not None:
             raise ValueError(
@@ -262,7 +262,9 @@ class Audit:
                 f"{self._saved(rollout_id, data)}"
             )
 
-    def _judge(self, rollout_id: int, data: TrainData, worst: Token | None, reasons: Counter[str]) -> None:
+    def _judge(
+        self, rollout_id: int, data: TrainData, worst: AuditedToken | None, reasons: Counter[str]
+    ) -> None:
         dtype = self.config.megatron.params_dtype
         bound = TRAIN_ROLLOUT[dtype].absolute
         if worst is None and reasons:
@@ -282,7 +284,7 @@ class Audit:
         rollout_id: int,
         data: TrainData,
         count: float,
-        differing: Token | None,
+        differing: AuditedToken | None,
         reasons: Counter[str],
     ) -> None:
         """Raises RuntimeError for the first bit that differs, and for a token that was not compared. Collective."""
@@ -301,7 +303,7 @@ class Audit:
         )
 
     def _write(
-        self, rollout_id: int, metrics: dict[str, float], reasons: Counter[str], worst: Token | None
+        self, rollout_id: int, metrics: dict[str, float], reasons: Counter[str], worst: AuditedToken | None
     ) -> None:
         if self.info.rank != 0:
             return
@@ -320,7 +322,7 @@ class Audit:
     def _saved(self, rollout_id: int, data: TrainData) -> str:
         """Saves all ranks' samples and returns the path. Collective. The file is complete when this method
         returns."""
-        parts = self._gather(samples_of(data, self.config.data.n_samples_per_prompt))
+        parts = self._gather(rebuild_samples(data, self.config.data.n_samples_per_prompt))
         template = rollout_facts.replay_template(self.config)
         path = template.format(rollout_id=rollout_id)
         if self.info.rank == 0:
@@ -332,7 +334,7 @@ class Audit:
         return f"the batch is saved, see it again with --load-debug-rollout-data {path}"
 
 
-def samples_of(data: TrainData, group_size: int) -> list[tuple[int, Sample]]:
+def rebuild_samples(data: TrainData, group_size: int) -> list[tuple[int, Sample]]:
     """Returns (index in the rollout, sample) for the samples of a rank's data, as the rollout made them, for a replay.
 
     Groups come from the rollout's facts. Without facts, `group_size` neighbours form a group.
@@ -357,9 +359,9 @@ def samples_of(data: TrainData, group_size: int) -> list[tuple[int, Sample]]:
             reward=data["raw_reward" if "raw_reward" in data else "rewards"][i],
             status=Sample.Status.TRUNCATED if truncated[i] else Sample.Status.COMPLETED,
             prompt=data["prompt"][i] if "prompt" in data else "",
-            rollout_routed_experts=routed_experts.of_sample(data, i),
-            **top_tokens.of_data(data, i),
-            columns=columns.of_engine(data, i),
+            rollout_routed_experts=routed_experts.read_sample(data, i),
+            **top_tokens.read_sample_fields(data, i),
+            columns=columns.read_engine_columns(data, i),
             metadata=data["metadata"][i] if "metadata" in data else {},
         )
         out.append((place, sample))

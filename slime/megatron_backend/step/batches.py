@@ -40,13 +40,13 @@ class Batches:
             self._replay.attach(batch, training=training)
         return batch
 
-    def of_pass(
+    def pack_pass(
         self, data: RankData, micro_batches: list[list[int]], *, policy: bool
     ) -> Iterator[MicroBatch]:
         """Returns the packed micro-batches of a pass without gradient."""
         return (self.pack(data, samples, training=False, policy=policy) for samples in micro_batches)
 
-    def of_training(
+    def pack_training(
         self, data: RankData, micro_batches: list[list[int]], columns: Sequence[str] | None = None
     ) -> Iterator[MicroBatch]:
         """Yields the packed micro-batches of an optimizer step: of the policy, or of another model that reads
@@ -60,7 +60,7 @@ class Batches:
                     batch = self._packed(data, samples, columns)
             yield batch
 
-    def of_evaluation(self, data: RankData) -> Iterator[MicroBatch]:
+    def pack_evaluation(self, data: RankData) -> Iterator[MicroBatch]:
         """Returns all packed micro-batches of a held-out set, with the columns of training."""
         carried = columns.carried(data, self._config, training=True, policy=True)
         return (self._packed(data, samples, carried) for samples in data.micro_batches)

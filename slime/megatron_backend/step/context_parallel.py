@@ -47,7 +47,7 @@ def hook_view(
         lengths,
         local=lambda x: _Local.apply(x, mine, ranks.cp_group),
         whole=lambda x: whole(x, batch, ranks),
-        total=lambda x: _Total.apply(x, ranks.cp_group),
+        total=lambda x: _RankSum.apply(x, ranks.cp_group),
     )
 
 
@@ -179,7 +179,7 @@ class _Local(torch.autograd.Function):
         return out, None, None
 
 
-class _Total(torch.autograd.Function):
+class _RankSum(torch.autograd.Function):
     """Autograd function that sums `x` over ranks. Each rank continues with the same loss, so its own x has the upstream
     gradient."""
 

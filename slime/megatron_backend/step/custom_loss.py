@@ -21,7 +21,7 @@ from slime.algo.selected_log_probs import (
     SelectedLogprobRequest,
     selected_log_probs,
 )
-from slime.config.schema import Config, section_of
+from slime.config.schema import Config, read_section
 from slime.config.sections.kernels import KernelsConfig
 from slime.megatron_backend.step.context_parallel import response_bounds
 from slime.types import TrainData
@@ -90,7 +90,7 @@ def get_log_probs_and_entropy(
         with_entropy_grad=with_entropy,
         chunk_size=-1,
     )
-    log_probs, entropy = selected_log_probs(section_of(KernelsConfig, args), request, _by_logp)
+    log_probs, entropy = selected_log_probs(read_section(KernelsConfig, args), request, _by_logp)
     rows = [len(of_sample) for _, of_sample in chunks]
     out = {"log_probs": list(log_probs[:, 0].split(rows))}
     if entropy is not None:
@@ -106,4 +106,4 @@ def _by_logp(logits: Tensor, tokens: Tensor, group: object, *, with_entropy: boo
 def compute_advantages_and_returns(args: Namespace, rollout_data: TrainData) -> None:
     """Sets `advantages`, `returns` and `kl` of `rollout_data` by --advantage-estimator, as without a hook."""
     group = parallel_state.get_data_parallel_group()
-    ppo.compute_advantages_and_returns(Config.of_args(args), rollout_data, dp_group=group)
+    ppo.compute_advantages_and_returns(Config.from_args(args), rollout_data, dp_group=group)

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from slime import operators
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.config import Config
 from slime.config.hook_calls import Hooks
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
 from slime.megatron_backend.step.batches import Batches
-from slime.megatron_backend.step.heads import head_of
+from slime.megatron_backend.step.heads import build_head
 from slime.megatron_backend.step.heads.head import MicroBatchLoss
 from slime.megatron_backend.step.learner import Learner
 from slime.megatron_backend.step.loss import LossSetup, objective_loss, reduce_metrics
 from slime.megatron_backend.step.pipeline import from_last_stage, run_forward
-from slime.megatron_backend.step.scorers import scorers_of
+from slime.megatron_backend.step.scorers import build_scorers
 from slime.tracking.timers import Timers
 
 
@@ -44,11 +44,11 @@ class HeldOut:
     ) -> None:
         self.config, self.learner, self.batches = config, learner, batches
         self.timers = Timers()
-        self.scorers = scorers_of(config, hooks, models, learner.info, batches, self.timers)
+        self.scorers = build_scorers(config, hooks, models, learner.info, batches, self.timers)
         # The one-pass head of training computes gradients in its forward, so a head for passes is used.
-        value = loss_of(config.algorithm).head == "value"
+        value = loss_for(config.algorithm).head == "value"
         kind = operators.VALUES if value else operators.pass_head(config)
-        self.head = head_of(config, kind, learner.model, learner.info)
+        self.head = build_head(config, kind, learner.model, learner.info)
         self.setup = LossSetup(config, hooks, self.head, self.timers)
 
     @torch.no_grad()
@@ -67,7 +67,7 @@ class HeldOut:
             return objective_loss(self.setup, data, batch, output, normaliser)
 
         info, micro_batches = self.learner.info, data.micro_batches
-        batches = self.batches.of_evaluation(data)
+        batches = self.batches.pack_evaluation(data)
         losses = run_forward(self.learner.model, info, batches, len(micro_batches), loss)
         self.timers.flush()
         counts = [float(place < data.counted_micro_batches) for place in range(len(losses))]

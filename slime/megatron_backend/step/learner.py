@@ -26,7 +26,7 @@ from slime.megatron_backend.checkpoint.peft import FOLDER, load_peft, save_peft
 from slime.megatron_backend.checkpoint.weights import load_weights
 from slime.megatron_backend.lora.base import note_base
 from slime.megatron_backend.lora.install import add_adapters
-from slime.megatron_backend.model.gpt import build_model, parts_of, unwrapped
+from slime.megatron_backend.model.gpt import build_model, get_parts, unwrapped
 from slime.megatron_backend.model.optimizer import build_optimizer, close_optimizer, finish_grads
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.heads.head import MicroBatchLoss
@@ -155,7 +155,7 @@ class Learner:
 
         Each trained role moves separately: the states of two roles are never on the device together.
         """
-        models = [part for model in (self.model, *others) for part in parts_of(model)]
+        models = [part for model in (self.model, *others) for part in get_parts(model)]
         self.residence = Residence(leaving, self.info.device, self.timers, models, self.optimizer)
         self.residence.release(*PARTS)  # engines that start now measure the free memory
         return self.residence

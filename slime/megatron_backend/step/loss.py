@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.algo.importance import weighted
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.algo.needs import ids_read
 from slime.algo.token_columns import HookView, Losses, TokenColumns
 from slime.config import Config
@@ -55,7 +55,7 @@ def objective_loss(
 ) -> MicroBatchLoss:
     """Returns loss and metrics by --loss-type."""
     config, head = setup.config, setup.head
-    kind = loss_of(config.algorithm)
+    kind = loss_for(config.algorithm)
     objective = kind.objective
     if objective is None:
         return custom_loss(setup, data, batch, output, normaliser)

@@ -18,7 +18,7 @@ from slime.megatron_backend.step.residence import moving_speed
 from slime.plan.card_phases import besides_tensors
 from slime.plan.memory_decision import decide_residence
 from slime.plan.memory_estimate import estimate
-from slime.roles import POLICY, REFERENCE, Role, roles_of
+from slime.roles import POLICY, REFERENCE, Role, get_roles
 from slime.tracking.memory import device_memory, leave_free
 from slime.tracking.timers import Timers
 
@@ -32,7 +32,7 @@ class Models(dict[str, nn.Module]):
 
     def __init__(self, config: Config, hf_config: dict[str, Any], info: ParallelInfo, timers: Timers) -> None:
         leave_free(info.device, besides_tensors(config))
-        roles = sorted(roles_of(config), key=lambda role: role is not POLICY)
+        roles = sorted(get_roles(config), key=lambda role: role is not POLICY)
         self.learners = {
             role.name: Learner(role, config, hf_config, info, timers) for role in roles if role.trained
         }

@@ -88,7 +88,7 @@ def ids_log_probs(logits: Tensor, ids: Tensor, start: int, size: int) -> Tensor:
     return found
 
 
-def top_of(logits: Tensor, start: int, size: int, count: int) -> Top:
+def compute_top(logits: Tensor, start: int, size: int, count: int) -> Top:
     """Returns the ids of the `count` largest log-probs, over the tensor-parallel group; `logits` as in
     `ids_log_probs`."""
     shard = _shard(logits, start, size)

@@ -14,7 +14,7 @@ import torch
 from slime.config import Config
 from slime.memory.card_text import card_lines
 from slime.memory.cards import Cards
-from slime.memory.processes import roles_of
+from slime.memory.processes import find_roles
 from slime.plan.advice import savings
 from slime.plan.memory_estimate import Estimate
 from slime.plan.units import GIB, amount
@@ -73,7 +73,7 @@ def _on_card(config: Config) -> Iterator[str]:
     if not torch.cuda.is_available():
         return
     yield from card_lines(
-        Cards().read(processes=True), roles_of(Path(config.logging.run_dir) / "logs", -1, [os.getpid()])
+        Cards().read(processes=True), find_roles(Path(config.logging.run_dir) / "logs", -1, [os.getpid()])
     )
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     yield (
@@ -84,7 +84,7 @@ def _on_card(config: Config) -> Iterator[str]:
 
 def _accounts(estimate: Estimate) -> list[str]:
     parts = {"weights": "parameters", "gradients": "gradients", "optimizer": "optimizer"}
-    found = [(name, estimate.of_part(part)) for name, part in parts.items()]
+    found = [(name, estimate.sum_part(part)) for name, part in parts.items()]
     other = sum(item.bytes for item in estimate.kept if item.part is None)
     step = max((item.bytes for item in estimate.work), default=0.0)
     found += [

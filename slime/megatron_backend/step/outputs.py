@@ -19,7 +19,7 @@ from slime.megatron_backend.step.models import Models
 from slime.models.lora import sends_adapters
 from slime.protocols import CHECKPOINT, FULL, WeightSet, WeightUpdate
 from slime.roles import POLICY
-from slime.weight_sync.channel import Export, TrainerPlace
+from slime.weight_sync.channel import Export, TrainerSettings
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.publisher import Publisher, Written
 
@@ -49,7 +49,7 @@ class Outputs:
         self._background = BackgroundSaves(minutes) if config.checkpoint.async_save else None
         flags = config.weight_update
         assert flags.weight_dir is not None
-        place = TrainerPlace(
+        place = TrainerSettings(
             *(Path(flags.weight_dir), flags.update_weight_buffer_size, device, timeout_s),
             keep_files=flags.update_weight_disk_keep_files,
             stem=self._stem(),
@@ -100,7 +100,9 @@ class Outputs:
     def _stem(self) -> str:
         """Returns the stem of the names of weight files. Runs that share engines may also share the folder of weights,
         so each adapter has separate files."""
-        return f"adapter-{self.config.lora.lora_name}" if sends_adapters(self.config) else TrainerPlace.stem
+        return (
+            f"adapter-{self.config.lora.lora_name}" if sends_adapters(self.config) else TrainerSettings.stem
+        )
 
     def _weights(self) -> WeightSet:
         """Returns the record of the policy's weights that engines get."""
@@ -117,7 +119,7 @@ class Outputs:
 
     def _written(self) -> Written | None:
         name = "custom_update_weight_post_write_path"
-        if self.config.value_of(name) is None:
+        if self.config.get_value(name) is None:
             return None
         return lambda folder, engines: self._hooks.call(name, str(folder), engines)
 

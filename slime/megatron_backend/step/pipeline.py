@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.model.attention import packed_layout
-from slime.megatron_backend.model.gpt import parts_of, stage_output, unwrap
+from slime.megatron_backend.model.gpt import get_parts, stage_output, unwrap
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.tracking.timers import Timers
 
@@ -47,7 +47,7 @@ def run_stages(
     Returns the results of `on_output` in order on the last stage, and an empty list on other stages. Collective over
     the ranks of the pipeline, and over data-parallel ranks with --overlap-grad-reduce.
     """
-    parts: list[Any] = parts_of(model)
+    parts: list[Any] = get_parts(model)
     core = unwrap(parts[0]).config  # all parts have the same config
     core.timers = _ScheduleTimers(timers)
     core.no_sync_func = parts[0].no_sync if len(parts) == 1 else [part.no_sync for part in parts]
@@ -64,7 +64,7 @@ def run_forward(
 ) -> list[T]:
     """Runs only the forward of `count` micro-batches in evaluation mode, under the caller's torch.no_grad(). Returns
     the same as `run_stages`."""
-    parts = parts_of(model)
+    parts = get_parts(model)
     unwrap(parts[0]).config.timers = None
     _set_mode(parts, training=False)
 
@@ -90,7 +90,7 @@ def _schedule(
     *,
     forward_only: bool,
 ) -> list[T]:
-    parts = parts_of(model)
+    parts = get_parts(model)
 
     def forward_step(iterator: Any, part: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, int, T]]]:
         batch = next(iterator)

@@ -13,11 +13,11 @@ from slime.config.hook_calls import Hooks
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
 from slime.divergence import DivergedError
-from slime.megatron_backend.kept_samples import KeptSamples
-from slime.megatron_backend.model.gpt import parts_of
+from slime.megatron_backend.kept_samples import SampleRecorder
+from slime.megatron_backend.model.gpt import get_parts
 from slime.megatron_backend.step.audit import Audit
 from slime.megatron_backend.step.batches import Batches
-from slime.megatron_backend.step.heads import head_of
+from slime.megatron_backend.step.heads import build_head
 from slime.megatron_backend.step.heads.head import MicroBatchLoss
 from slime.megatron_backend.step.learner import Learner
 from slime.megatron_backend.step.loss import LossSetup, micro_batch_loss
@@ -43,9 +43,9 @@ class PolicyTraining:
     ) -> None:
         self.config, self.hooks, self.learner, self.batches = config, hooks, learner, batches
         self.replay, self.audit, self.old = replay, audit, old
-        self.kept = KeptSamples(config, learner.info)
+        self.kept = SampleRecorder(config, learner.info)
         self.first_rollout = config.critic.first_of_policy
-        self.head = head_of(config, operators.loss_head(config)[0], learner.model, learner.info)
+        self.head = build_head(config, operators.loss_head(config)[0], learner.model, learner.info)
         ahead = None
         if config.algorithm.enable_mtp_training:
             ahead = Predictions(self.head, config.algorithm.mtp_loss_scaling_factor)
@@ -66,7 +66,7 @@ class PolicyTraining:
     def optimizer_steps(self, rollout_id: int, data: RankData) -> list[dict[str, float]]:
         learner, steps = self.learner, []
         for step_id, micro_batches in enumerate(data.steps):
-            inputs = parts_of(learner.model), learner.optimizer, learner.scheduler
+            inputs = get_parts(learner.model), learner.optimizer, learner.scheduler
             self.hooks.call("custom_megatron_before_train_step_hook_path", rollout_id, step_id, *inputs)
             steps.append(self._step(rollout_id, data, micro_batches, step_id))
         learner.require_finite(rollout_id)
@@ -81,7 +81,7 @@ class PolicyTraining:
         metrics = self.learner.step(
             rollout_id,
             step_id,
-            self.batches.of_training(data, micro_batches),
+            self.batches.pack_training(data, micro_batches),
             len(micro_batches),
             losses,
             samples=data.global_batch_sizes[step_id],
@@ -96,7 +96,7 @@ class PolicyTraining:
 
     def _losses(self, data: RankData, batch: MicroBatch, output: Tensor, step_id: int) -> MicroBatchLoss:
         loss = micro_batch_loss(self.setup, data, batch, output, data.normalisers[step_id])
-        readers: list[Audit | OldLogProbs | KeptSamples]
+        readers: list[Audit | OldLogProbs | SampleRecorder]
         readers = [reader for reader in (self.audit, self.kept) if reader.wants(data, step_id)]
         if self.old is not None and self.old.wants(step_id):
             readers.append(self.old)

@@ -25,9 +25,9 @@ from slime.data.ahead import look_ahead, unshared
 from slime.data.packing import MicroBatch
 from slime.data.token_slice import TokenSlice
 from slime.megatron_backend.model.attention import packed_layout
-from slime.megatron_backend.model.gpt import HiddenGPTModel, hidden_of, last_part, output_weight
+from slime.megatron_backend.model.gpt import HiddenGPTModel, gather_hidden, last_part, output_weight
 from slime.megatron_backend.model.moe.expert_dispatch import share_longest
-from slime.megatron_backend.model.rows import Rows, take
+from slime.megatron_backend.model.rows import GatheredRows, take
 from slime.megatron_backend.step.heads.head import LmHead
 
 
@@ -66,8 +66,8 @@ class Predictions:
                 packed_seq_params=layout,
                 embedding=inner.embedding,
             )[0]
-            hidden = hidden_of(inner, state)
-            hidden = take(hidden, Rows.of(ahead.rows.to(output.device), len(hidden)))
+            hidden = gather_hidden(inner, state)
+            hidden = take(hidden, GatheredRows.of(ahead.rows.to(output.device), len(hidden)))
             of_response = ahead.of_response.to(output.device)
             total = total + self._summed(hidden, ahead.targets.to(output.device), weights[of_response])
         mean = total / len(inner.mtp.layers)
@@ -93,7 +93,7 @@ def _constant_state(inner: HiddenGPTModel, batch: MicroBatch, part: TokenSlice, 
     a leaf, because recomputed layers need an input with a gradient."""
     state = output.detach()
     if part is not batch.part:
-        state = hidden_of(inner, state)[batch.part.gathered.to(output.device)]
+        state = gather_hidden(inner, state)[batch.part.gathered.to(output.device)]
         state = pad(state, (0, 0, 0, part.rows - len(state)))[:, None]
         if inner.config.sequence_parallel:
             state = scatter_to_sequence_parallel_region(state)

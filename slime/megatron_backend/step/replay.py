@@ -18,7 +18,7 @@ from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.step.heads import lm_head
 from slime.megatron_backend.step.routing_replay import Replay
-from slime.megatron_backend.step.scorers import column_of_data, log_probs_of
+from slime.megatron_backend.step.scorers import compute_column, make_log_probs
 from slime.types import Sample, TrainData
 
 Layout = list[list[int]]
@@ -67,7 +67,7 @@ def replay_log_probs(
                 assert sorted(i for row in layout for i in row) == list(range(len(samples))), name
                 batches = (packed(row) for row in layout)
                 lengths = data["response_lengths"]
-                values = column_of_data(model, info, log_probs_of(head), batches, len(layout), lengths)
+                values = compute_column(model, info, make_log_probs(head), batches, len(layout), lengths)
                 found[name] = [values[i].cpu() for i in range(len(samples))]
             return found
         finally:

@@ -64,9 +64,9 @@ class Residence:
         seen: set[int] = set()
         # The order matters: without mixed precision, the main weights are the parameters and belong to that part.
         tensors = {
-            "parameters": parameters_of(models := list(models)),
-            "gradients": gradients_of(models),
-            "optimizer": states_of(optimizer),
+            "parameters": iter_parameters(models := list(models)),
+            "gradients": iter_gradients(models),
+            "optimizer": iter_states(optimizer),
         }
         for part, of_part in tensors.items():
             pieces = list(_pieces(of_part, device, seen))
@@ -192,12 +192,12 @@ def _pieces(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> 
         offset += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
 
 
-def parameters_of(models: list[nn.Module]) -> Iterator[Tensor]:
+def iter_parameters(models: list[nn.Module]) -> Iterator[Tensor]:
     for model in models:
         yield from model.parameters()
 
 
-def gradients_of(models: list[nn.Module]) -> Iterator[Tensor]:
+def iter_gradients(models: list[nn.Module]) -> Iterator[Tensor]:
     """Yields Megatron's flat gradient buffers, for the models that have them."""
     for model in models:
         if isinstance(model, DistributedDataParallel):
@@ -205,7 +205,7 @@ def gradients_of(models: list[nn.Module]) -> Iterator[Tensor]:
                 yield buffer.grad_data
 
 
-def states_of(optimizer: Any) -> Iterator[Tensor]:
+def iter_states(optimizer: Any) -> Iterator[Tensor]:
     """Yields main weights and moments. A step count, which is a single number, stays on its device, because it is read
     directly."""
     for chained in optimizer.chained_optimizers:

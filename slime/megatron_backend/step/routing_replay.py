@@ -42,7 +42,7 @@ class Routing:
         self.differing: dict[int, Tensor] = {}
         self.given: dict[int, Tensor] = {}
 
-    def of_layer(self, number: int) -> LayerRouting:
+    def get_layer(self, number: int) -> LayerRouting:
         """Returns the routing of a layer. `number` counts from 0 over the whole model."""
         return LayerRouting(self, number)
 

@@ -1,6 +1,6 @@
 """Scorers: each scorer fills one column of a rank's data by a pass of a model without gradient, before training.
 
-    Scorer.fill(data)        in the order of slime.roles.passes_of
+    Scorer.fill(data)        in the order of slime.roles.get_passes
 
 A pass of a frozen model covers all samples. Old log-probs may come from the first optimizer step instead
 (`OldLogProbs`).
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slime import operators
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.algo.needs import before_first_step, draws_in_loss, needs_old_log_probs
 from slime.config import Config
 from slime.config.hook_calls import Hooks
@@ -25,14 +25,14 @@ from slime.data import top_tokens
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
 from slime.megatron_backend.lora.install import without_adapters
-from slime.megatron_backend.model.gpt import parts_of, unwrapped, vocab_range
+from slime.megatron_backend.model.gpt import get_parts, unwrapped, vocab_range
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.batches import Batches
-from slime.megatron_backend.step.heads import head_of
+from slime.megatron_backend.step.heads import build_head
 from slime.megatron_backend.step.heads.head import LmHead, whole
 from slime.megatron_backend.step.pipeline import run_forward, tensors_from_last_stage
 from slime.megatron_backend.step.values import values_per_token
-from slime.roles import POLICY, TEACHER, Role, roles_of
+from slime.roles import POLICY, TEACHER, Role, get_roles
 from slime.tracking.timers import Timers
 from slime.types import TrainData
 
@@ -52,7 +52,7 @@ class Scorer(Protocol):
 
 
 @torch.no_grad()
-def column_of_data(
+def compute_column(
     model: nn.Module,
     info: ParallelInfo,
     per_token: PerToken,
@@ -78,12 +78,12 @@ def column_of_data(
     return tensors_from_last_stage(info, found, {i: response_lengths[i] for i in wanted}, width)
 
 
-def log_probs_of(head: LmHead) -> PerToken:
+def make_log_probs(head: LmHead) -> PerToken:
     """Returns a function for log-probs by the head's model, in nats."""
     return lambda batch, output: head.log_probs(batch, output, "none")[0]
 
 
-def top_of(head: LmHead, count: int, policy: nn.Module) -> PerToken:
+def make_top(head: LmHead, count: int, policy: nn.Module) -> PerToken:
     """Returns a function for log-probs by the head's model, then the `count` likeliest ids and their log-probs. An id
     that the policy does not have becomes NONE. The result is [R, 1 + 2 * count] fp32, which holds ids below 2**24
     exactly."""
@@ -123,7 +123,7 @@ class Pass:
         """Returns the column, by sample of `micro_batches`. Calls --custom-megatron-before-log-prob-hook-path first."""
         with self._timers.measure(self.role.timer):
             if self.role.head == "lm":
-                model = parts_of(self.model)
+                model = get_parts(self.model)
                 self._hooks.call("custom_megatron_before_log_prob_hook_path", model, self.role.prefix)
             with self._as_role():
                 return self._column(data, micro_batches)
@@ -135,11 +135,11 @@ class Pass:
         return nullcontext()
 
     def _column(self, data: RankData, micro_batches: list[list[int]]) -> dict[int, Tensor]:
-        return column_of_data(
+        return compute_column(
             self.model,
             self._info,
             self._per_token,
-            self._batches.of_pass(data, micro_batches, policy=self.of_policy),
+            self._batches.pack_pass(data, micro_batches, policy=self.of_policy),
             len(micro_batches),
             data.response_lengths,
             sorted(i for samples in micro_batches for i in samples),
@@ -224,7 +224,7 @@ class OldLogProbs:
         self._later, self._first = {}, {}
 
 
-def scorers_of(
+def build_scorers(
     config: Config,
     hooks: Hooks,
     models: Mapping[str, nn.Module],
@@ -234,14 +234,14 @@ def scorers_of(
 ) -> list[Scorer]:
     """Returns the scorers of a run in their order in a step. `models`: by the names of their roles."""
     found: list[Scorer] = []
-    rewarded = loss_of(config.algorithm).rewarded
-    for role in (role for role in roles_of(config) if rewarded or role is not POLICY):
+    rewarded = loss_for(config.algorithm).rewarded
+    for role in (role for role in get_roles(config) if rewarded or role is not POLICY):
         model = models[role.name]
         per_token: PerToken = partial(values_per_token, model, info)
         count = config.distillation.opd_top_k if role is TEACHER and draws_in_loss(config) else 0
         if role.head == "lm":
-            head = head_of(config, operators.pass_head(config), model, info)
-            per_token = top_of(head, count, models[POLICY.name]) if count else log_probs_of(head)
+            head = build_head(config, operators.pass_head(config), model, info)
+            per_token = make_top(head, count, models[POLICY.name]) if count else make_log_probs(head)
         its_pass = Pass(
             *(role, config, hooks, model, per_token, info, batches, timers),
             of_policy=role is POLICY,

@@ -23,7 +23,7 @@ import torch
 
 from slime import operators
 from slime.algo.distillation import subtract_penalties
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.algo.ppo import compute_advantages_and_returns
 from slime.checkpoints import checkpoint_dir
 from slime.config import Config
@@ -37,7 +37,7 @@ from slime.megatron_backend.model.optimizer import reset_states
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.step.audit import Audit
 from slime.megatron_backend.step.batches import Batches
-from slime.megatron_backend.step.heads import temperature_of
+from slime.megatron_backend.step.heads import get_temperature
 from slime.megatron_backend.step.held_out import HeldOut
 from slime.megatron_backend.step.learner import Learner, Training
 from slime.megatron_backend.step.models import Models
@@ -46,12 +46,12 @@ from slime.megatron_backend.step.outputs import Outputs
 from slime.megatron_backend.step.pipeline import from_last_stage
 from slime.megatron_backend.step.policy import PolicyTraining
 from slime.megatron_backend.step.routing_replay import Replay
-from slime.megatron_backend.step.scorers import OldLogProbs, scorers_of
+from slime.megatron_backend.step.scorers import OldLogProbs, build_scorers
 from slime.megatron_backend.step.values import CriticTraining
 from slime.plan.memory_estimate import estimate
 from slime.protocols import TrainResult, WeightUpdate
 from slime.roles import CRITIC, POLICY
-from slime.roles.groups import name_of, read_by, sent_by
+from slime.roles.groups import name_group, read_by, sent_by
 from slime.rollout.debug_data import save_debug_train_data
 from slime.tracking import outbox
 from slime.tracking.events import Events, Spans
@@ -76,8 +76,8 @@ class MegatronTrainer:
         self.hooks.call("custom_megatron_init_path")
         self.hf_config = load_hf_config(config.rollout.hf_checkpoint)
         self.timers = Timers.on(self.info.device)
-        self.memory_history = MemoryHistory(config, f"{name_of(config)}-{rank}")
-        self.events = Events(f"{name_of(config)}-{rank}", config.logging.run_dir)
+        self.memory_history = MemoryHistory(config, f"{name_group(config)}-{rank}")
+        self.events = Events(f"{name_group(config)}-{rank}", config.logging.run_dir)
         self.timers.observer = self.spans = Spans(self.events, str(self.info.device))
         with explained("loading", config, estimate(config, self.hf_config), self.timers):
             self.models = Models(config, self.hf_config, self.info, self.timers)
@@ -89,10 +89,10 @@ class MegatronTrainer:
         )
         self.replay = Replay(config, self.info)
         self.batches = Batches(config, self.hf_config, self.info, self.replay, self.timers)
-        self.scorers = scorers_of(config, self.hooks, self.models, self.info, self.batches, self.timers)
+        self.scorers = build_scorers(config, self.hooks, self.models, self.info, self.batches, self.timers)
         self.trainings = self._trainings()
         self.held_out: HeldOut | None = None
-        steps, name = profiled_steps(config.debug.profile_steps), f"{name_of(config)}-{rank}"
+        steps, name = profiled_steps(config.debug.profile_steps), f"{name_group(config)}-{rank}"
         self.profiler = StepProfiler(steps, config.logging.run_dir, name, self.timers, self.info.device)
         self._scored_at: float | None = None
 
@@ -108,7 +108,7 @@ class MegatronTrainer:
             found.append(CriticTraining(config, critic, self.batches))
         if (policy := learners.get(POLICY.name)) is not None:
             old = next((scorer for scorer in self.scorers if isinstance(scorer, OldLogProbs)), None)
-            audit = Audit(config, self.info, self.timers, temperature_of(config))
+            audit = Audit(config, self.info, self.timers, get_temperature(config))
             found.append(PolicyTraining(config, self.hooks, policy, self.batches, self.replay, audit, old))
         return found
 
@@ -209,7 +209,7 @@ class MegatronTrainer:
         """Adds the columns of the advantage estimator, or the columns of a hook. Collective over data-parallel
         ranks."""
         flags = self.config.algorithm
-        if not flags.disable_compute_advantages_and_returns and loss_of(flags).rewarded:
+        if not flags.disable_compute_advantages_and_returns and loss_for(flags).rewarded:
             if flags.custom_advantage_function_path:
                 self.hooks.call("custom_advantage_function_path", data)
                 subtract_penalties(self.hooks.config.distillation, data)

@@ -10,8 +10,8 @@ from slime.algo.value_loss import error_sums, explained_variance, value_loss
 from slime.config import Config
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
-from slime.megatron_backend.model.gpt import hidden_of, values_of
-from slime.megatron_backend.model.rows import Rows, take
+from slime.megatron_backend.model.gpt import compute_values, gather_hidden
+from slime.megatron_backend.model.rows import GatheredRows, take
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.batches import Batches
 from slime.megatron_backend.step.heads.head import MicroBatchLoss, whole
@@ -26,8 +26,8 @@ def local_values(model: nn.Module, batch: MicroBatch, output: Tensor) -> Tensor:
 
     The value of a token is the value of the state before it, from the same row as its log-prob.
     """
-    hidden = hidden_of(model, output)
-    return values_of(model, take(hidden, Rows.of(batch.rows, len(hidden))))
+    hidden = gather_hidden(model, output)
+    return compute_values(model, take(hidden, GatheredRows.of(batch.rows, len(hidden))))
 
 
 def values_per_token(model: nn.Module, info: ParallelInfo, batch: MicroBatch, output: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class CriticTraining:
         metrics = learner.step(
             rollout_id,
             step_id,
-            self.batches.of_training(data, micro_batches, READS),
+            self.batches.pack_training(data, micro_batches, READS),
             len(micro_batches),
             self._losses,
             samples=data.global_batch_sizes[step_id],

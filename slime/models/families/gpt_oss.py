@@ -97,7 +97,7 @@ class OneByOne:
             ends = "_blocks", "_scales"
             weight = dequantised(*(self.files.get(stacked + end)[expert] for end in ends))
             return weight.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if fused else weight
-        return OneExpert(self.files.get(stacked), expert, fused)
+        return GptOssExpert(self.files.get(stacked), expert, fused)
 
     def place(self, name: str) -> str:
         stacked = _ONE.sub(r"\1.\3", name)
@@ -105,7 +105,7 @@ class OneByOne:
 
 
 @dataclass(frozen=True)
-class OneExpert:
+class GptOssExpert:
     """One expert, [outputs, inputs] or [outputs], in a stack [E, inputs, outputs] or [E, outputs]."""
 
     stack: Stored

@@ -89,14 +89,14 @@ class TextTensors:
     def get(self, name: str) -> Stored:
         source, expert, part = self._source[name]
         stored = self._tensors.get(source)
-        return stored if expert < 0 else OneExpert(stored, expert, part)
+        return stored if expert < 0 else Qwen35Expert(stored, expert, part)
 
     def place(self, name: str) -> str:
         return self._tensors.place(self._source[name][0])
 
 
 @dataclass(frozen=True)
-class OneExpert:
+class Qwen35Expert:
     """The tensor of an expert and a projection in a stack of down [E, H, F], or of gate above up [E, 2 F, H]."""
 
     stack: Stored

@@ -25,7 +25,7 @@ from slime.config.sections.reward import RewardConfig, is_hook, part_name, rewar
 from slime.event_loop import loop_objects
 from slime.hooks import Hook, load_function
 from slime.records.errors import FlagError
-from slime.rollout.context import RunContext, context_of
+from slime.rollout.context import RunContext, find_context
 from slime.rollout.rewards.dapo import dapo_reward
 from slime.rollout.rewards.deepscaler import deepscaler_reward
 from slime.rollout.rewards.f1 import f1_reward
@@ -80,7 +80,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> Reward:
     ValueError for wrong settings, labels and reward values, and after --reward-deadline-s. RuntimeError, chained, for
     any other error of the reward, including SystemExit. Every error names the sample.
     """
-    return await score(context_of(args), sample, **kwargs)
+    return await score(find_context(args), sample, **kwargs)
 
 
 async def score(context: RunContext, sample: Sample, **kwargs: object) -> Reward:
@@ -174,7 +174,7 @@ async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: obj
     `--custom-rm-path` is called once: `(args, samples, **kwargs) -> list`, one reward per sample. `async_rm`
     scores samples with their own `custom_rm_path`, and samples without any custom function, individually.
     """
-    return await score_together(context_of(args), samples, **kwargs)
+    return await score_together(find_context(args), samples, **kwargs)
 
 
 async def score_together(context: RunContext, samples: list[Sample], **kwargs: object) -> list[Reward]:
@@ -277,11 +277,11 @@ def _naming(sample: Sample, name: object, of: str = "") -> Iterator[None]:
         if not of:
             seen += [f"label {sample.label!r:.200}", f"response {_shortened(sample.response)}"]
         shown = f" ({', '.join(seen)})" if seen else ""
-        problem = problem_of(error)
+        problem = describe_problem(error)
         raise kind(f"reward {name} failed for {where}: {problem}{shown}", problem) from error
 
 
-def problem_of(error: BaseException) -> str:
+def describe_problem(error: BaseException) -> str:
     """Returns the message of a reward's error, with the remedy that the reward's environment has added."""
     what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     return f"{what}{remedy(error)}"

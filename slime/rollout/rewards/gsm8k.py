@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 from slime.rollout.rewards.notation import tidy
-from slime.rollout.rewards.quantity import quantity, unit_of
+from slime.rollout.rewards.quantity import parse_unit, quantity
 from slime.rollout.rewards.text import expected_answer, extract_answer, without_special_text
 from slime.types import Metadata
 
@@ -62,7 +62,7 @@ def _last(text: str) -> Fraction | None:
     lines = [tidy(_bold_off(line)) for line in text.splitlines()]
     for line in reversed(lines):
         line = _LAST_WORD.sub(
-            lambda m: " " if unit_of(f"\\text{{{m[1]}}}") and _is_unit(m[1]) else m[0], line
+            lambda m: " " if parse_unit(f"\\text{{{m[1]}}}") and _is_unit(m[1]) else m[0], line
         )
         line = _SPACES.sub(" ", line)
         found = list(_RUN.finditer(line))
@@ -84,7 +84,7 @@ def _bold_off(line: str) -> str:
 
 
 def _is_unit(word: str) -> bool:
-    found = unit_of(word if word.startswith("\\") else f"\\text{{{word}}}")
+    found = parse_unit(word if word.startswith("\\") else f"\\text{{{word}}}")
     return found is not None and found[2] and (len(word) > 1 or word.startswith("\\"))
 
 

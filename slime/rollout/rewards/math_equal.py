@@ -17,7 +17,7 @@ from fractions import Fraction
 
 from slime.rollout.rewards.math_processes import CPU_S, Compared, MathChecker, TooMuch, Work
 from slime.rollout.rewards.notation import FUNCTIONS, tidy
-from slime.rollout.rewards.quantity import LONGEST, TOLERANCE, Quantity, quantity, unit_of
+from slime.rollout.rewards.quantity import LONGEST, TOLERANCE, Quantity, parse_unit, quantity
 
 logger = logging.getLogger(__name__)
 
@@ -331,7 +331,7 @@ def _unit_split(text: str) -> tuple[str, tuple[str, ...]]:
     unit = text[start:]
     if not unit or (unit == "\\degree" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)):
         return text, ()
-    found = unit_of(unit) if unit != "\\%" else None
+    found = parse_unit(unit) if unit != "\\%" else None
     return (text, ()) if found is None else (text[:start].strip(), found[0])
 
 

@@ -108,7 +108,7 @@ class MathChecker:
                     self._idle.append(worker)
                     return verdict
                 cpu_s = float(self.cpu_limit_s) if worker.hit_limit else 0.0
-                reason = worker.cause_of_death()
+                reason = worker.describe_death()
                 # Try again if the answer may not have caused the child's end (an out-of-memory kill).
                 if attempt == 2 or worker.hit_limit:
                     break
@@ -170,7 +170,7 @@ class _Worker:
     def hit_limit(self) -> bool:
         return self._timed_out or self.process.returncode == -signal.SIGXCPU
 
-    def cause_of_death(self) -> str:
+    def describe_death(self) -> str:
         if self._timed_out:
             return "got too little CPU time on this machine to end"
         if self.hit_limit:

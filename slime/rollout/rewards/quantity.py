@@ -201,7 +201,7 @@ def quantity(text: str) -> Quantity | None:
         return None
     for pattern in (_BASE, _BASE_WORDS):
         if (match := pattern.fullmatch(text)) is not None:
-            return _of_base(match[1], match[2])
+            return _parse_digits(match[1], match[2])
     sign = 1
     currency = ""
     while text[:1] in "+-" or any(text.startswith(name) for name in _CURRENCIES):
@@ -222,7 +222,7 @@ def quantity(text: str) -> Quantity | None:
     return _with_unit(sign * value, form, (sign * parts[0], parts[1]), rest.rstrip(), currency)
 
 
-def _of_base(digits: str, base: str) -> Quantity | None:
+def _parse_digits(digits: str, base: str) -> Quantity | None:
     number = int(base) if base.isdigit() else _BASE_NAMES.get(base, 0)
     digits = digits.removeprefix("\\text{").removesuffix("}")
     if number < 2 or not (number == 16 or re.search("[0-9]", digits)):  # a_12 is a symbol
@@ -282,14 +282,14 @@ def _with_unit(
         return Quantity(value, form, parts, percent=True)
     if not rest.strip():
         return Quantity(value, form, parts, unit=(f"{_CURRENCIES[currency]}^1",) if currency else ())
-    found = unit_of(rest)
+    found = parse_unit(rest)
     if found is None:
         return None
     kind, size, known = found
     return Quantity(value, form, parts, unit=kind, size=size, known=known)
 
 
-def unit_of(text: str) -> tuple[tuple[str, ...], Fraction, bool] | None:
+def parse_unit(text: str) -> tuple[tuple[str, ...], Fraction, bool] | None:
     """Returns (dimensions with powers, size, True if every unit is known) for a text that is only a unit, or None.
 
     A single letter is a unit only in `\\text{}`, because "5m" is 5 times m.

@@ -51,8 +51,8 @@ async def code_reward(c: Config, sample: Sample) -> float:
     without tests, SandboxError if no sandbox starts. One program per CPU core runs at a time. If the sandbox fails
     while the program runs, the program runs once more; a program whose sandbox fails twice gets 0.0.
     """
-    tests = tests_of(sample.label, sample.metadata if isinstance(sample.metadata, dict) else {})
-    program = program_of(sample.response)
+    tests = parse_tests(sample.label, sample.metadata if isinstance(sample.metadata, dict) else {})
+    program = extract_program(sample.response)
     if not program.strip():
         return 0.0
     slots = loop_objects().semaphore(code_reward, os.cpu_count() or 1)
@@ -115,14 +115,14 @@ def _named_paths(c: Config) -> Iterator[str]:
                 yield path
 
 
-def program_of(response: str) -> str:
+def extract_program(response: str) -> str:
     """Returns the last fenced block of Python in the response, or the whole response."""
     text = without_special_text(response)
     found = _FENCE.findall(text)
     return str(found[-1]) if found else text
 
 
-def tests_of(label: object, metadata: Metadata) -> list[str] | Pairs:
+def parse_tests(label: object, metadata: Metadata) -> list[str] | Pairs:
     """Returns statements, or inputs with their outputs. ValueError if the label is neither or has a syntax error."""
     value = label
     if isinstance(label, str) and label.lstrip().startswith("{"):

@@ -12,11 +12,11 @@ import numpy as np
 
 from slime.data.columns import token_versions
 from slime.protocols import UNKNOWN_VERSION
-from slime.rollout.stream.groups import Drawn
+from slime.rollout.stream.groups import StreamGroup
 from slime.types import Sample
 
 
-def figures(cut: Sequence[Drawn], rollout_id: int, allowed: int, *, masks: bool) -> dict[str, float]:
+def figures(cut: Sequence[StreamGroup], rollout_id: int, allowed: int, *, masks: bool) -> dict[str, float]:
     """Returns the age metrics of a batch. With `masks`, removes tokens older than `allowed` updates from training.
 
     mean and max are computed over the age of the oldest token in every sample. over_limit is the number of samples

@@ -8,7 +8,7 @@ from slime.types import Sample, SampleGroup
 
 
 @dataclass(eq=False)
-class Drawn:
+class StreamGroup:
     """One group in the stream."""
 
     given: SampleGroup
@@ -23,7 +23,7 @@ class Drawn:
         return max(0, rollout_id - self.version)
 
 
-def index_of(group: SampleGroup) -> int:
+def get_index(group: SampleGroup) -> int:
     """Returns the index of the group's first sample, by which groups are sorted."""
     return group[0].index if group[0].index is not None else -1
 
@@ -44,6 +44,6 @@ def restarted(sample: Sample) -> Sample:
     )
 
 
-def number_of(group: SampleGroup) -> int:
+def get_number(group: SampleGroup) -> int:
     """Returns the number that names the group in the run's events. A plug-in's data source may set no `group_index`."""
-    return group[0].group_index if group[0].group_index is not None else index_of(group)
+    return group[0].group_index if group[0].group_index is not None else get_index(group)

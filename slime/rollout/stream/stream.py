@@ -33,10 +33,10 @@ from slime.rollout.filter_hub.base_types import (
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
-from slime.rollout.metrics import statistics_of
+from slime.rollout.metrics import compute_statistics
 from slime.rollout.state import GenerateState, rollout_sampling_params
 from slime.rollout.stream import ages
-from slime.rollout.stream.groups import Drawn, index_of, number_of, restarted
+from slime.rollout.stream.groups import StreamGroup, get_index, get_number, restarted
 from slime.tracking.concerns import dropped_groups, kept_group
 from slime.types import Sample, SampleGroup
 
@@ -87,15 +87,15 @@ class Stream:
 
     def __init__(self, state: GenerateState, data_source: DataSource) -> None:
         self.state, self.data_source = state, data_source
-        self.running: dict[asyncio.Task[SampleGroup], Drawn] = {}
-        self.ready: list[Drawn] = []
+        self.running: dict[asyncio.Task[SampleGroup], StreamGroup] = {}
+        self.ready: list[StreamGroup] = []
         """Finished groups that passed the filter and are in no batch, in the order in which they finished."""
         self.surplus: list[SampleGroup] = []
         self._begin(0)
 
     def _begin(self, rollout_id: int) -> None:
         """Resets the fields that belong to a batch. Hooks may have changed their `args` since the previous batch."""
-        self.context = RunContext.of_state(self.state)
+        self.context = RunContext.from_state(self.state)
         self.flags, data = self.context.config.rollout, self.context.config.data
         self.target, self.group_size = data.rollout_batch_size, data.n_samples_per_prompt
         self.runs_ahead = self.context.config.rollouts_ahead > 0
@@ -132,7 +132,7 @@ class Stream:
                 self.draw(room)
             await self.state.changed(self.running)
             done = [task for task in self.running if task.done()]
-            for task in sorted(done, key=lambda task: index_of(self.running[task].given)):
+            for task in sorted(done, key=lambda task: get_index(self.running[task].given)):
                 self.take(self.running.pop(task), task.result())
             self.state.progress = (min(len(self.ready), self.target) * self.group_size, wanted)
 
@@ -140,9 +140,9 @@ class Stream:
         """Returns True if the batch has its groups, and later batches have room for all remaining groups."""
         if len(self.ready) < self.target:
             return False
-        return not self.runs_ahead or not any(map(self.is_short_of, range(self.flags.max_staleness + 1)))
+        return not self.runs_ahead or not any(map(self.must_wait, range(self.flags.max_staleness + 1)))
 
-    def is_short_of(self, batches: int) -> bool:
+    def must_wait(self, batches: int) -> bool:
         """Returns True if this batch must wait for old groups.
 
         Some groups will be too old after `batches` more batches. This batch must wait if three conditions hold: these
@@ -156,7 +156,7 @@ class Stream:
         younger = any(drawn.version > oldest for drawn in chosen)
         return bool(late) and younger and len(late) + len(left) > batches * self.target
 
-    def chosen(self) -> list[Drawn]:
+    def chosen(self) -> list[StreamGroup]:
         """Returns the ready groups for the batch, sorted by the age of their weights and then by their finish."""
         order = sorted(self.ready, key=lambda drawn: drawn.version) if self.runs_ahead else self.ready
         return order[: self.target]
@@ -182,10 +182,12 @@ class Stream:
             if self.is_stale(group):
                 self.drop("stale", group)
                 continue
-            self.running[asyncio.create_task(self.generate(group))] = Drawn(group, version, [])
-        numbers = [number_of(group) for group in groups]
-        places_of = getattr(self.data_source, "places_of", None)  # a plug-in's data source may lack it
-        prompts = {} if places_of is None else {"prompts": places_of(numbers)}
+            self.running[asyncio.create_task(self.generate(group))] = StreamGroup(group, version, [])
+        numbers = [get_number(group) for group in groups]
+        get_locations = getattr(
+            self.data_source, "get_locations", None
+        )  # a plug-in's data source may lack it
+        prompts = {} if get_locations is None else {"prompts": get_locations(numbers)}
         self.state.events.add("drawn", groups=numbers, version=version, **prompts)
 
     async def generate(self, group: SampleGroup) -> SampleGroup:
@@ -195,7 +197,7 @@ class Stream:
             return await generate.finish_group(self.context, group, params, rollout_id=self.rollout_id)
         finally:
             slowest = self.state.spans.slowest(group)
-            self.state.events.add("ended", groups=[number_of(group)], **slowest)
+            self.state.events.add("ended", groups=[get_number(group)], **slowest)
 
     def is_stale(self, group: SampleGroup) -> bool:
         """Returns True if a complete group from the buffer is older than `age_limit` weight updates. A group with an
@@ -221,10 +223,10 @@ class Stream:
             task.cancel()
             self.drop("stale", given)
 
-    def is_expired(self, drawn: Drawn) -> bool:
+    def is_expired(self, drawn: StreamGroup) -> bool:
         return drawn.age(self.rollout_id) > self.flags.max_staleness
 
-    def take(self, drawn: Drawn, group: SampleGroup) -> None:
+    def take(self, drawn: StreamGroup, group: SampleGroup) -> None:
         """Keeps or drops a finished group, or adds it to the surplus."""
         drawn.group = group
         if any(s.status is Sample.Status.ABORTED for s in group):
@@ -242,7 +244,7 @@ class Stream:
             self.drop(output.reason or "filtered", drawn.given)
             return
         self.ready.append(drawn)
-        self.state.events.add("kept", groups=[number_of(drawn.given)])
+        self.state.events.add("kept", groups=[get_number(drawn.given)])
         if (concern := kept_group(self.rollout_id, self.barren, self.target)) is not None:
             concern.record(self.state.events)
         self.barren = 0
@@ -266,7 +268,7 @@ class Stream:
             self.drop("deadline" if reasons else "aborted", given)
 
     def drop(self, reason: str, group: SampleGroup) -> None:
-        self.state.events.add("dropped", groups=[number_of(group)], reason=reason)
+        self.state.events.add("dropped", groups=[get_number(group)], reason=reason)
         self.count(reason)
 
     def count(self, reason: str) -> None:
@@ -288,30 +290,30 @@ class Stream:
         if not self.runs_ahead:
             metrics |= await self.end_rest()
         for figure, values in self.state.take_figures().items():
-            metrics |= {f"perf/{figure}/{name}": value for name, value in statistics_of(values).items()}
+            metrics |= {f"perf/{figure}/{name}": value for name, value in compute_statistics(values).items()}
         cut = self.cut()
         if self.age_limit:
             metrics |= self.staleness(cut)
         groups = [drawn.group for drawn in cut]
-        numbers = [number_of(drawn.given) for drawn in cut]
+        numbers = [get_number(drawn.given) for drawn in cut]
         over_limit = int(metrics.get("rollout/staleness/over_limit", 0))
         self.state.events.add("batch", rollout=self.rollout_id, groups=numbers, over_limit=over_limit)
         if observe := getattr(self.data_source, "observe", None):  # a plug-in's data source may lack it
-            observe(sorted(self.finished, key=index_of))
+            observe(sorted(self.finished, key=get_index))
         if path := self.flags.rollout_sample_filter_path:
             load_function(path, flag="--rollout-sample-filter-path")(self.context.hook_args, groups)
         if path := self.flags.rollout_all_samples_process_path:
             hook = load_function(path, flag="--rollout-all-samples-process-path")
-            hook(self.context.hook_args, sorted(self.finished, key=index_of), self.data_source)
+            hook(self.context.hook_args, sorted(self.finished, key=get_index), self.data_source)
         return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
-    def cut(self) -> list[Drawn]:
+    def cut(self) -> list[StreamGroup]:
         """Removes the batch from the ready groups and returns it, sorted by index."""
         cut = self.chosen()
         self.ready = [drawn for drawn in self.ready if drawn not in cut]
-        return sorted(cut, key=lambda drawn: index_of(drawn.group))
+        return sorted(cut, key=lambda drawn: get_index(drawn.group))
 
-    def staleness(self, cut: list[Drawn]) -> dict[str, float]:
+    def staleness(self, cut: list[StreamGroup]) -> dict[str, float]:
         """Returns the age metrics of the batch in weight updates. Tokens older than `age_limit` are counted, and with
         --stale-samples mask they are not trained on."""
         masks = self.flags.stale_samples == "mask"
@@ -327,15 +329,15 @@ class Stream:
         if not cut_off:
             return {}
         if not self.flags.partial_rollout:
-            numbers = [number_of(group) for group in cut_off]
+            numbers = [get_number(group) for group in cut_off]
             self.state.events.add("dropped", groups=numbers, reason="discarded")
             return {"rollout/partial/groups_discarded": len(cut_off)}
-        self.put_back(sorted(cut_off, key=index_of))
+        self.put_back(sorted(cut_off, key=get_index))
         return {"rollout/partial/groups_put_back": len(cut_off)}
 
     def outstanding(self) -> list[SampleGroup]:
         """Implements the function `outstanding` of this module."""
-        drawn = sorted([*self.ready, *self.running.values()], key=lambda drawn: index_of(drawn.given))
+        drawn = sorted([*self.ready, *self.running.values()], key=lambda drawn: get_index(drawn.given))
         return [[restarted(sample) for sample in one.given] for one in drawn]
 
     async def end_pending(self) -> list[SampleGroup]:
@@ -349,7 +351,7 @@ class Stream:
             if self.state.engine is not None:
                 await self.state.engine.abort_all()
             done, _ = await asyncio.wait(self.running, timeout=_ABORT_EVERY_S)
-            for task in sorted(done, key=lambda task: index_of(self.running[task].given)):
+            for task in sorted(done, key=lambda task: get_index(self.running[task].given)):
                 given, group = self.running.pop(task).given, task.result()
                 self.state.forget(given)
                 if not any(s.status is Sample.Status.ABORTED for s in group):
@@ -389,4 +391,4 @@ class Stream:
                 if sample.response_length:
                     sample.metadata.setdefault("start_rollout_id", self.rollout_id)
         self.data_source.add_samples(groups)
-        self.state.events.add("put_back", groups=[number_of(group) for group in groups])
+        self.state.events.add("put_back", groups=[get_number(group) for group in groups])

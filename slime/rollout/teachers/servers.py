@@ -19,7 +19,7 @@ Row = tuple[float | None, int]
 _models: dict[str, str] = {}
 
 
-class Scorer(Protocol):
+class TeacherScorer(Protocol):
     """An object that computes the log-probs of given tokens."""
 
     async def score(

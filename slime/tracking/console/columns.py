@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from slime.algo.losses import held_out, loss_of
-from slime.roles import CRITIC, roles_of
+from slime.algo.losses import held_out, loss_for
+from slime.roles import CRITIC, get_roles
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ GAP = "  "
 
 
 @dataclass(frozen=True)
-class Column:
+class ConsoleColumn:
     """One column. The column shows the first entry of `metrics` that the step has. `spec`: the number format of a
     value."""
 
@@ -34,69 +34,69 @@ class Column:
     """On a narrow terminal, columns with a low rank are shown first."""
 
 
-REWARD = Column("reward", ("rollout/raw_reward",), ".3f", 6, 1)
-_LENGTH = Column("length", ("rollout/response_len/mean",), ".1f", 6, 2)
-_LOSS = Column("loss", ("train/loss",), ".1e", 8, 3)
-_GRAD = Column("grad", ("train/grad_norm",), ".3g", 7, 5)
-_TRAIN_S = Column("train_s", ("perf/train_time", "perf/actor_train_time"), ".1f", 7, 8)
-_OLD = Column("kl_old", ("train/ppo_kl",), ".1e", 8, 6)
-POLICY: tuple[Column, ...] = (
+REWARD = ConsoleColumn("reward", ("rollout/raw_reward",), ".3f", 6, 1)
+_LENGTH = ConsoleColumn("length", ("rollout/response_len/mean",), ".1f", 6, 2)
+_LOSS = ConsoleColumn("loss", ("train/loss",), ".1e", 8, 3)
+_GRAD = ConsoleColumn("grad", ("train/grad_norm",), ".3g", 7, 5)
+_TRAIN_S = ConsoleColumn("train_s", ("perf/train_time", "perf/actor_train_time"), ".1f", 7, 8)
+_OLD = ConsoleColumn("kl_old", ("train/ppo_kl",), ".1e", 8, 6)
+POLICY: tuple[ConsoleColumn, ...] = (
     *(REWARD, _LENGTH, _LOSS),
-    Column("kl_ref", ("train/kl_loss",), ".1e", 8, 13),
+    ConsoleColumn("kl_ref", ("train/kl_loss",), ".1e", 8, 13),
     _OLD,
-    Column("dlogp", (LOGPROB_DIFF,), ".1e", 7, 7),
-    Column("max", (LOGPROB_DIFF_MAX,), ".1e", 7, 12),
+    ConsoleColumn("dlogp", (LOGPROB_DIFF,), ".1e", 7, 7),
+    ConsoleColumn("max", (LOGPROB_DIFF_MAX,), ".1e", 7, 12),
     _GRAD,
-    Column("fast", ("rl_kernel/fast",), ".0%", 4, 14),
-    Column("tok/s/gpu", ("perf/tokens_per_gpu_per_sec",), ",.0f", 9, 11),
-    Column("roll_s", ("perf/rollout_time",), ".1f", 6, 9),
+    ConsoleColumn("fast", ("rl_kernel/fast",), ".0%", 4, 14),
+    ConsoleColumn("tok/s/gpu", ("perf/tokens_per_gpu_per_sec",), ",.0f", 9, 11),
+    ConsoleColumn("roll_s", ("perf/rollout_time",), ".1f", 6, 9),
     _TRAIN_S,
-    Column("sync_s", ("perf/update_weights_time",), ".1f", 6, 10),
+    ConsoleColumn("sync_s", ("perf/update_weights_time",), ".1f", 6, 10),
 )
 """Columns for a loss on rewarded samples, and for a line without a configuration."""
 _CRITIC = (
-    Column("v_loss", ("train/critic-value_loss",), ".1e", 8, 3),
-    Column("expl_var", ("train/critic-explained_variance",), ".3f", 8, 3),
+    ConsoleColumn("v_loss", ("train/critic-value_loss",), ".1e", 8, 3),
+    ConsoleColumn("expl_var", ("train/critic-explained_variance",), ".3f", 8, 3),
 )
-_TEACHER = Column("rev_kl", ("rollout/opd_reverse_kl",), ".1e", 8, 1)
+_TEACHER = ConsoleColumn("rev_kl", ("rollout/opd_reverse_kl",), ".1e", 8, 1)
 _PAIRS = (
-    Column("accuracy", ("train/rewards/accuracies",), ".3f", 8, 1),
-    Column("margin", ("train/rewards/margins",), ".2e", 9, 2),
-    Column("chosen", ("train/rewards/chosen",), ".2e", 9, 9),
-    Column("rejected", ("train/rewards/rejected",), ".2e", 9, 9),
+    ConsoleColumn("accuracy", ("train/rewards/accuracies",), ".3f", 8, 1),
+    ConsoleColumn("margin", ("train/rewards/margins",), ".2e", 9, 2),
+    ConsoleColumn("chosen", ("train/rewards/chosen",), ".2e", 9, 9),
+    ConsoleColumn("rejected", ("train/rewards/rejected",), ".2e", 9, 9),
 )
 _GIVEN = (
-    Column("lr", ("train/lr-pg_0",), ".1e", 8, 9),
+    ConsoleColumn("lr", ("train/lr-pg_0",), ".1e", 8, 9),
     _GRAD,
-    Column("tok/s", ("perf/step_tokens_per_sec",), ",.0f", 9, 6),
+    ConsoleColumn("tok/s", ("perf/step_tokens_per_sec",), ",.0f", 9, 6),
     _TRAIN_S,
 )
 """Columns for a loss on given responses, which are neither generated nor rewarded."""
-_HELD_LOSS = Column("held_out", ("held_out/loss",), ".2e", 9, 2)
-_HELD_ACCURACY = Column("held_acc", ("held_out/accuracy",), ".3f", 8, 3)
-_LEFT = Column(LEFT, (LEFT,), "", 6, 4)
+_HELD_LOSS = ConsoleColumn("held_out", ("held_out/loss",), ".2e", 9, 2)
+_HELD_ACCURACY = ConsoleColumn("held_acc", ("held_out/accuracy",), ".3f", 8, 3)
+_LEFT = ConsoleColumn(LEFT, (LEFT,), "", 6, 4)
 
 
-def columns_of(c: Config) -> tuple[Column, ...]:
+def choose_columns(c: Config) -> tuple[ConsoleColumn, ...]:
     """Returns the columns of a run, in order."""
-    loss = loss_of(c.algorithm)
+    loss = loss_for(c.algorithm)
     if c.debug.debug_rollout_only or loss.rewarded:
         first = POLICY
-        if CRITIC in roles_of(c) and not c.debug.debug_rollout_only:
+        if CRITIC in get_roles(c) and not c.debug.debug_rollout_only:
             at = POLICY.index(_OLD)
             first = (*POLICY[:at], *_CRITIC, *POLICY[at:])
         if c.distillation.use_opd:
             only = c.reward.rm_type == "zero"
             first = (_TEACHER, *(column for column in first if not (only and column is REWARD)))
         return (*first, _LEFT)
-    held: tuple[Column, ...] = ()
+    held: tuple[ConsoleColumn, ...] = ()
     if c.evaluation.eval_interval is not None and held_out(c):
         held = (_HELD_ACCURACY if loss.pairs else _HELD_LOSS,)
     pairs = _PAIRS if loss.pairs else ()
     return (replace(_LOSS, rank=1), *pairs[:2], *held, *pairs[2:], *_GIVEN, _LEFT)
 
 
-def fitting(columns: Sequence[Column], width: int | None) -> list[Column]:
+def fitting(columns: Sequence[ConsoleColumn], width: int | None) -> list[ConsoleColumn]:
     """Returns the columns that fit `width` characters, in their order. Without a width, all columns fit. The first
     column by rank is always returned."""
     by_rank = sorted(columns, key=lambda column: column.rank)

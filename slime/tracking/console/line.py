@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 from tqdm import tqdm
 
 from slime.protocols import ShownSample
-from slime.tracking.console.columns import GAP, LEFT, POLICY, Column, duration, fitting
+from slime.tracking.console.columns import GAP, LEFT, POLICY, ConsoleColumn, duration, fitting
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -38,12 +38,15 @@ class StepLine:
     """
 
     def __init__(
-        self, total: int | None = None, stream: TextIO | None = None, columns: Sequence[Column] = POLICY
+        self,
+        total: int | None = None,
+        stream: TextIO | None = None,
+        columns: Sequence[ConsoleColumn] = POLICY,
     ) -> None:
         self._total = total
         self._stream = sys.stdout if stream is None else stream
         self._columns = tuple(columns)
-        self._header: list[Column] = []
+        self._header: list[ConsoleColumn] = []
         """Columns of the last header."""
         self._lines = 0
         self._last_reward: float | None = None
@@ -145,7 +148,7 @@ class StepLine:
             self._stream.flush()
 
 
-def _written(column: Column, value: float | None) -> str:
+def _written(column: ConsoleColumn, value: float | None) -> str:
     if value is None:
         return "-"
     if LEFT in column.metrics:

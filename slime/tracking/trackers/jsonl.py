@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.disk_space import Room
+from slime.disk_space import DiskSpaceGuard
 from slime.tracking.metrics import RESERVED, STEP_KEYS, StepKey
-from slime.tracking.run_files import Line, is_number, is_whole_number, lines_of, open_file, parse
+from slime.tracking.run_files import Line, is_number, is_whole_number, open_file, parse, read_lines
 from slime.tracking.trackers.record import State
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,12 @@ class JsonlTracker:
         nonfinite = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
         if nonfinite:
             line["nonfinite"] = nonfinite
-        with Room("--run-dir", self._path.parent, self._path.name):
+        with DiskSpaceGuard("--run-dir", self._path.parent, self._path.name):
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
 
     def close(self, state: State = "finished") -> None:
-        with Room("--run-dir", self._path.parent, self._path.name):
+        with DiskSpaceGuard("--run-dir", self._path.parent, self._path.name):
             self._file.close()
 
     def _drop_replayed(self, resume: Mapping[str, int]) -> None:
@@ -106,7 +106,7 @@ class MetricLines:
         if file is None:
             return
         with file:
-            for line in lines_of(file):
+            for line in read_lines(file):
                 row = metric_record(line)
                 if not line.endswith(b"\n"):
                     self.torn = True

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from slime.config.secrets import mask_secrets
 from slime.tracking.metrics import StepKey
-from slime.tracking.trackers.record import Names, State, TrackerKind, run_name
+from slime.tracking.trackers.record import State, TrackerKind, TrackerNames, run_name
 
 if TYPE_CHECKING:
     from mlflow.utils.async_logging.run_operations import RunOperations
@@ -39,7 +39,7 @@ class MlflowTracker:
         from mlflow.tracking import MlflowClient
 
         flags, self._metric, self._error = config.logging, Metric, MlflowException
-        self._names = Names(REFUSED)
+        self._names = TrackerNames(REFUSED)
         self._sent: list[tuple[int, RunOperations]] = []
         where = (
             flags.mlflow_tracking_uri

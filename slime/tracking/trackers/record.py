@@ -47,7 +47,7 @@ class TrackerKind:
 
 
 @dataclass
-class Names:
+class TrackerNames:
     """Maps slime's name to a name for a tracker: each character that the tracker refuses (`refused`) becomes `_`.
 
     If two names become equal, the name that was logged later ends in `_2`, the next in `_3`.

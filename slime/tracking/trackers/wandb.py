@@ -31,7 +31,7 @@ class WandbTracker:
         offline = config.logging.wandb_mode in ("offline", "disabled")
         if config.logging.wandb_key is not None and not offline:
             wandb.login(key=config.logging.wandb_key, host=config.logging.wandb_host)
-        group = group_of(config.logging, run_dir)
+        group = choose_group(config.logging, run_dir)
         directory = Path(config.logging.wandb_dir or run_dir)
         directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
@@ -63,7 +63,7 @@ class WandbTracker:
         self._run.finish(exit_code=0 if state == "finished" else 1)
 
 
-def group_of(flags: LoggingConfig, run_dir: Path) -> str | None:
+def choose_group(flags: LoggingConfig, run_dir: Path) -> str | None:
     """Returns --wandb-group, with a suffix unless --disable-wandb-random-suffix is given.
 
     The suffix is the same for every start in a run directory, so that a resumed run keeps its name.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slime.protocols import WeightSet
 from slime.weight_sync.channel import Part, Worker
-from slime.weight_sync.delta.local_copy import LocalCopy, Place, RefusedError
+from slime.weight_sync.delta.local_copy import CopyVersion, LocalCopy, RefusedError
 from slime.weight_sync.delta.refusals import refuse
 from slime.weight_sync.file_channel import allowed_path, opened
 
@@ -80,5 +80,5 @@ class DeltaLoader:
             )
 
 
-def _place(weights: WeightSet) -> Place:
-    return Place(weights.settings["chain"], weights.settings["version"])
+def _place(weights: WeightSet) -> CopyVersion:
+    return CopyVersion(weights.settings["chain"], weights.settings["version"])

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from slime.disk_space import Room, require_room
+from slime.disk_space import DiskSpaceGuard, require_room
 from slime.weight_sync.delta.payload import apply
 from slime.weight_sync.delta.threads import for_tensors
 
@@ -36,7 +36,7 @@ class RefusedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class CopyVersion:
     """Identifies the weights of a copy: those of `version` in `chain`."""
 
     chain: str
@@ -50,7 +50,7 @@ class LocalCopy:
         self.directory = Path(directory)
         self.path = self.directory / FILE
 
-    def keep(self, source: str, place: Place) -> None:
+    def keep(self, source: str, place: CopyVersion) -> None:
         """Copies the safetensors file `source`, unless another worker has already done so."""
         with self._locked():
             if self.state() == place:
@@ -59,14 +59,14 @@ class LocalCopy:
             partial = self.path.with_suffix(".partial")
             require_room(FLAG, self.directory, os.path.getsize(source), "this host's copy of the weights")
             try:
-                with Room(FLAG, self.directory, "this host's copy of the weights"):
+                with DiskSpaceGuard(FLAG, self.directory, "this host's copy of the weights"):
                     shutil.copyfile(source, partial)
                     os.replace(partial, self.path)
             finally:
                 partial.unlink(missing_ok=True)
             self._remember(place)
 
-    def patch(self, payloads: Mapping[str, Tensor], base: int, place: Place) -> None:
+    def patch(self, payloads: Mapping[str, Tensor], base: int, place: CopyVersion) -> None:
         """Changes the copy from version `base` to `place`, unless another worker has already done so. Raises
         RefusedError for a copy with other weights, and for payloads that do not produce the trainer's tensors; in both
         cases the copy is not used again."""
@@ -74,7 +74,7 @@ class LocalCopy:
             found = self.state()
             if found == place:
                 return
-            if found != Place(place.chain, base):
+            if found != CopyVersion(place.chain, base):
                 raise RefusedError(
                     f"a delta to version {place.version} must be applied to version {base}, got "
                     f"{_told(found, place.chain)} in {self.directory}"
@@ -83,7 +83,7 @@ class LocalCopy:
             self._change(payloads, place)
             self._remember(place)
 
-    def _change(self, payloads: Mapping[str, Tensor], place: Place) -> None:
+    def _change(self, payloads: Mapping[str, Tensor], place: CopyVersion) -> None:
         whole = np.memmap(self.path, np.uint8, "r+")
         at = 8 + int(whole[:8].view("<u8")[0])
         try:
@@ -110,10 +110,10 @@ class LocalCopy:
                 f"differ: {', '.join(sorted(wrong)[:8])}"
             )
 
-    def state(self) -> Place | None:
+    def state(self) -> CopyVersion | None:
         """Returns the chain and version of the copy; None without a complete copy."""
         try:
-            found = Place(**json.loads((self.directory / STATE).read_text(encoding="utf-8")))
+            found = CopyVersion(**json.loads((self.directory / STATE).read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError, RecursionError):
             return None
         return found if isinstance(found.chain, str) and type(found.version) is int else None
@@ -121,7 +121,7 @@ class LocalCopy:
     def _forget(self) -> None:
         (self.directory / STATE).unlink(missing_ok=True)
 
-    def _remember(self, place: Place) -> None:
+    def _remember(self, place: CopyVersion) -> None:
         partial = self.directory / f"{STATE}.partial"
         partial.write_text(json.dumps({"chain": place.chain, "version": place.version}), encoding="utf-8")
         os.replace(partial, self.directory / STATE)
@@ -134,7 +134,7 @@ class LocalCopy:
             yield
 
 
-def _told(found: Place | None, chain: str) -> str:
+def _told(found: CopyVersion | None, chain: str) -> str:
     if found is None:
         return "no complete copy"
     return f"version {found.version}{'' if found.chain == chain else ' of an older whole set'}"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slime.weight_sync.delta import sparse
 from slime.weight_sync.delta.registry import checksum, encoding
-from slime.weight_sync.slices import Place, Where
+from slime.weight_sync.slices import SlicePosition, Where
 
 _LARGEST_ITEM = 16
 """Largest size of a value in bytes."""
@@ -60,7 +60,9 @@ def words(data: np.ndarray, itemsize: int) -> np.ndarray:
     return data.view(f"<u{itemsize}") if itemsize in (2, 4, 8) else data
 
 
-def encode(old: np.ndarray, new: np.ndarray, place: Place, *, by: str, checked_by: str) -> tuple[Tensor, int]:
+def encode(
+    old: np.ndarray, new: np.ndarray, place: SlicePosition, *, by: str, checked_by: str
+) -> tuple[Tensor, int]:
     """Returns the record of the slice at `place`, whose bytes change from `old` to `new`, and the number of its bytes
     that belong to changed values. The uint8 arrays have the same size, in row-major order."""
     before = words(old, place.itemsize)

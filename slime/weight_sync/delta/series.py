@@ -40,7 +40,7 @@ class DeltaSeries:
         self._base: int | None = None
         """Version in the snapshot. None while parts are being returned, and after an interrupted series."""
 
-    def of_file(self, version: int) -> WeightSet:
+    def describe_file(self, version: int) -> WeightSet:
         """Returns the record of a file with the current weights, which an engine loads between two updates. Deltas may
         follow the file if it has the weights of the last update."""
         if version != self._base:

@@ -21,7 +21,7 @@ from slime.weight_sync.channel import Export
 from slime.weight_sync.delta.payload import encode, octets
 from slime.weight_sync.delta.threads import TENSORS, for_tensors
 from slime.weight_sync.ranks import everywhere, on_all_ranks, own_rank
-from slime.weight_sync.slices import Place, Slice
+from slime.weight_sync.slices import Slice, SlicePosition
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Delta:
     """Share of the bytes on all ranks that belong to changed values."""
 
 
-Record = tuple[Place, Tensor, int]
+Record = tuple[SlicePosition, Tensor, int]
 """Position of a slice, its record, and its number of bytes in changed values."""
 
 
@@ -48,7 +48,7 @@ class Snapshot:
 
     def __init__(self, encoding: str, checksum: str) -> None:
         self._encoding, self._checksum = encoding, checksum
-        self._kept: dict[Place, Tensor] = {}
+        self._kept: dict[SlicePosition, Tensor] = {}
         self._rooms = [torch.empty(0, dtype=torch.uint8)] * TENSORS
 
     def taken(self, export: Export) -> Iterator[Slice]:
@@ -80,7 +80,7 @@ class Snapshot:
                     starts.append(start)
         slices = [
             Slice(
-                Place(place.name, "uint8", (ends[place.name],), ((start, start + record.nbytes),)),
+                SlicePosition(place.name, "uint8", (ends[place.name],), ((start, start + record.nbytes),)),
                 partial(_given, record),
             )
             for start, (place, record, _) in zip(starts, records, strict=True)
@@ -105,7 +105,7 @@ class Snapshot:
         for record in running:
             yield record.result()
 
-    def _compared(self, place: Place, old: Tensor, new: Tensor) -> Record:
+    def _compared(self, place: SlicePosition, old: Tensor, new: Tensor) -> Record:
         """Returns the record from `old` to `new`, and copies the new values into `old`."""
         record, changed = encode(
             octets(old), octets(new), place, by=self._encoding, checked_by=self._checksum
@@ -129,5 +129,5 @@ def _given(record: Tensor) -> Tensor:
     return record
 
 
-def _told(place: Place) -> str:
+def _told(place: SlicePosition) -> str:
     return f"{place.dtype} {list(place.shape)} at {[list(bounds) for bounds in place.where]}"

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter, ResponsesAdapter
 from slime.agent.aiohttp_threaded import FilteredAccessLogger, run_app_in_thread
 from slime.agent.harness import BaseHarness, HarnessContext
-from slime.agent.harness.common import environment_of, run_command
+from slime.agent.harness.common import get_environment, run_command
 from slime.agent.sandbox import LocalSandbox, Sandbox, exec_and_wait
 from slime.config import Config
 from slime.megatron_backend.step.trainer import MegatronTrainer
@@ -79,7 +79,7 @@ class Program(BaseHarness):
         self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float
     ) -> int:
         words = " ".join(f"'{word}'" for word in (*self.asks, prompt))
-        command, env = f"/usr/bin/python3 agent.py {words}", environment_of(ctx)
+        command, env = f"/usr/bin/python3 agent.py {words}", get_environment(ctx)
         return await run_command(
             sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec
         )
@@ -125,7 +125,7 @@ def test_a_coding_agents_plug_in_makes_samples(served: Any, adapter: type[BaseAd
     checkpoint = served.stack.checkpoint
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, chat_template=TEMPLATE)
     args = make_args(rollout_max_response_len=16, rollout_deadline_s=90.0)
-    state = GenerateState(Config.of_args(args), served.pool.client(), tokenizer, hook_args=args).enter()
+    state = GenerateState(Config.from_args(args), served.pool.client(), tokenizer, hook_args=args).enter()
     plug_in = PlugIn(adapter, tokenizer)
     try:
         for again in range(2):  # a group that is drawn again has the same key
@@ -150,7 +150,7 @@ def rolled_out(stack: Stack, shape: str) -> list[Sample]:
     )
     facts, tokenizer = stack.pool.facts, AutoTokenizer.from_pretrained(stack.checkpoint)
     args.sglang_router_ip, args.sglang_router_port = facts["sglang_router_ip"], facts["sglang_router_port"]
-    state = GenerateState(Config.of_args(args), stack.pool.client(), tokenizer, hook_args=args).enter()
+    state = GenerateState(Config.from_args(args), stack.pool.client(), tokenizer, hook_args=args).enter()
     try:
         groups = generate_rollout(args, 0, ListSource(args, [f"{n}+{n}=" for n in range(4)])).samples
     finally:

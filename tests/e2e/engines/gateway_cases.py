@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from slime.config import Config
 from slime.event_loop import loop_objects
-from slime.rollout.context import context_of
+from slime.rollout.context import find_context
 from slime.rollout.on_policy_distillation import teach
 from slime.rollout.state import GenerateState
 from slime.types import Sample
@@ -60,7 +60,7 @@ def test_a_generate_function_of_a_plug_in_calls_its_tool(stack: Stack) -> None:
     facts, tokenizer = stack.pool.facts, AutoTokenizer.from_pretrained(stack.checkpoint)
     args = make_args(rollout_max_response_len=24, hf_checkpoint=str(stack.checkpoint))
     args.sglang_router_ip, args.sglang_router_port = facts["sglang_router_ip"], facts["sglang_router_port"]
-    state = GenerateState(Config.of_args(args), None, tokenizer, hook_args=args).enter()
+    state = GenerateState(Config.from_args(args), None, tokenizer, hook_args=args).enter()
     samples = [Sample(prompt=f"{n}+{n}", index=n) for n in range(16)]
 
     async def generate() -> list[Sample]:
@@ -171,7 +171,7 @@ def test_a_teacher_behind_both_protocols_scores_a_sample(stack: Stack, url: str)
     for kind, address in (("sglang", url + "/generate"), ("vllm", at_engine)):
         args = Namespace(use_opd=True, opd_type=kind, rm_url=address)
         sample = Sample(tokens=PROMPT, response_length=len(PROMPT) - 2, status=Sample.Status.COMPLETED)
-        asyncio.run(teach(context_of(args), [sample]))
+        asyncio.run(teach(find_context(args), [sample]))
         assert sample.teacher_log_probs == pytest.approx(expected.tolist(), abs=1e-4)
 
 

@@ -72,7 +72,7 @@ def converse(
 ) -> list[Sample]:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, chat_template=TEMPLATE)
     args = make_args(rollout_max_response_len=16, rollout_deadline_s=90.0)
-    state = GenerateState(Config.of_args(args), engine, tokenizer, hook_args=args).enter()
+    state = GenerateState(Config.from_args(args), engine, tokenizer, hook_args=args).enter()
 
     async def one(index: int, agent: Callable[[Session], Awaitable[None]]) -> Sample:
         sample = Sample(prompt="", index=index, session_id=f"rollout/{index}")
@@ -257,7 +257,7 @@ def test_a_session_keeps_its_engine_of_two_until_that_dies(tmp_path: Path) -> No
 
     tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TEMPLATE)
     args = make_args(rollout_max_response_len=16, rollout_deadline_s=90.0)
-    state = GenerateState(Config.of_args(args), stack.pool.client(), tokenizer, hook_args=args).enter()
+    state = GenerateState(Config.from_args(args), stack.pool.client(), tokenizer, hook_args=args).enter()
     try:
         stack.push(stack.checkpoint)
         made = state.run(run(args))

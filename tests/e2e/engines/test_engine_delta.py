@@ -13,7 +13,7 @@ from offline_engine import OfflineEngine, offline_engine
 from safetensors.torch import load_file
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.channel import Export, Part, TrainerPlace
+from slime.weight_sync.channel import Export, Part, TrainerSettings
 from slime.weight_sync.delta.refusals import refusals
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.publisher import Publisher
@@ -27,7 +27,7 @@ class Trainer:
 
     def __init__(self, checkpoint: Path, weight_dir: Path) -> None:
         self.tensors = load_file(checkpoint / "model.safetensors")
-        place = TrainerPlace(weight_dir, 1 << 20, torch.device("cpu"), 60.0)
+        place = TrainerSettings(weight_dir, 1 << 20, torch.device("cpu"), 60.0)
         self.publisher = Publisher.of(
             *("disk", place, Export(lambda: self.tensors.items())),
             compare=True,

@@ -12,7 +12,7 @@ from offline_engine import OfflineEngine, offline_engine
 from safetensors.torch import load_file
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.channel import Export, TrainerPlace
+from slime.weight_sync.channel import Export, TrainerSettings
 from slime.weight_sync.delta.refusals import refusals
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.publisher import Publisher
@@ -34,7 +34,7 @@ def check_deltas(
         engine.take(update)
         whole.append(engine.log_probs(TOKENS))
     place, tensors = (
-        TrainerPlace(weight_dir / "series", 1 << 20, torch.device("cpu"), 60.0),
+        TrainerSettings(weight_dir / "series", 1 << 20, torch.device("cpu"), 60.0),
         dict[str, torch.Tensor](),
     )
     given = Publisher.of(

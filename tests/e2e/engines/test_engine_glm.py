@@ -59,7 +59,7 @@ def train(_: int, root: Path) -> None:
     from slime.data.token_slice import token_slice
     from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
     from slime.megatron_backend.model.attention import packed_layout
-    from slime.megatron_backend.model.gpt import build_model, logits_of, stage_output, unwrap
+    from slime.megatron_backend.model.gpt import build_model, compute_logits, stage_output, unwrap
     from slime.megatron_backend.parallel import init_parallel
 
     config = Config.from_flat({"params_dtype": "float32", "seed": 1, "distributed_timeout_minutes": 1})
@@ -68,7 +68,7 @@ def train(_: int, root: Path) -> None:
 
     def log_probs(model: torch.nn.Module) -> torch.Tensor:
         output = stage_output(model, tokens, packed_layout(token_slice([len(TOKENS)]), "cpu"))
-        return logits_of(model, output)[:-1, :99].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        return compute_logits(model, output)[:-1, :99].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
     found, updates = {}, {}
     for version, seed in enumerate((1, 0), 1):

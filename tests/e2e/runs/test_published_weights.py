@@ -65,7 +65,7 @@ def train(_: int, root: Path, tokens: list[int]) -> None:
     from slime.data.token_slice import token_slice
     from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
     from slime.megatron_backend.model.attention import packed_layout
-    from slime.megatron_backend.model.gpt import build_model, logits_of, stage_output, unwrap
+    from slime.megatron_backend.model.gpt import build_model, compute_logits, stage_output, unwrap
     from slime.megatron_backend.parallel import init_parallel
 
     config = make_config()
@@ -77,7 +77,7 @@ def train(_: int, root: Path, tokens: list[int]) -> None:
     channel, found = FileChannel(root / "weights"), []
     for version in (0, 1):
         output = stage_output(model, ids, packed_layout(token_slice([len(tokens)]), device))
-        logits = logits_of(model, output)[:-1, : hf_config["vocab_size"]].float()
+        logits = compute_logits(model, output)[:-1, : hf_config["vocab_size"]].float()
         values = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         found.append(
             (values.detach().cpu(), channel.publish(whole_slices(export_hf(model)), version, checksums=True))

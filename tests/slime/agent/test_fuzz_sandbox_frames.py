@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from slime.agent.sandbox import LocalSandbox, SandboxError
-from slime.agent.sandbox.channel import Channel
+from slime.agent.sandbox.channel import SandboxChannel
 
 LEAVES = (
     st.none()
@@ -65,7 +65,7 @@ def test_any_frame_of_an_owner_ends_every_request(fuzz: Callable[..., None]) -> 
         faults: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        channel = Channel(ours)
+        channel = SandboxChannel(ours)
         waiting = [("start", channel.first)]
         waiting += [(name, channel.ask(name)[1]) for name in ("exec", "listen", "exec")]
         with theirs, open(os.devnull, "rb") as null:

@@ -118,7 +118,7 @@ def test_a_harness_gives_the_agent_the_key_of_its_session(monkeypatch):
     asyncio.run(main())
     shown = [next(env for _, env in box.commands if env)["ANTHROPIC_AUTH_TOKEN"] for box in boxes]
     assert shown == keys and keys[0] != keys[1]
-    assert session_keys.key_of("rollout/3") == "rollout/3"  # no session has it now
+    assert session_keys.key_for("rollout/3") == "rollout/3"  # no session has it now
 
 
 def test_the_server_of_sessions_refuses_a_key_that_is_not_utf8():

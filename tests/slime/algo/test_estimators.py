@@ -25,7 +25,7 @@ from slime.algo.token_columns import TokenColumns
 from slime.config.schema import Config
 from slime.data.columns import COLUMNS, Column
 from slime.data.train_data import post_process_rewards
-from slime.roles import CRITIC, POLICY, REFERENCE, roles_of
+from slime.roles import CRITIC, POLICY, REFERENCE, get_roles
 from slime.rules.algorithm import check_algorithm, check_group_size
 
 NEW = "margin_weighted"
@@ -100,7 +100,7 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
     check_algorithm(config)
     assert "group_advantage" in operators.called(config) and "grpo_loss" not in operators.called(config)
     assert operators.loss_head(config) == (operators.ONE_PASS, "")
-    assert roles_of(config) == (POLICY,)
+    assert get_roles(config) == (POLICY,)
     one = make_config(root, advantage_estimator=NEW, global_batch_size=4, n_samples_per_prompt=1)
     with pytest.raises(ValueError, match=f"must be above 1 with --advantage-estimator {NEW}, got 1"):
         check_group_size(one)
@@ -121,12 +121,12 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
     monkeypatch.setitem(ESTIMATORS, NEW, changed)
     once = make_config(root, advantage_estimator=NEW, num_steps_per_rollout=1)
     assert operators.loss_head(once)[1] == f"--advantage-estimator {NEW} looks at whole sequences"
-    assert needs_old_log_probs(once) and roles_of(once) == (REFERENCE, POLICY)
+    assert needs_old_log_probs(once) and get_roles(once) == (REFERENCE, POLICY)
     assert "group_advantage" not in operators.called(once)
     check_group_size(one)
     assert post_process_rewards(*border, four())[1] == [1.0, 0.0, 3.0, 5.0]
     monkeypatch.setitem(ESTIMATORS, NEW, replace(record, reads=frozenset({"values"})))
-    assert roles_of(config) == (CRITIC, POLICY)
+    assert get_roles(config) == (CRITIC, POLICY)
 
 
 def test_an_estimator_may_read_siblings_and_values(build, record, monkeypatch):

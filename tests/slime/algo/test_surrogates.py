@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_policy_loss import columns, flags
 
-from slime.algo.estimators import surrogate_of
+from slime.algo.estimators import surrogate_for
 from slime.algo.policy_loss import policy_loss
 from slime.algo.surrogates import SURROGATES, covariance
 from slime.algo.token_columns import TokenColumns
@@ -28,11 +28,11 @@ def trained(name, t, **fields):
 
 
 def test_the_flag_replaces_the_loss_of_the_estimator():
-    assert surrogate_of(flags().algorithm).name == "clip"
-    assert surrogate_of(flags(advantage_estimator="gspo").algorithm).name == "gspo"
-    assert surrogate_of(flags(advantage_estimator="gspo", pg_loss_type="sapo").algorithm).name == "sapo"
+    assert surrogate_for(flags().algorithm).name == "clip"
+    assert surrogate_for(flags(advantage_estimator="gspo").algorithm).name == "gspo"
+    assert surrogate_for(flags(advantage_estimator="gspo", pg_loss_type="sapo").algorithm).name == "sapo"
     with pytest.raises(ValueError, match="--pg-loss-type must be one of clip, gspo, .*, got klip"):
-        surrogate_of(flags(pg_loss_type="klip").algorithm)
+        surrogate_for(flags(pg_loss_type="klip").algorithm)
 
 
 def test_reinforce():

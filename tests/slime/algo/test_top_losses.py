@@ -10,7 +10,7 @@ import torch
 from test_policy_loss import columns, flags
 
 from slime.algo.distillation import NOWHERE, distillation_term, forward_kl, jensen_shannon, with_tail
-from slime.algo.estimators import surrogate_of
+from slime.algo.estimators import surrogate_for
 from slime.algo.policy_loss import policy_loss
 from slime.algo.surrogates import CENTRED
 from slime.algo.surrogates.reinforce import centering
@@ -73,7 +73,7 @@ def top_columns(**more):
 def test_the_loss_of_a_batch_by_hand():
     t = top_columns()
     given = flags(use_score_centering=True)
-    assert surrogate_of(given.algorithm) is CENTRED and CENTRED.name == "reinforce"
+    assert surrogate_for(given.algorithm) is CENTRED and CENTRED.name == "reinforce"
     loss, sums, _ = policy_loss(given, t)
     loss.backward()
     # Token 0 has equal tails, 0.3 - 0.4 and 0.2 - 0.1; token 2 too, 0.4 - 0.2 and 0.1 - 0.3. The advantages are 1 and

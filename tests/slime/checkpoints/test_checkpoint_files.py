@@ -12,7 +12,7 @@ from config_cases import good_argv
 from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
 from rank_processes import on_ranks
 
-from slime.checkpoints.checkpoint_files import CHECKSUMS, SummedFile, read_sums, sum_of
+from slime.checkpoints.checkpoint_files import CHECKSUMS, SummedFile, read_sums, sum_file
 from slime.megatron_backend.checkpoint.checkpoint_io import verify
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
 from slime.megatron_backend.model.gpt import build_model
@@ -71,15 +71,15 @@ def test_each_file_has_its_checksum_as_it_was_written(saved):
     for path in folder.glob("iter_*"):
         sums = read_sums(path)
         assert set(sums) == {".metadata", "common.pt", "metadata.json", TENSORS}
-        assert sums == {name: sum_of(path / name) for name in sums}
+        assert sums == {name: sum_file(path / name) for name in sums}
 
 
 def test_a_summed_file_counts_what_the_kernel_took(tmp_path):
     with SummedFile(tmp_path / "file") as file:
         for part in (b"abc", bytes(5_000_000), memoryview(bytearray(b"defg"))):
             file.write(part)
-    assert file.sum == sum_of(tmp_path / "file")
-    assert sum_of(tmp_path / "file").bytes == 5_000_007
+    assert file.sum == sum_file(tmp_path / "file")
+    assert sum_file(tmp_path / "file").bytes == 5_000_007
 
 
 @pytest.mark.parametrize("name", [TENSORS, "common.pt", ".metadata", "metadata.json"])

@@ -16,7 +16,7 @@ from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
 
 from slime.checkpoints.checkpoint_dir import latest
 from slime.data.source import PromptDataSource
-from slime.disk_space import Room, require_room
+from slime.disk_space import DiskSpaceGuard, require_room
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
 from slime.megatron_backend.checkpoint.weights import save_hf
 from slime.megatron_backend.model.gpt import build_model
@@ -202,9 +202,9 @@ def test_a_run_asks_for_room_before_it_starts(tmp_path, disk):
 
 
 def test_other_errors_stay_as_they_are(tmp_path):
-    with pytest.raises(OSError, match="Is a directory"), Room("--save", tmp_path, "a file"):
+    with pytest.raises(OSError, match="Is a directory"), DiskSpaceGuard("--save", tmp_path, "a file"):
         tmp_path.write_bytes(b"")
-    with pytest.raises(RuntimeError, match="inline_container"), Room("--save", tmp_path, "a file"):
+    with pytest.raises(RuntimeError, match="inline_container"), DiskSpaceGuard("--save", tmp_path, "a file"):
         raise RuntimeError("enforce fail at inline_container.cc")
     require_room("--save", tmp_path / "absent", 1, "a byte")
     with pytest.raises(ValueError, match=r"^--save must have 1,048,576,000,000 MiB of room for it, got "):

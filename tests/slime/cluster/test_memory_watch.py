@@ -15,8 +15,8 @@ import pytest
 from slime.cluster.memory_watch import HostMemoryError, MemoryWatch
 from slime.memory.cards import CardMemory
 from slime.memory.host import HostMemory
-from slime.memory.peaks import Peaks, Sample
-from slime.memory.processes import ProcessMemory, process_memory, proportional, roles_of
+from slime.memory.peaks import MemoryReading, Peaks
+from slime.memory.processes import ProcessMemory, find_roles, process_memory, proportional
 from slime.plan.units import GIB
 from slime.tracking.journal import Event, read_events
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, TRAINING
@@ -48,7 +48,7 @@ def memory_events(run_dir: Path) -> list[Event]:
 
 
 def test_the_role_of_a_process_is_its_log(holder, tmp_path):
-    roles = roles_of(tmp_path / "logs", os.getpid(), [os.getppid()])
+    roles = find_roles(tmp_path / "logs", os.getpid(), [os.getppid()])
     assert roles == {holder.pid: "trainer-0", os.getpid(): "driver", os.getppid(): "other"}
     found, share = process_memory(holder.pid), proportional(holder.pid)
     assert found is not None and share is not None
@@ -81,8 +81,8 @@ def test_the_largest_values_of_each_phase_are_recorded(holder, tmp_path):
 
 
 def test_a_stay_keeps_the_largest_of_its_samples():
-    def sample(card: int, host: int, trainer: int) -> Sample:
-        return Sample(
+    def sample(card: int, host: int, trainer: int) -> MemoryReading:
+        return MemoryReading(
             [CardMemory(0, 80 * GIB, card * GIB, {7: (card - 1) * GIB, 9: GIB})],
             HostMemory(500 * GIB, host * GIB),
             shared_memory=host,

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster.numa import children_on, choose_cpus, cpus_of_gpu, format_cpus, nodes_with_cpus, parse_cpus
+from slime.cluster.numa import (
+    children_on,
+    choose_cpus,
+    find_gpu_cpus,
+    format_cpus,
+    nodes_with_cpus,
+    parse_cpus,
+)
 from vime.pool import engine_server
 from vime.vllm.server import VllmServer, VllmSpec
 
@@ -71,8 +78,8 @@ def test_a_gpu_is_near_the_processor_that_it_is_attached_to(two_sockets):
 
 def test_a_node_that_is_a_gpus_memory_has_no_cpus_and_the_nearest_that_has_is_taken(tray):
     assert list(nodes_with_cpus(tray)) == [0, 1]
-    assert cpus_of_gpu(GB200[0], tray) == set(range(72))
-    assert cpus_of_gpu(GB200[1], tray) == set(range(72, 144)), "node 10 is nearer to node 1"
+    assert find_gpu_cpus(GB200[0], tray) == set(range(72))
+    assert find_gpu_cpus(GB200[1], tray) == set(range(72, 144)), "node 10 is nearer to node 1"
 
 
 def test_only_cpus_that_the_process_may_use_are_taken(two_sockets):

@@ -13,7 +13,7 @@ from config_cases import good_argv, write_model
 from placement_cases import placement_config
 from ray.cluster_utils import Cluster
 
-from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
+from slime.cluster.domains import arrange, compute_blocks, first_straddling, split_domains
 from slime.cluster.gpu_facts import GpuFacts, parse, read_gpu_facts
 from slime.cluster.placement import VISIBLE_VARIABLE, Gpu, _ordered, place
 from slime.rules import parse_args
@@ -54,7 +54,7 @@ def nodes_of(group: list[Gpu]) -> set[str]:
 
 def test_two_nvl72_racks_whose_nodes_ray_interleaves():
     gpus = racks({RACK_A: 18, RACK_B: 18})
-    blocks = blocks_of(64, 8, 10, 8, colocate=False)
+    blocks = compute_blocks(64, 8, 10, 8, colocate=False)
     found = groups(gpus, blocks)
     assert len(gpus) == 144 and blocks == [8] * 18
     assert all(len(racks_of(group)) == 1 and len(nodes_of(group)) == 2 for group in found)
@@ -110,7 +110,7 @@ def test_the_size_cuts_what_the_driver_does_not_report_and_what_it_does():
 )
 def test_blocks_of_a_run(layout, blocks):
     trainers, tensor, engines, per_engine, colocate = layout
-    assert blocks_of(trainers, tensor, engines, per_engine, colocate=colocate) == blocks
+    assert compute_blocks(trainers, tensor, engines, per_engine, colocate=colocate) == blocks
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -14,11 +14,11 @@ from trainer_cases import make_config, make_samples, rank_data
 
 from slime.cluster.calls import ActorError, first_failure_or_all
 from slime.cluster.placement import place
-from slime.cluster.trainers import Trainers, merged, of_ranks
+from slime.cluster.trainers import Trainers, merge_results, merged
 from slime.config import Config
 from slime.data.transport import pack_columns
 from slime.protocols import Logged, TrainResult
-from slime.roles.groups import groups_of
+from slime.roles.groups import build_groups
 
 PPO = {
     "advantage_estimator": "ppo",
@@ -75,7 +75,7 @@ def start(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def data_of(config: Config, rollout_id: int) -> list[object]:
     """Returns data as the rollout manager makes it, for each group's data-parallel ranks."""
-    sizes = [group.config.data_parallel_size for group in groups_of(config)]
+    sizes = [group.config.data_parallel_size for group in build_groups(config)]
     samples = make_samples(rollout_id)
     parts = (rank_data(config, samples, rank, size) for size in sizes for rank in range(size))
     return [ray.put(pack_columns(part)) for part in parts]
@@ -149,7 +149,7 @@ def test_other_layouts(
 
 
 def test_figures_of_another_group_have_its_name(root: Path) -> None:
-    policy, critic = groups_of(make_config(root, **OWN))
+    policy, critic = build_groups(make_config(root, **OWN))
     of_policy = TrainResult([{"train/loss": 1.0}], {"rollout/values": 2.0}, {"perf/forward_time": 3.0})
     of_critic = TrainResult(
         [{"train/critic-value_loss": 4.0}],
@@ -177,7 +177,7 @@ def test_every_rank_may_log_and_what_all_log_counts_once() -> None:
         result(0, one("all", 0.0), one("all", 0.5), one("first", 1.0)),
         result(1, one("all", 2.0), one("last", 3.0), one("last", 3.5), one("first", 4.0, step=1)),
     ]
-    found = of_ranks(ranks)
+    found = merge_results(ranks)
     assert found.steps == [{"train/loss": 0.0}]
     assert [(*each.metrics.items(), each.step) for each in found.logged] == [
         *((("all", 0.0), 0), (("all", 0.5), 0), (("first", 1.0), 0)),

@@ -9,7 +9,7 @@ import pytest
 from config_cases import HF_CONFIG, good_argv, write_model
 
 from slime.config.megatron_flags import layer_pattern
-from slime.models import decoder_of
+from slime.models import read_decoder
 from slime.rules.model_args import check_model_args
 from slime.rules.parser import parse_args
 
@@ -172,8 +172,8 @@ def test_checkpoints_whose_experts_are_not_known(argv: list[str], tmp_path: Path
         ValueError, match="^config.json must give num_experts for model_type qwen3_moe, got none"
     ):
         parse_args(argv)
-    assert decoder_of(HF_CONFIG).experts is None
-    assert decoder_of(HF_CONFIG | MOE).experts.count == 8
+    assert read_decoder(HF_CONFIG).experts is None
+    assert read_decoder(HF_CONFIG | MOE).experts.count == 8
 
 
 def test_patterns_of_layers() -> None:

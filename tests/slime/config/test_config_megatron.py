@@ -11,7 +11,7 @@ import pytest
 import torch
 from config_cases import HF_CONFIG, good_argv
 
-from slime.config.core_table import TABLE, core_flags, row_of
+from slime.config.core_table import TABLE, core_flags, make_row
 from slime.config.megatron_flags import (
     HISTORICAL,
     MANAGED,
@@ -253,7 +253,7 @@ def test_the_table_of_flags_is_that_of_the_installed_version():
     """The table has a row for each version that was run. scripts/docs_core_flags.py writes the row of another
     version."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
-    found = {name: row_of(flag) for name, flag in imported_core_flags().items()}
+    found = {name: make_row(flag) for name, flag in imported_core_flags().items()}
     assert table[importlib.metadata.version("megatron-core")] == json.loads(json.dumps(found))
     assert core_flags() == imported_core_flags()
     assert set(RUN) <= set(table)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from slime.config.fields import flag, specs_of, spelled
+from slime.config.fields import flag, get_specs, spelled
 from slime.config.ranges import COUNT, COUNT_OR_ZERO, DECAY, TOP_K
 from slime.rules import parse_args
 from slime.rules.flags import own_flags
@@ -91,4 +91,4 @@ def test_a_number_needs_a_range() -> None:
         count: int = flag(1, "a number")
 
     with pytest.raises(TypeError, match=r"count is a number without a range"):
-        specs_of(Section)
+        get_specs(Section)

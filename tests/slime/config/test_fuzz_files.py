@@ -17,7 +17,7 @@ from slime.config.config_file import FlagGroup, read_config_file
 from slime.config.custom_config import custom_entries
 from slime.data.files import _check_fields, _csv_columns
 from slime.data.tokenizer import load_tokenizer
-from slime.models import decoder_of
+from slime.models import read_decoder
 from slime.plan.model_shape import Shape
 
 TAGS = (
@@ -101,7 +101,7 @@ def test_any_value_in_config_json(fuzz: Callable[..., None]) -> None:
 
     def check(case: tuple[str, str, object]) -> None:
         arch, name, value = case
-        for read in (decoder_of, Shape.of):
+        for read in (read_decoder, Shape.of):
             with contextlib.suppress(ValueError):
                 read({**CONFIGS[arch], name: value})
 
@@ -113,7 +113,7 @@ def test_any_value_in_config_json(fuzz: Callable[..., None]) -> None:
 @pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "model_type"])
 def test_sizes_of_config_json_are_numbers(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name} in config.json must be"):
-        decoder_of({**CONFIGS["qwen3-30b-a3b"], name: value})
+        read_decoder({**CONFIGS["qwen3-30b-a3b"], name: value})
 
 
 @pytest.mark.parametrize(

@@ -78,4 +78,4 @@ def test_code_that_was_written_for_args_learns_the_section() -> None:
 
 def test_args_and_sections_hold_the_same_values() -> None:
     config = config_of(eps_clip_high=0.3, rollout_num_gpus=4, custom_delta_pre_push_path="a.b")
-    assert Config.of_args(config.namespace()) == config
+    assert Config.from_args(config.namespace()) == config

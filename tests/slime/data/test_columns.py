@@ -21,7 +21,7 @@ from slime.data.packing import pack
 from slime.data.token_slice import token_slice
 from slime.data.train_data import make_rank_data
 from slime.data.transport import pack_columns, unpack_columns
-from slime.megatron_backend.step.audit import samples_of
+from slime.megatron_backend.step.audit import rebuild_samples
 from slime.protocols import UNKNOWN_VERSION, VERSIONS, GenerateResult
 from slime.rollout import facts
 from slime.rollout.generate import generate
@@ -78,7 +78,7 @@ def test_a_field_of_the_engine_reaches_the_micro_batch(margin, cp_size):
     for data in make_rank_data(config, hooks, copies, 2, HF):
         arrived = unpack_columns(pickle.loads(pickle.dumps(pack_columns(data))))
         assert [x.dtype for x in arrived["margin"]] == [torch.float32] * 2
-        for place, again in samples_of(arrived, 2):
+        for place, again in rebuild_samples(arrived, 2):
             versions = [0.0 if value >= 0 else UNKNOWN_VERSION for value in expected(samples[place])]
             assert again.columns == {"margin": expected(samples[place]), VERSIONS: versions}
         names = columns.carried(arrived, config, training=True, policy=True)
@@ -108,12 +108,12 @@ def test_a_column_without_a_default_needs_a_value_for_every_token(monkeypatch):
     said = "margin must have one value per response token, got 8 for 10 tokens of sample 1 of group 0; give"
     sample = Sample(index=1, group_index=0, tokens=[1], reward=0.0)
     sample.append_response_tokens(tokens=[2] * 8, log_probs=[-1.0] * 8, columns={"margin": [0.0] * 8})
-    assert COLUMNS["margin"].of_samples([sample]) == [[0.0] * 8]
+    assert COLUMNS["margin"].read_samples([sample]) == [[0.0] * 8]
     with pytest.raises(ValueError, match="margin must be set on all samples or none, got 1 of 2"):
-        COLUMNS["margin"].of_samples([sample, Sample(tokens=[1, 2], response_length=1)])
+        COLUMNS["margin"].read_samples([sample, Sample(tokens=[1, 2], response_length=1)])
     sample.append_response_tokens(tokens=[3, 3], trainable=False)
     with pytest.raises(ValueError, match=said):
-        COLUMNS["margin"].of_samples([sample])
+        COLUMNS["margin"].read_samples([sample])
 
 
 def test_values_must_be_as_many_as_tokens():

@@ -18,9 +18,9 @@ from slime.data import prompts as module
 from slime.data import rows as row_module
 from slime.data.files import find_source, prompt_files, read_table
 from slime.data.prompts import load_prompts, read_file
-from slime.data.rows import Columns
+from slime.data.rows import RowColumns
 
-COLUMNS = Columns("prompt", "label")
+COLUMNS = RowColumns("prompt", "label")
 ROWS = [{"prompt": f"q{i}", "label": str(i)} for i in range(5)]
 
 
@@ -170,7 +170,7 @@ def test_a_truncated_binary_file_is_named(tmp_path):
 def test_a_changed_file_is_read_anew_and_checks_are_remembered(tmp_path, monkeypatch):
     path = write_lines(tmp_path / "d.jsonl", ROWS)
     tokenizer = make_tokenizer()
-    columns = Columns("prompt", apply_chat_template=True)
+    columns = RowColumns("prompt", apply_chat_template=True)
     rendered = []
     render = row_module.render_chat
     monkeypatch.setattr(row_module, "render_chat", lambda *a, **k: rendered.append(a[0]) or render(*a, **k))
@@ -198,11 +198,11 @@ def test_several_processes_check_a_long_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     rows = [{"prompt": f"q{i}"} for i in range(150)]
     path = write_lines(tmp_path / "d.jsonl", rows)
-    assert [prompt.text for prompt in load_prompts(path, Columns("prompt"))] == [r["prompt"] for r in rows]
+    assert [prompt.text for prompt in load_prompts(path, RowColumns("prompt"))] == [r["prompt"] for r in rows]
     rows[120] = {"prompt": 1}
     write_lines(Path(path), rows)
     with pytest.raises(ValueError, match=r"d\.jsonl:121: column 'prompt' must be a string"):
-        load_prompts(path, Columns("prompt"))
+        load_prompts(path, RowColumns("prompt"))
 
 
 def test_a_hub_name_is_told_from_a_path():

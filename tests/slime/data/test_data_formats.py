@@ -15,15 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 from rollout_double import make_args, make_state, make_tokenizer, write_lines
 
-from slime.data.prompts import Context, load_prompts
-from slime.data.rows import Columns
+from slime.data.prompts import ContextLimits, load_prompts
+from slime.data.rows import RowColumns
 from slime.data.source import SFT_ROLLOUT
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rewards.gpqa import compute_gpqa_reward
 from slime.types import Prompt, Sample
 
-COLUMNS = Columns("prompt", "label")
-CHAT = Columns("prompt", "label", apply_chat_template=True)
+COLUMNS = RowColumns("prompt", "label")
+CHAT = RowColumns("prompt", "label", apply_chat_template=True)
 ALL = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
 
 
@@ -87,13 +87,14 @@ def test_none_in_a_list_stays_and_json_keeps_its_nulls(tmp_path):
     rows = [{"prompt": "a", "metadata": {"v": [1, None, 3]}}]
     for name in ("d.jsonl", "d.parquet"):
         assert (
-            load_prompts(write(tmp_path / name, rows), Columns("prompt"))[0].metadata == rows[0]["metadata"]
+            load_prompts(write(tmp_path / name, rows), RowColumns("prompt"))[0].metadata
+            == rows[0]["metadata"]
         )
     row = {"prompt": "a", "tools": [tool("add", x={"default": None})]}
-    (prompt,) = load_prompts(write_lines(tmp_path / "n.jsonl", [row]), Columns("prompt"))
+    (prompt,) = load_prompts(write_lines(tmp_path / "n.jsonl", [row]), RowColumns("prompt"))
     assert prompt.metadata["tools"] == row["tools"]
     text = {"prompt": "a", "tools": json.dumps(row["tools"])}
-    (prompt,) = load_prompts(write(tmp_path / "n.parquet", [text]), Columns("prompt"))
+    (prompt,) = load_prompts(write(tmp_path / "n.parquet", [text]), RowColumns("prompt"))
     assert prompt.metadata["tools"] == row["tools"], "JSON text in Parquet keeps null"
 
 
@@ -106,7 +107,7 @@ def test_a_tool_may_be_a_name(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "d.arrow"])
-@pytest.mark.parametrize("columns", [Columns("prompt"), Columns("prompt", apply_chat_template=True)])
+@pytest.mark.parametrize("columns", [RowColumns("prompt"), RowColumns("prompt", apply_chat_template=True)])
 def test_text_parts_are_joined(tmp_path, name, columns):
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     path = write(tmp_path / name, [{"prompt": [{"role": "user", "content": parts}]}])
@@ -122,7 +123,7 @@ PART = r"d\.jsonl:2: every part of a message's content in column 'prompt' must b
 HALF = r"d\.jsonl:2: line must be JSON, got .*\\ud83d, which is half of a surrogate pair"
 
 
-@pytest.mark.parametrize("columns", [Columns("prompt"), Columns("prompt", apply_chat_template=True)])
+@pytest.mark.parametrize("columns", [RowColumns("prompt"), RowColumns("prompt", apply_chat_template=True)])
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -176,12 +177,12 @@ def test_columns_and_bytes_that_no_table_holds_are_named(tmp_path):
                 with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
                     writer.write_table(table)
             with pytest.raises(ValueError, match=rf"{number}\.{kind}: column 'u' must not hold {got}"):
-                load_prompts(str(path), Columns("prompt"))
+                load_prompts(str(path), RowColumns("prompt"))
     sizes, half = pa.py_buffer(b"\0\0\0\0\1\0\0\0\4\0\0\0"), pa.py_buffer(b"a\xed\xa0\xbd")
     texts = pa.Array.from_buffers(pa.string(), 2, [None, sizes, half])
     pq.write_table(pa.table({"prompt": texts}), tmp_path / "d.parquet")
     with pytest.raises(ValueError, match=r"d\.parquet: row 2: texts must be UTF-8 .*write the file again"):
-        load_prompts(str(tmp_path / "d.parquet"), Columns("prompt"))
+        load_prompts(str(tmp_path / "d.parquet"), RowColumns("prompt"))
 
 
 def test_messages_that_are_rendered_later_are_rendered_when_they_are_read(tmp_path):
@@ -194,11 +195,14 @@ def test_messages_that_are_rendered_later_are_rendered_when_they_are_read(tmp_pa
     with pytest.raises(
         ValueError, match=r"d\.jsonl:3: the chat template must be able .*one only; fix the line"
     ):
-        load_prompts(path, Columns("prompt"), context=Context(None, lambda: strict))
-    assert len(load_prompts(path + "@[:2]", Columns("prompt"), context=Context(1000, lambda: strict))) == 2
+        load_prompts(path, RowColumns("prompt"), context=ContextLimits(None, lambda: strict))
+    assert (
+        len(load_prompts(path + "@[:2]", RowColumns("prompt"), context=ContextLimits(1000, lambda: strict)))
+        == 2
+    )
     broken = make_tokenizer("{{ messages[0].content + 1 }}")
     with pytest.raises(ValueError, match=r"d\.jsonl:2: the chat template must .*TypeError"):
-        load_prompts(path, Columns("prompt"), tokenizer=broken, max_prompt_len=50)
+        load_prompts(path, RowColumns("prompt"), tokenizer=broken, max_prompt_len=50)
 
 
 def test_tools_count_towards_the_length(tmp_path):
@@ -207,7 +211,7 @@ def test_tools_count_towards_the_length(tmp_path):
     )
     tokenizer = make_tokenizer("{{ tools | length }}{{ 'long' * 9 if tools else '' }}")
     with pytest.raises(ValueError, match="the shortest of 1 prompts in .* has 37 tokens"):
-        load_prompts(path, Columns("prompt"), tokenizer=tokenizer, max_prompt_len=36)
+        load_prompts(path, RowColumns("prompt"), tokenizer=tokenizer, max_prompt_len=36)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +271,7 @@ def test_raw_text_gets_the_bos_that_transformers_gives(tmp_path):
     assert make_state(make_args()).prompt_ids(Sample(prompt="hi")) == letters, "a tokenizer without BOS"
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "hi"}])
     with pytest.raises(ValueError, match="has 3 tokens"):
-        load_prompts(path, Columns("prompt"), tokenizer=tokenizer, max_prompt_len=2)
+        load_prompts(path, RowColumns("prompt"), tokenizer=tokenizer, max_prompt_len=2)
 
 
 def test_a_rendered_text_gets_no_second_bos(tmp_path):
@@ -283,7 +287,7 @@ def test_a_rendered_text_gets_no_second_bos(tmp_path):
         state = make_state(args, tokenizer=tokenizer)
         ((sample, _),) = RolloutDataSourceWithBuffer(args).get_samples(1)
         assert state.prompt_ids(sample) == want
-    columns = Columns("prompt", apply_chat_template=True)
+    columns = RowColumns("prompt", apply_chat_template=True)
     assert load_prompts(path, columns, tokenizer=tokenizer, max_prompt_len=2)[0] == Prompt("hi")
 
 
@@ -318,11 +322,11 @@ def test_the_metadata_column_wins_and_columns_of_flags_stay_out(tmp_path):
         "metadata": "m",
         "empty": None,
     }
-    columns = Columns("q", "answer.text", metadata_key="info")
+    columns = RowColumns("q", "answer.text", metadata_key="info")
     (prompt,) = load_prompts(write_lines(tmp_path / "d.jsonl", [row]), columns)
     assert prompt.metadata == {"answer": row["answer"], "level": 1, "metadata": "m"} and prompt.label == "1"
     pair = {"prompt": "a", "good": "b", "bad": "c", "level": 2}
-    columns = Columns("prompt", chosen_key="good", rejected_key="bad")
+    columns = RowColumns("prompt", chosen_key="good", rejected_key="bad")
     (prompt,) = load_prompts(write_lines(tmp_path / "p.jsonl", [pair]), columns)
     assert set(prompt.metadata) == {"chosen", "rejected", "level"}
 
@@ -332,7 +336,7 @@ def test_values_that_are_no_json(tmp_path):
         "prompt": "a", "day": datetime.date(2026, 11, 27), "price": decimal.Decimal("1.50"), "image": b"png",
         "images": [{"bytes": b"png", "path": "a.png"}], "when": [datetime.datetime(2026, 11, 27, 8)],
     }  # fmt: skip
-    (prompt,) = load_prompts(write(tmp_path / "d.parquet", [row]), Columns("prompt"))
+    (prompt,) = load_prompts(write(tmp_path / "d.parquet", [row]), RowColumns("prompt"))
     assert prompt.metadata == {"day": "2026-11-27", "price": "1.50", "when": ["2026-11-27 08:00:00"]}
     json.dumps(prompt.metadata)
 
@@ -341,11 +345,13 @@ def test_names_that_a_run_writes_itself_are_left_out_with_a_warning(tmp_path, ca
     """With another --tool-key, the prompt's tools do not come from a column `tools`."""
     row = {"prompt": "a", "tools": [tool("add")], "session": "7", "level": 1}
     path = write_lines(tmp_path / "d.jsonl", [row])
-    (prompt,) = load_prompts(path, Columns("prompt", tool_key="functions"))
+    (prompt,) = load_prompts(path, RowColumns("prompt", tool_key="functions"))
     assert prompt.metadata == {"level": 1}
     assert "columns session, tools are not in sample.metadata" in caplog.text
     caplog.clear()
-    (prompt,) = load_prompts(write_lines(tmp_path / "e.jsonl", [row | {"session": None}]), Columns("prompt"))
+    (prompt,) = load_prompts(
+        write_lines(tmp_path / "e.jsonl", [row | {"session": None}]), RowColumns("prompt")
+    )
     assert prompt.metadata == {"level": 1, "tools": [tool("add")]}
     assert not caplog.records
 

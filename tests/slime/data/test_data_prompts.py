@@ -13,13 +13,13 @@ import pytest
 from rollout_double import make_tokenizer, write_lines
 from transformers import AutoTokenizer
 
-from slime.data.prompts import Context, filter_long_prompt, load_prompts, read_file
-from slime.data.rows import Columns, require_template_reads
+from slime.data.prompts import ContextLimits, filter_long_prompt, load_prompts, read_file
+from slime.data.rows import RowColumns, require_template_reads
 from slime.data.tokenizer import load_tokenizer
 from slime.types import Sample
 
 ROWS = [{"prompt": f"q{i}", "label": str(i)} for i in range(5)]
-COLUMNS = Columns(input_key="prompt", label_key="label")
+COLUMNS = RowColumns(input_key="prompt", label_key="label")
 
 
 def write(path: Path, rows: list) -> str:
@@ -64,13 +64,13 @@ def test_a_dot_leads_into_a_column(tmp_path, suffix):
         "reward_model": {"ground_truth": "2", "style": "rule"},
     }
     path = write(tmp_path / f"d.{suffix}", [row])
-    (prompt,) = load_prompts(path, Columns(input_key="prompt", label_key="reward_model.ground_truth"))
+    (prompt,) = load_prompts(path, RowColumns(input_key="prompt", label_key="reward_model.ground_truth"))
     assert prompt.label == "2"
     for wrong in ("reward_model.truth", "reward_model.ground_truth.x", "rewards.ground_truth"):
         with pytest.raises(ValueError, match=rf"column '{wrong}' is missing, .* set --label-key"):
-            load_prompts(path, Columns(input_key="prompt", label_key=wrong))
+            load_prompts(path, RowColumns(input_key="prompt", label_key=wrong))
     (prompt,) = load_prompts(
-        write(tmp_path / "a.jsonl", [{"a.b": "whole", "a": {"b": "part"}}]), Columns("a.b")
+        write(tmp_path / "a.jsonl", [{"a.b": "whole", "a": {"b": "part"}}]), RowColumns("a.b")
     )
     assert prompt.text == "whole"
 
@@ -78,7 +78,7 @@ def test_a_dot_leads_into_a_column(tmp_path, suffix):
 def test_chat_template_renders_text_and_messages(tmp_path):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "hi"}, {"prompt": messages}])
-    columns = Columns(input_key="prompt", apply_chat_template=True)
+    columns = RowColumns(input_key="prompt", apply_chat_template=True)
     first, second = load_prompts(path, columns, tokenizer=make_tokenizer())
     assert first.text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert second.text == "<|im_start|>system\nbe brief<|im_end|>\n" + first.text
@@ -87,7 +87,7 @@ def test_chat_template_renders_text_and_messages(tmp_path):
 def test_chat_template_kwargs_and_tools_reach_the_template(tmp_path):
     template = "{{ style }}|{{ tools | length }}|{{ messages[0]['content'] }}"
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "hi", "tools": [{"name": "add"}]}])
-    columns = Columns("prompt", apply_chat_template=True, apply_chat_template_kwargs={"style": "plain"})
+    columns = RowColumns("prompt", apply_chat_template=True, apply_chat_template_kwargs={"style": "plain"})
     assert load_prompts(path, columns, tokenizer=make_tokenizer(template))[0].text == "plain|1|hi"
 
 
@@ -118,20 +118,20 @@ def test_an_argument_that_no_template_reads_is_an_error():
 def test_parquet_messages_lose_the_fields_they_do_not_have(tmp_path):
     messages = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "3", "name": "add"}]
     path = write(tmp_path / "d.parquet", [{"prompt": messages}])
-    assert load_prompts(path, Columns("prompt"))[0].text == messages
+    assert load_prompts(path, RowColumns("prompt"))[0].text == messages
 
 
 def test_long_prompts_are_left_out_and_reported(tmp_path, caplog):
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "x" * n} for n in (3, 4, 5, 9)])
     with caplog.at_level(logging.WARNING):
-        prompts = load_prompts(path, Columns("prompt"), tokenizer=make_tokenizer(), max_prompt_len=4)
+        prompts = load_prompts(path, RowColumns("prompt"), tokenizer=make_tokenizer(), max_prompt_len=4)
     # One token per letter; a prompt at the limit is allowed.
     assert [p.text for p in prompts] == ["xxx", "xxxx"]
     assert "2 of 4 prompts" in caplog.text and "--rollout-max-prompt-len 4" in caplog.text
     with pytest.raises(
         ValueError, match=r"--rollout-max-prompt-len must leave at least one prompt.* has 3 tokens"
     ):
-        load_prompts(path, Columns("prompt"), tokenizer=make_tokenizer(), max_prompt_len=2)
+        load_prompts(path, RowColumns("prompt"), tokenizer=make_tokenizer(), max_prompt_len=2)
 
 
 def test_a_prompt_that_fills_the_context_is_found_in_the_file(tmp_path):
@@ -145,7 +145,7 @@ def test_a_prompt_that_fills_the_context_is_found_in_the_file(tmp_path):
         return make_tokenizer()
 
     def load(tokens: int, name: str = path):
-        return load_prompts(name, Columns("prompt"), context=Context(tokens, tokenizer))
+        return load_prompts(name, RowColumns("prompt"), context=ContextLimits(tokens, tokenizer))
 
     with pytest.raises(ValueError) as error:
         load(8)
@@ -170,9 +170,9 @@ def test_prompts_that_leave_less_than_a_response_are_named(tmp_path, caplog):
 
     def load(**more):
         caplog.clear()
-        context = Context(10, make_tokenizer, "--vllm-max-model-len", more.pop("response", 4))
+        context = ContextLimits(10, make_tokenizer, "--vllm-max-model-len", more.pop("response", 4))
         with caplog.at_level(logging.WARNING):
-            return len(load_prompts(path, Columns("prompt"), context=context, **more))
+            return len(load_prompts(path, RowColumns("prompt"), context=context, **more))
 
     assert load() == 4
     assert caplog.messages == [
@@ -201,7 +201,7 @@ def test_a_byte_that_is_not_utf8_is_named(tmp_path, suffix):
     with pytest.raises(
         ValueError, match=rf"d\.{suffix}:2: line must be UTF-8, got byte 0xff at position \d+; save"
     ):
-        load_prompts(str(path), Columns("prompt"))
+        load_prompts(str(path), RowColumns("prompt"))
 
 
 def test_filter_long_prompt_counts_messages_as_rendered():
@@ -276,7 +276,7 @@ def test_a_template_that_cannot_render_names_the_line(tmp_path):
     with pytest.raises(
         ValueError, match=r"d\.jsonl:1: the chat template must be able .*roles must alternate"
     ):
-        load_prompts(path, Columns("prompt", apply_chat_template=True), tokenizer=tokenizer)
+        load_prompts(path, RowColumns("prompt", apply_chat_template=True), tokenizer=tokenizer)
 
 
 def test_load_tokenizer(tmp_path):
@@ -305,7 +305,7 @@ def gsm8k_file(tmp_path: Path) -> str:
 
 def test_gsm8k_loads_by_its_own_columns(tmp_path):
     path = gsm8k_file(tmp_path)
-    columns = Columns(input_key="question", label_key="answer", apply_chat_template=True)
+    columns = RowColumns(input_key="question", label_key="answer", apply_chat_template=True)
     prompts = load_prompts(path, columns, tokenizer=make_tokenizer(), max_prompt_len=4096)
     rows = list(read_file(path))
     assert len(prompts) == len(rows) >= 40

@@ -298,8 +298,8 @@ def test_places_of_prompts_are_told_once(data):
     source = source_of(data)
     groups = source.get_samples(5)
     numbers = [group[0].group_index for group in groups]
-    assert source.places_of(numbers[:2]) == [[0, 0, 0, 0], [0, 1, 1, 1]]
-    assert source.places_of(numbers) == [
+    assert source.get_locations(numbers[:2]) == [[0, 0, 0, 0], [0, 1, 1, 1]]
+    assert source.get_locations(numbers) == [
         None,
         None,
         [0, 2, 2, 2],

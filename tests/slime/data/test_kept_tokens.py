@@ -71,7 +71,7 @@ def test_the_record_of_a_sample_grows_with_it():
     sample.append_response_tokens(tokens=[7], log_probs=[-1.0])
     kept_tokens.append(sample, arrays([7, 8, 9], [3]))
     assert sample.rollout_top_p_token_offsets == [0, 2, 3, 3, 3, 6]
-    assert kept_tokens.of_sample(sample).tolist() == [
+    assert kept_tokens.read_sample(sample).tolist() == [
         [3, 9, -1],
         [4, -1, -1],
         [-1, -1, -1],
@@ -81,7 +81,7 @@ def test_the_record_of_a_sample_grows_with_it():
     with pytest.raises(
         ValueError, match="rollout_top_p_token_offsets must have 2 entries .* got none for sample"
     ):
-        kept_tokens.of_sample(Sample(tokens=[1, 2], response_length=1))
+        kept_tokens.read_sample(Sample(tokens=[1, 2], response_length=1))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

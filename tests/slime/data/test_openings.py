@@ -9,7 +9,7 @@ from rollout_double import CHATML, make_tokenizer, write_lines
 
 from slime.data.openings import ChatTemplate
 from slime.data.prompts import load_prompts
-from slime.data.rows import Columns
+from slime.data.rows import RowColumns
 
 DEFAULT_SYSTEM = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}" + CHATML
@@ -57,7 +57,7 @@ def warnings_of(
 ) -> list[str]:
     path = write_lines(tmp_path / "d.jsonl", rows)
     caplog.clear()
-    load_prompts(path, Columns("prompt", **columns), tokenizer=make_tokenizer(template))
+    load_prompts(path, RowColumns("prompt", **columns), tokenizer=make_tokenizer(template))
     return caplog.messages
 
 

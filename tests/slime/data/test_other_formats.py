@@ -9,7 +9,7 @@ import pandas
 import pytest
 
 from slime.data.prompts import load_prompts
-from slime.data.rows import Columns
+from slime.data.rows import RowColumns
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ def test_a_column_that_is_missing_is_answered_with_the_nearest(tmp_path, key, ro
     file.write_text(json.dumps(row | {"0": "x"}) + "\n")
     named = f", did you mean {near!r}?" if near else ""
     for columns, flag in (
-        (Columns(input_key=key), "--input-key"),
-        (Columns(input_key="0", label_key=key), "--label-key"),
+        (RowColumns(input_key=key), "--input-key"),
+        (RowColumns(input_key="0", label_key=key), "--label-key"),
     ):
         with pytest.raises(ValueError, match=f"column '{key}' is missing") as error:
             load_prompts(str(file), columns)
@@ -42,11 +42,11 @@ def test_a_csv_with_another_separator_names_it(tmp_path, sign, name):
     with pytest.raises(
         ValueError, match=f"d.csv:1: fields of a CSV must be separated by commas.*{name} in it"
     ) as error:
-        load_prompts(str(file), Columns(input_key="prompt", label_key="label"))
+        load_prompts(str(file), RowColumns(input_key="prompt", label_key="label"))
     names = {"pandas": pandas}
     eval(str(error.value).partition("commas: ")[2], names)
     (first, second) = load_prompts(
-        str(tmp_path / "d-commas.csv"), Columns(input_key="prompt", label_key="label")
+        str(tmp_path / "d-commas.csv"), RowColumns(input_key="prompt", label_key="label")
     )
     assert (first.text, first.label, second.text) == ("1+1=", "2", "1,5+1=")
 
@@ -54,7 +54,7 @@ def test_a_csv_with_another_separator_names_it(tmp_path, sign, name):
 def test_a_single_column_may_have_such_a_name(tmp_path):
     file = tmp_path / "d.csv"
     file.write_text("prompt; in English\n1+1=\n")
-    assert load_prompts(str(file), Columns(input_key="prompt; in English"))[0].text == "1+1="
+    assert load_prompts(str(file), RowColumns(input_key="prompt; in English"))[0].text == "1+1="
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_a_file_of_another_kind_names_what_to_do(tmp_path, monkeypatch, name, re
     monkeypatch.chdir(tmp_path)
     Path(name).write_text("prompt\tlabel\n1+1=\t2\n")
     with pytest.raises(ValueError, match="must be a file of kind .jsonl, ") as error:
-        load_prompts(name, Columns(input_key="prompt"))
+        load_prompts(name, RowColumns(input_key="prompt"))
     assert remedy in str(error.value)
     if name == "d.tsv":
         eval(str(error.value).partition("commas: ")[2], {"pandas": pandas})
-        assert load_prompts("d.csv", Columns(input_key="prompt", label_key="label"))[0].label == "2"
+        assert load_prompts("d.csv", RowColumns(input_key="prompt", label_key="label"))[0].label == "2"

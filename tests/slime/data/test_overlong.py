@@ -22,7 +22,7 @@ def border(**more):
     flags = {name: more.pop(name) for name in list(more) if hasattr(make_args(), name)}
     args = make_args(**flags)
     vars(args).update(more)
-    config = Config.of_args(args)
+    config = Config.from_args(args)
     return config, Hooks(config)
 
 

@@ -8,12 +8,12 @@ from rollout_double import make_args, make_state, make_tokenizer, write_lines
 from slime.config.sections.data import DataConfig
 from slime.config.sections.megatron import MegatronConfig
 from slime.data.prompts import load_prompts
-from slime.data.rows import Columns
+from slime.data.rows import RowColumns
 from slime.data.siblings import plan_held_out, plan_together
 from slime.data.source import PromptDataSource
 from slime.rollout.sft_rollout import generate_pairs
 
-PAIR = Columns(input_key="prompt", chosen_key="chosen", rejected_key="rejected")
+PAIR = RowColumns(input_key="prompt", chosen_key="chosen", rejected_key="rejected")
 HF = {
     "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
     "head_dim": 8, "intermediate_size": 8, "vocab_size": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4,

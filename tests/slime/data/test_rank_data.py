@@ -19,12 +19,12 @@ def data(root):
 
 def test_stages_and_what_they_fill(data):
     assert data.stage == "sent" and data.samples == 9
-    assert {"tokens", "loss_masks", "rewards", "rollout_log_probs"} <= set(data.of_stage("sent"))
+    assert {"tokens", "loss_masks", "rewards", "rollout_log_probs"} <= set(data.list_stage_columns("sent"))
     data.to_device(torch.device("cpu"), per_token=False)
-    assert data.stage == "device" and data.of_stage("device") == ["loss_denominators"]
+    assert data.stage == "device" and data.list_stage_columns("device") == ["loss_denominators"]
     data.fill("ref_log_probs", {i: torch.zeros(n) for i, n in enumerate(data.response_lengths)})
     data.reach("scored", ["ref_log_probs"], "the loss")
-    assert data.of_stage("scored") == ["ref_log_probs"]
+    assert data.list_stage_columns("scored") == ["ref_log_probs"]
     with pytest.raises(
         ValueError, match="the loss must have the columns returns, got .*before the stage advantages"
     ):

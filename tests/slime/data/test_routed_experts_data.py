@@ -16,7 +16,7 @@ from slime.data.packing import pack
 from slime.data.routed_experts import COLUMN, OPEN, as_tensor, check_column, packed
 from slime.data.token_slice import token_slice
 from slime.data.train_data import make_rank_data
-from slime.megatron_backend.step.audit import samples_of
+from slime.megatron_backend.step.audit import rebuild_samples
 from slime.protocols import EXPERTS
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout.generate import generate, generate_and_rm
@@ -209,7 +209,7 @@ def test_the_batch_of_a_stopped_run_has_them_again(dtype):
     for sample in samples:
         sample.rollout_routed_experts = sample.rollout_routed_experts.astype(dtype)
     for data in make_rank_data(*given, samples, 2, HF):
-        for place, sample in samples_of(data, 2):
+        for place, sample in rebuild_samples(data, 2):
             assert sample.rollout_routed_experts.dtype == dtype
             np.testing.assert_array_equal(
                 sample.rollout_routed_experts, samples[place].rollout_routed_experts

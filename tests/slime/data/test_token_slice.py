@@ -55,7 +55,7 @@ def test_causal_work_is_equal(size):
 def test_a_rank_may_have_nothing():
     part = token_slice([3], rank=1, size=4)
     assert part.runs == [] and part.tokens.numel() == 0 and part.rows == 2
-    mine, rows = part.row_of(torch.tensor([0, 1, 2]))
+    mine, rows = part.find_rows(torch.tensor([0, 1, 2]))
     assert mine.numel() == rows.numel() == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 from rollout_double import make_tokenizer, write_lines
 
 from slime.data.prompts import load_prompts
-from slime.data.rows import Columns, render_chat
+from slime.data.rows import RowColumns, render_chat
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
@@ -19,14 +19,14 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "o
 def test_a_tool_is_the_same_as_an_object_and_as_json_text(tmp_path, tools):
     """Files whose tools have different fields store a column of texts."""
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "hi", "tools": tools}])
-    columns = Columns("prompt", apply_chat_template=True)
+    columns = RowColumns("prompt", apply_chat_template=True)
     (prompt,) = load_prompts(path, columns, tokenizer=make_tokenizer("{{ tools | tojson }}"))
     assert json.loads(prompt.text) == prompt.metadata["tools"] == [ADD]
 
 
 def test_a_tool_may_be_a_name(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "hi", "tools": ["maths.add", "web-search"]}])
-    columns = Columns("prompt", apply_chat_template=True)
+    columns = RowColumns("prompt", apply_chat_template=True)
     (prompt,) = load_prompts(path, columns, tokenizer=make_tokenizer("{{ tools | tojson }}"))
     assert [tool["function"]["name"] for tool in json.loads(prompt.text)] == ["maths.add", "web-search"]
 
@@ -37,7 +37,7 @@ def test_a_tool_of_another_kind_is_an_error_with_its_line(tmp_path, tool):
     with pytest.raises(
         ValueError, match=r"d.jsonl:2: each tool of column 'tools' must be an object, the JSON"
     ):
-        load_prompts(path, Columns("prompt"))
+        load_prompts(path, RowColumns("prompt"))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_tool_of_another_kind_is_an_error_with_its_line(tmp_path, tool):
 def test_an_object_that_is_no_tool_is_an_error_with_its_line(tmp_path, tool, rule, template):
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "a"}, {"prompt": "hi", "tools": [ADD, tool]}])
     columns, tokenizer = (
-        Columns("prompt", apply_chat_template=template),
+        RowColumns("prompt", apply_chat_template=template),
         make_tokenizer("{{ tools | tojson }}"),
     )
     with pytest.raises(ValueError) as error:
@@ -76,7 +76,7 @@ def test_an_object_that_is_no_tool_is_an_error_with_its_line(tmp_path, tool, rul
 def test_tools_that_are_no_list_are_an_error_with_their_line(tmp_path, tools):
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "a", "tools": []}, {"prompt": "hi", "tools": tools}])
     with pytest.raises(ValueError, match=r"d.jsonl:2: column 'tools' must be (a list|JSON), got "):
-        load_prompts(path, Columns("prompt"))
+        load_prompts(path, RowColumns("prompt"))
 
 
 def test_null_fields_of_a_tool_count_as_absent(tmp_path):
@@ -86,7 +86,7 @@ def test_null_fields_of_a_tool_count_as_absent(tmp_path):
     path = write_lines(
         tmp_path / "d.jsonl", [{"prompt": "hi", "tools": tools}, {"prompt": "a", "tools": None}]
     )
-    first, second = load_prompts(path, Columns("prompt"))
+    first, second = load_prompts(path, RowColumns("prompt"))
     assert len(first.metadata["tools"]) == 2 and "tools" not in second.metadata
 
 

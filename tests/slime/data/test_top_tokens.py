@@ -17,7 +17,7 @@ from slime.data import columns, kept_tokens, top_tokens
 from slime.data.packing import pack
 from slime.data.train_data import make_rank_data
 from slime.data.transport import pack_columns, unpack_columns
-from slime.megatron_backend.step.audit import samples_of
+from slime.megatron_backend.step.audit import rebuild_samples
 from slime.protocols import KEPT, TOP, GenerateResult
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout.generate import generate, generate_and_rm
@@ -62,7 +62,7 @@ CENTRED = {"use_score_centering": True, "score_centering_top_k": K}
 
 def test_tokens_of_a_tool_have_no_ids():
     sample, engine = run(**CENTRED)
-    ids, log_probs = top_tokens.of_rollout(sample)
+    ids, log_probs = top_tokens.read_rollout_top(sample)
     first = engine.asked and (sample.response_length - 2) // 2
     assert ids.dtype == np.int32 and log_probs.dtype == np.float32
     assert ids.shape == log_probs.shape == (sample.response_length, K)
@@ -70,7 +70,7 @@ def test_tokens_of_a_tool_have_no_ids():
     assert (ids[first : first + 2] == top_tokens.NONE).all() and not log_probs[first : first + 2].any()
     assert ids[first + 2].tolist() == [0, 1, 2]
     sample.append_response_tokens(tokens=[9], trainable=False)
-    assert top_tokens.of_rollout(sample)[0][-1].tolist() == [top_tokens.NONE] * K
+    assert top_tokens.read_rollout_top(sample)[0][-1].tolist() == [top_tokens.NONE] * K
 
 
 def test_nothing_is_asked_for_without_the_flag_nor_in_an_evaluation():
@@ -85,25 +85,25 @@ def test_a_trained_token_without_ids_is_an_error():
     sample.append_response_tokens(tokens=[9], log_probs=[-1.0])
     message = f"rollout_topk must have ids for every trained token .* token {sample.response_length - 1} of sample 7"
     with pytest.raises(ValueError, match=message):
-        top_tokens.of_rollout(sample)
+        top_tokens.read_rollout_top(sample)
     sample.remove_sample = True
-    assert len(top_tokens.of_rollout(sample)[0]) == sample.response_length
+    assert len(top_tokens.read_rollout_top(sample)[0]) == sample.response_length
     sample.rollout_topk_log_probs = sample.rollout_topk_log_probs[:, :1]
     with pytest.raises(
         ValueError, match=r"must be ids and log-probs \[\d+, K\], one row per response token, got"
     ):
-        top_tokens.of_rollout(sample)
+        top_tokens.read_rollout_top(sample)
     with pytest.raises(
         ValueError, match="rollout_topk must be set with --use-score-centering, got none for samp"
     ):
-        top_tokens.of_rollout(Sample(index=1, response_length=2))
+        top_tokens.read_rollout_top(Sample(index=1, response_length=2))
 
 
 def test_values_that_are_not_finite_or_rows_that_are_missing_are_errors():
     sample, _ = run(**CENTRED)
     sample.rollout_topk_log_probs[1, 1] = np.nan
     with pytest.raises(ValueError, match="rollout_topk must have finite log-probs, got others for sample 7"):
-        top_tokens.of_rollout(sample)
+        top_tokens.read_rollout_top(sample)
     with pytest.raises(
         ValueError, match=r"as many rows of likeliest ids as tokens, got \[99, 2\] and \[99, 2\]"
     ):
@@ -112,7 +112,7 @@ def test_values_that_are_not_finite_or_rows_that_are_missing_are_errors():
 
 def test_a_sample_is_saved_with_its_arrays(tmp_path):
     sample, _ = run(**CENTRED)
-    sample.teacher_top = top_tokens.of_rollout(sample)
+    sample.teacher_top = top_tokens.read_rollout_top(sample)
     path = str(tmp_path / "{rollout_id}.pt")
     save_debug_rollout_data(path, 1, [[sample]])
     ((loaded,),) = load_debug_rollout_data(path, 1)
@@ -147,7 +147,7 @@ def test_the_columns_reach_the_micro_batch(cp_size):
                 batch.columns["rollout_top_ids"]
             )
         assert torch.equal(found, wanted)
-        for place, again in samples_of(arrived, 2):
+        for place, again in rebuild_samples(arrived, 2):
             mine, width = samples[place], samples[place].rollout_topk_token_ids.shape[1]
             ids = again.rollout_topk_token_ids[: len(mine.rollout_topk_token_ids), :width]
             assert np.array_equal(ids, mine.rollout_topk_token_ids)

@@ -8,7 +8,7 @@ import pytest
 from hybrid_shapes import TEXT_ONLY
 from make_model import build_config, build_model, stored_tensors
 
-from slime.models import decoder_of
+from slime.models import read_decoder
 from slime.plan.flops import ForwardFlops
 from slime.plan.model_shape import Shape
 
@@ -18,7 +18,7 @@ def test_the_shapes_of_hybrid_models(arch):
     config = build_config(arch)
     said = json.loads(config.to_json_string(use_diff=False))
     assert build_model(config, 0, "meta").num_parameters() == TEXT_ONLY[arch]
-    assert [layer.kind for layer in decoder_of(said).layers[:4]].count("gated_delta_net") == 3
+    assert [layer.kind for layer in read_decoder(said).layers[:4]].count("gated_delta_net") == 3
     assert 0.999 * TEXT_ONLY[arch] < Shape.of(said).params < TEXT_ONLY[arch]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from slime.hardware import HARDWARE, of_device
+from slime.hardware import HARDWARE, find_hardware
 from slime.rules import parse_args
 
 
@@ -36,7 +36,7 @@ def test_the_table_is_consistent():
         else:
             assert gpu.network_bytes_s < gpu.nvlink_bytes_s < gpu.memory_bytes_s
         assert gpu.nvlink_domain % gpu.gpus_per_node == 0
-        assert all(of_device(device) is gpu for device in gpu.devices)
+        assert all(find_hardware(device) is gpu for device in gpu.devices)
     rack = {name for name, gpu in HARDWARE.items() if gpu.nvlink_domain > gpu.gpus_per_node}
     assert rack == {"gb200", "gb300"} == {name for name, gpu in HARDWARE.items() if gpu.cpu == "aarch64"}
 
@@ -45,7 +45,7 @@ def test_the_table_is_consistent():
     "device", ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA A100-PCIE-40GB", "NVIDIA A10G"]
 )
 def test_variants_with_other_figures_are_not_in_the_table(device):
-    assert of_device(device) is None
+    assert find_hardware(device) is None
 
 
 @pytest.mark.parametrize(("gpu", "node"), [("gb200", 4), ("gb300", 4), ("h200", 8)])

@@ -215,13 +215,13 @@ def test_a_checkpoint_in_flight_and_published_weights_are_on_the_host(tmp_path):
     flying = fit(plain.with_values(async_save=True), QWEN3_4B, MachineSizes(H200))
     params = 4_022_272_000
     for phase, more in ((LOADING, 0), (SAVING, 14 * params), (TRAINING, 14 * params)):
-        before, after = saves.host.of_phase(phase), flying.host.of_phase(phase)
+        before, after = saves.host.sum_phase(phase), flying.host.sum_phase(phase)
         assert after - before == pytest.approx(more, abs=0.01 * 14 * params)
     (card,) = saves.cards.values()
     assert set(card) == set(PHASES) and card[SAVING] < card[TRAINING]
     assert card[FIRST_WEIGHTS] == card[GENERATING] == card[HAND_OVER]
     disk = fit(plain.with_values(update_weight_transport="disk"), QWEN3_4B, MachineSizes(H200))
-    assert disk.host.of_phase(TRAINING) - saves.host.of_phase(TRAINING) == pytest.approx(
+    assert disk.host.sum_phase(TRAINING) - saves.host.sum_phase(TRAINING) == pytest.approx(
         3 * 2 * params, rel=0.01
     )
 

@@ -185,7 +185,7 @@ def test_stages_by_hand():
     assert layers(pipeline_model_parallel_layout="E|t*36,L") == 36
     split = estimate(config(**pair, pipeline_model_parallel_layout="Et*30|t*6,L"), QWEN3_4B)
     per_layer = 2560 * (2 * 4096 + 2 * 1024 + 3 * 9728)
-    assert split.of_part("gradients") == 4 * (30 * per_layer + 151936 * 2560)
+    assert split.sum_part("gradients") == 4 * (30 * per_layer + 151936 * 2560)
 
 
 def test_replayed_experts_by_hand():
@@ -303,7 +303,7 @@ def test_an_optimizer_on_the_host_by_hand():
     assert (on_host.bytes, on_host.arithmetic) == (PARAMS * 12, "4.02 G x 12 B / TP 1 / 1 shards")
     assert (buffers.bytes, buffers.arithmetic) == (3 * 2**28, "3 buffers of 256 MiB, pinned")
     quarter = estimate(config(optimizer_cpu_offload=True, optimizer_offload_fraction=0.25), QWEN3_4B)
-    assert quarter.of_part("optimizer") == PARAMS * 12 * 0.75
+    assert quarter.sum_part("optimizer") == PARAMS * 12 * 0.75
     assert [item.bytes for item in quarter.host] == [PARAMS * 12 * 0.25, 3 * 2**28]
     bf16 = {"overrides": FULL | {"grad_reduce_in_fp32": False}}
     assert items(config(**bf16))["optimizer step"] == PARAMS * 4

@@ -9,7 +9,7 @@ from test_measured_memory import FOUR, QWEN3_30B
 from slime.cluster.memory_watch import MemoryWatch
 from slime.memory.cards import CardMemory
 from slime.memory.host import HostMemory, kills
-from slime.memory.peaks import Peaks, Sample
+from slime.memory.peaks import MemoryReading, Peaks
 from slime.memory.processes import ProcessMemory
 from slime.plan.units import GIB
 from slime.tracking.events import Events
@@ -23,7 +23,7 @@ from vime.memory import failure
 def peaks():
     found = Peaks(TRAINING, 0)
     found.add(
-        Sample(
+        MemoryReading(
             [CardMemory(0, 140 * GIB, 131 * GIB, {7: 100 * GIB, 9: 2 * GIB})],
             HostMemory(503 * GIB, 480 * GIB),
             shared_memory=GIB,

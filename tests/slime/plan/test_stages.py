@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slime.config.sections.megatron import MegatronConfig
-from slime.plan.stages import Stages, check_stages, expand, micro_batch_group, stages_of
+from slime.plan.stages import Stages, build_stages, check_stages, expand, micro_batch_group
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
@@ -42,14 +42,14 @@ def section(ranks: int, **flags: Any) -> MegatronConfig:
     ],
 )
 def test_layers_of_stages(ranks: int, flags: dict[str, Any], layers: int, counts: list[list[int]]) -> None:
-    stages = stages_of(section(ranks, **flags), layers)
+    stages = build_stages(section(ranks, **flags), layers)
     assert [list(of_virtual) for of_virtual in stages.counts] == counts
     assert sorted(i for rank in range(ranks) for i in stages.layers(rank)) == list(range(layers))
 
 
 def test_the_layers_of_a_rank_with_virtual_stages() -> None:
     stages = Stages(((0, 2), (1, 1)))
-    assert [stages.of_rank(0), stages.of_rank(1)] == [
+    assert [stages.get_rank_layers(0), stages.get_rank_layers(1)] == [
         [range(0, 0), range(2, 3)],
         [range(0, 2), range(3, 4)],
     ]

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from slime.config.problems import Problems, ProblemsError, problems_of, renamed
+from slime.config.problems import Problems, ProblemsError, renamed, split_problems
 from slime.records.errors import FlagError, StatedError, UnknownFlag, replace_flags
 
 
@@ -60,7 +60,7 @@ def test_a_flag_that_begins_another_is_another() -> None:
 def report(problems: Problems) -> list[str]:
     with pytest.raises(ValueError) as caught:
         problems.report()
-    return [str(problem) for problem in problems_of(caught.value)]
+    return [str(problem) for problem in split_problems(caught.value)]
 
 
 def test_a_problem_that_an_earlier_one_may_have_caused_is_left_out() -> None:

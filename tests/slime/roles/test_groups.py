@@ -10,8 +10,8 @@ from slime.operators import VALUES, loss_head
 from slime.plan.loading_estimate import loading
 from slime.plan.memory_decision import decide_residence
 from slime.plan.memory_estimate import estimate
-from slime.roles import order_of_step, roles_of
-from slime.roles.groups import groups_of, read_by, sent_by, trainer_ranks
+from slime.roles import describe_step, get_roles
+from slime.roles.groups import build_groups, read_by, sent_by, trainer_ranks
 from slime.rules.cluster import check_critic_devices, check_parallel_sizes, critic_notes
 
 PPO = {"advantage_estimator": "ppo"}
@@ -40,14 +40,14 @@ OWN = PPO | {"critic_devices": "own"}
 )
 def test_ranks_of_the_groups(root, flags, ranks):
     config = make_config(root, **flags)
-    groups = groups_of(config)
+    groups = build_groups(config)
     assert {group.name: group.ranks for group in groups} == ranks
     assert trainer_ranks(config) == sum(ranks.values())
-    assert [role for group in groups for role in roles_of(group.config)] == sorted(
-        roles_of(config), key=lambda role: len(ranks) > 1 and role.name == "critic"
+    assert [role for group in groups for role in get_roles(group.config)] == sorted(
+        get_roles(config), key=lambda role: len(ranks) > 1 and role.name == "critic"
     )
     for group in groups:
-        assert [other.ranks for other in groups_of(group.config)] == [group.ranks]
+        assert [other.ranks for other in build_groups(group.config)] == [group.ranks]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_ranks_of_the_groups(root, flags, ranks):
     ],
 )
 def test_what_groups_send_to_each_other(root, flags, to_trainer, to_critic):
-    trainer, critic = groups_of(make_config(root, **OWN, **flags))
+    trainer, critic = build_groups(make_config(root, **OWN, **flags))
     assert " ".join(sorted(sent_by(critic.config) & read_by(trainer.config))) == to_trainer
     assert " ".join(sorted(sent_by(trainer.config) & read_by(critic.config))) == to_critic
     assert trainer.awaits(critic) and critic.awaits(trainer) == bool(to_critic)
@@ -81,15 +81,15 @@ def test_each_group_has_the_memory_and_the_steps_of_its_roles(root):
     hf = read_hf_config(str(root / "policy"))
     flags = {"use_kl_loss": True, "colocate": True, "offload_train": True}
     both = make_config(root, **PPO, **flags)
-    trainer, critic = (group.config for group in groups_of(make_config(root, **OWN, **flags)))
+    trainer, critic = (group.config for group in build_groups(make_config(root, **OWN, **flags)))
     names = [{item.name: item.bytes for item in estimate(c, hf).kept} for c in (both, trainer, critic)]
     assert names[0] == names[1] | names[2] and not names[1].keys() & names[2].keys()
     assert [bool(decide_residence(c, estimate(c, hf), None).leaving) for c in (trainer, critic)] == [
         True,
         False,
     ]
-    assert order_of_step(trainer) == "ref_log_probs (reference) -> train policy"
-    assert order_of_step(critic) == "values (critic) -> train critic"
+    assert describe_step(trainer) == "ref_log_probs (reference) -> train policy"
+    assert describe_step(critic) == "values (critic) -> train critic"
     assert loss_head(critic)[0] == VALUES != loss_head(trainer)[0]
     read = [next(loading(c, hf)) for c in (both, trainer, critic)]
     assert [item.bytes / read[2].bytes for item in read] == [3, 2, 1]

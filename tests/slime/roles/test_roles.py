@@ -11,7 +11,7 @@ from trainer_cases import make_config
 from slime.checkpoints.hf_config import read_hf_config
 from slime.plan.loading_estimate import loading
 from slime.plan.memory_estimate import estimate
-from slime.roles import CRITIC, POLICY, REFERENCE, ROLES, order_of_step, passes_of, roles_of
+from slime.roles import CRITIC, POLICY, REFERENCE, ROLES, describe_step, get_passes, get_roles
 from slime.roles.critic import resume_folders
 from slime.rules.algorithm import check_critic
 from slime.rules.checkpoint import check_directories
@@ -49,8 +49,8 @@ def names(roles) -> list[str]:
 )
 def test_roles_and_their_order(root, flags, roles, order):
     config = make_config(root, **flags)
-    assert names(roles_of(config)) == roles.split() and order_of_step(config) == order
-    assert all(role is POLICY or role in passes_of(config) for role in roles_of(config))
+    assert names(get_roles(config)) == roles.split() and describe_step(config) == order
+    assert all(role is POLICY or role in get_passes(config) for role in get_roles(config))
 
 
 def test_records_agree_with_themselves():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rollout_double import make_args, make_state, write_lines
 
-from slime.config.schema import Config, section_of
+from slime.config.schema import Config, read_section
 from slime.config.sections.rollout import RolloutConfig
 from slime.rollout.eval_datasets import check_evaluation, resolve_eval_datasets
 from slime.rollout.evaluation import _sampling_params
@@ -14,7 +14,9 @@ from slime.rollout.vllm_rollout import generate_rollout
 
 def resolved(tmp_path, text: str, **flags):
     (tmp_path / "eval.yaml").write_text(text)
-    return resolve_eval_datasets(Config.of_args(make_args(eval_config=str(tmp_path / "eval.yaml"), **flags)))
+    return resolve_eval_datasets(
+        Config.from_args(make_args(eval_config=str(tmp_path / "eval.yaml"), **flags))
+    )
 
 
 def one(setting: str) -> str:
@@ -90,7 +92,7 @@ def test_a_wrong_file_is_an_error(tmp_path, text, message):
 def test_a_file_that_is_no_text_is_an_error(tmp_path):
     (tmp_path / "eval.yaml").write_bytes(b"datasets: \xff")
     with pytest.raises(ValueError, match=r"--eval-config must be YAML, got .*eval\.yaml"):
-        resolve_eval_datasets(Config.of_args(make_args(eval_config=str(tmp_path / "eval.yaml"))))
+        resolve_eval_datasets(Config.from_args(make_args(eval_config=str(tmp_path / "eval.yaml"))))
 
 
 def test_null_overrides_the_flag_where_none_is_a_value(tmp_path):
@@ -100,7 +102,7 @@ def test_null_overrides_the_flag_where_none_is_a_value(tmp_path):
     (config,) = resolved(tmp_path, text, **flags, label_key="label", rollout_max_prompt_len=5)
     assert [getattr(config, name) for name in names] == [None] * len(names)
     args = make_args(**flags)
-    params = _sampling_params(section_of(RolloutConfig, args), config)
+    params = _sampling_params(read_section(RolloutConfig, args), config)
     assert params["stop"] is params["stop_token_ids"] is params["max_context_len"] is None
     (config,) = resolved(tmp_path, "defaults: {stop: x, rm_type: f1}\n" + one("stop: null, rm_type: null"))
     assert config.stop is None and config.rm_type is None

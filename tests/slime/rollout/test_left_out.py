@@ -207,5 +207,5 @@ def test_samples_of_a_conversion_hook_are_kept_as_they_are(build, tmp_path, monk
 
 def mends(args, samples):
     copies = [Sample.from_dict(sample.to_dict() | {"rollout_log_probs": [-1.0] * 15}) for sample in samples]
-    config = Config.of_args(args).with_values(custom_convert_samples_to_train_data_path=None)
+    config = Config.from_args(args).with_values(custom_convert_samples_to_train_data_path=None)
     return convert_samples_to_train_data(config, Hooks(config), copies)

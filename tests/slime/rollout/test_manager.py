@@ -183,7 +183,7 @@ def negated(args, samples):
 
 
 def twice_the_reward(args, samples):
-    config = Config.of_args(_without_hook(args))
+    config = Config.from_args(_without_hook(args))
     data = convert_samples_to_train_data(config, Hooks(config), samples)
     return data | {"rewards": [2 * r for r in data["raw_reward"]]}
 

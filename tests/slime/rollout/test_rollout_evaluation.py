@@ -16,12 +16,12 @@ from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout
 from slime.rollout.eval_datasets import resolve_eval_datasets
 from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
 from slime.rollout.metrics import (
+    compute_statistics,
     ends_in_repetition,
     eval_metrics,
     pass_rate,
     rollout_metrics,
     sample_metrics,
-    statistics_of,
 )
 from slime.rollout.state import request_seed
 from slime.rollout.vllm_rollout import generate_rollout
@@ -37,7 +37,7 @@ async def label_reward(args, sample):
 
 
 def config_of(**flags):
-    return Config.of_args(make_args(**flags))
+    return Config.from_args(make_args(**flags))
 
 
 def evaluated(tmp_path, yaml_text=None, **flags):
@@ -58,7 +58,7 @@ def test_eval_prompt_data_falls_back_to_the_training_flags(tmp_path):
         rollout_stop=["\n"],
         n_samples_per_eval_prompt=4,
     )
-    first, second = resolve_eval_datasets(Config.of_args(args))
+    first, second = resolve_eval_datasets(Config.from_args(args))
     assert (first.name, first.path, second.name, second.path) == ("a", "x.jsonl", "b", "y.jsonl@[0:5]")
     assert (first.temperature, first.top_p, first.top_k, first.max_response_len) == (0.0, 0.5, -1, 8)
     assert (first.stop, first.n_samples_per_eval_prompt, first.input_key) == (["\n"], 4, "prompt")
@@ -72,7 +72,7 @@ def test_eval_config_file(tmp_path, nested):
     if nested:
         text = "eval:\n" + "".join(f"  {line}\n" for line in text.splitlines())
     args, _ = evaluated(tmp_path, text, eval_top_k=1)
-    first, second = resolve_eval_datasets(Config.of_args(args))
+    first, second = resolve_eval_datasets(Config.from_args(args))
     assert (first.temperature, first.top_k, first.rm_type, first.label_key) == (0.2, 5, "math", None)
     assert (second.temperature, second.top_k, second.label_key) == (1.0, 7, "answer")
     assert (first.n_samples_per_eval_prompt, second.n_samples_per_eval_prompt) == (1, 3)
@@ -80,7 +80,7 @@ def test_eval_config_file(tmp_path, nested):
 
 def test_eval_config_by_name_and_the_plug_in_path(tmp_path):
     args, _ = evaluated(tmp_path, "datasets: {a: {path: x.jsonl}, b: {path: y.jsonl}}")
-    assert [config.name for config in resolve_eval_datasets(Config.of_args(args))] == ["a", "b"]
+    assert [config.name for config in resolve_eval_datasets(Config.from_args(args))] == ["a", "b"]
     (config,) = build_eval_dataset_configs(args, [{"name": "c", "path": "z.jsonl"}], {"top_p": 0.1})
     assert (config.name, config.top_p) == ("c", 0.1)
 
@@ -101,7 +101,7 @@ def test_eval_config_by_name_and_the_plug_in_path(tmp_path):
 def test_eval_config_errors(tmp_path, text, message):
     args, _ = evaluated(tmp_path, text)
     with pytest.raises(ValueError, match=message):
-        resolve_eval_datasets(Config.of_args(args))
+        resolve_eval_datasets(Config.from_args(args))
 
 
 def test_eval_flag_errors(tmp_path):
@@ -139,7 +139,7 @@ def test_two_datasets_in_one_pass(tmp_path):
     limits = {text: params["max_new_tokens"] for text, params, _ in state.engine.calls}
     assert limits == {"q len=2 :": 8, "q len=3 :": 8, "q len=7 :": 5}
 
-    metrics = eval_metrics(Config.of_args(args), data)
+    metrics = eval_metrics(Config.from_args(args), data)
     assert metrics["eval/short"] == 0.5 and metrics["eval/long"] == 1.0
     assert metrics["eval/short-truncated_ratio"] == 0.0 and metrics["eval/long-truncated_ratio"] == 1.0
     assert metrics["eval/short-pass@1"] == 0.5 and metrics["eval/short-pass@2"] == 0.5
@@ -171,7 +171,7 @@ def test_late_responses_are_left_out_and_reported(tmp_path):
     args, _ = evaluated(tmp_path, eval_prompt_data=["d", path], label_key="label")
     data = generate_rollout(args, 0, None, evaluation=True).data
     assert data["d"]["rewards"] == [1.0] and len(data["d"]["samples"]) == 2
-    metrics = eval_metrics(Config.of_args(args), data)
+    metrics = eval_metrics(Config.from_args(args), data)
     assert metrics["eval/d"] == 1.0 and metrics["eval/d-aborted_ratio"] == 0.5
     args.eval_prompt_data = ["e", path + "@[1:]"]
     with pytest.raises(
@@ -261,7 +261,7 @@ def test_pass_rate_by_hand():
     # The groups of 4 have 1 and 2 right: pass@1 = (1/4 + 2/4) / 2, pass@2 = (1 - 3/6 + 1 - 1/6) / 2, pass@4 = 1.
     rates = pass_rate([[1, 0, 0, 0], [0, 1.0, 1.0, 0.5]])
     assert rates == pytest.approx({"pass@1": 0.375, "pass@2": 2 / 3, "pass@4": 1.0})
-    assert statistics_of([3.0, 1.0]) == {"mean": 2.0, "median": 2.0, "max": 3.0, "min": 1.0}
+    assert compute_statistics([3.0, 1.0]) == {"mean": 2.0, "median": 2.0, "max": 3.0, "min": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rollout_double import make_tokenizer
 
 from slime.protocols import ScoreResult
 from slime.rollout import on_policy_distillation as opd
-from slime.rollout.context import context_of
+from slime.rollout.context import find_context
 from slime.rollout.metrics import teacher_metrics
 from slime.rollout.rewards import async_rm
 from slime.rollout.state import GenerateState
@@ -30,7 +30,7 @@ async def teach(
     args: Namespace, samples: list[Sample], frozen: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
     """Sets the teacher's log-probs as a rollout with these flags and frozen models does."""
-    context = context_of(args)
+    context = find_context(args)
     if frozen:
         tokenizer = make_tokenizer()
         context = replace(context, state=GenerateState(context.config, None, tokenizer, frozen))

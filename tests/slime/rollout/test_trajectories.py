@@ -87,7 +87,7 @@ def test_the_score_of_an_evaluation_counts_trajectories(tmp_path, group_rm):
     data = generate_rollout(args, 0, None, evaluation=True).data
     assert data["d"]["rewards"] == [1.0, 0.0, 1.0, 0.0] and data["d"]["truncated"] == [True, False] * 2
     assert len(data["d"]["samples"]) == 8
-    found = eval_metrics(Config.of_args(args), data)
+    found = eval_metrics(Config.from_args(args), data)
     assert found["eval/d"] == found["eval/d-truncated_ratio"] == found["eval/d/truncated_ratio"] == 0.5
     assert (found["eval/d-pass@1"], found["eval/d-pass@2"]) == (0.5, 1.0)
     assert not [name for name in found if "zero_std" in name]

@@ -22,7 +22,7 @@ from slime.protocols import UNKNOWN_VERSION, VERSIONS, GenerateResult
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout.generate import generate
 from slime.rollout.stream import ages
-from slime.rollout.stream.groups import Drawn
+from slime.rollout.stream.groups import StreamGroup
 from slime.sessions.turns import Turn, TurnTree
 from slime.types import Sample
 
@@ -128,7 +128,7 @@ def test_staleness_of_tokens_by_hand(masks):
     known, unknown, new = mixed(), mixed(1), mixed(2)
     unknown.columns = {}
     new.columns[VERSIONS], new.weight_versions = [2] * 7, [2]
-    drawn = Drawn([known, unknown, new], 0, [known, unknown, new])
+    drawn = StreamGroup([known, unknown, new], 0, [known, unknown, new])
     found = ages.figures([drawn], 2, 1, masks=masks)
     assert found == pytest.approx(
         {
@@ -148,7 +148,7 @@ def test_staleness_of_tokens_by_hand(masks):
 
 def test_a_removed_sample_has_no_trained_tokens():
     removed = mixed(remove_sample=True)
-    found = ages.figures([Drawn([removed], 0, [removed])], 5, 1, masks=True)
+    found = ages.figures([StreamGroup([removed], 0, [removed])], 5, 1, masks=True)
     assert (found["over_limit"], found["token_mean"], found["token_over_limit_frac"]) == (1, 0, 0)
     assert removed.loss_mask == [1, 1, 0, 0, 1, 1, 1]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_cases import good_argv
 
-from slime.algo.estimators import surrogate_of
+from slime.algo.estimators import surrogate_for
 from slime.algo.needs import columns_read, ids_read
 from slime.operators import ONE_PASS, loss_head
 from slime.rules.parser import parse_args
@@ -54,7 +54,7 @@ def test_refused_with_the_reason(tmp_path, flags, rule):
 def test_the_loss_stays_in_the_operator_and_reads_the_samplers_ids(tmp_path):
     argv = [*good_argv(tmp_path), "--use-score-centering", "--use-tis", "--tis-mode", "mask"]
     c = parse_args([*argv, "--score-centering-top-k", "32", "--pg-loss-type", "gpg"])
-    assert surrogate_of(c.algorithm).name == "reinforce" and loss_head(c)[0] is ONE_PASS
+    assert surrogate_for(c.algorithm).name == "reinforce" and loss_head(c)[0] is ONE_PASS
     assert {"rollout_top_ids", "rollout_top_log_probs"} <= columns_read(c)
     assert ids_read(c) == "rollout_top_ids" and ids_read(parse_args(good_argv(tmp_path))) is None
     assert "old_log_probs" not in columns_read(c)

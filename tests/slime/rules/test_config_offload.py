@@ -34,7 +34,7 @@ OFFLOADS = ("offload", "offload_train", "offload_train_parts", "offload_rollout"
 )
 def test_who_leaves_the_device(argv, flags, expected):
     c = parse_args([*argv, *flags.split()])
-    assert tuple(c.value_of(name) for name in OFFLOADS) == expected
+    assert tuple(c.get_value(name) for name in OFFLOADS) == expected
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_custom_config_file_is_checked_the_same(argv, tmp_path, text, message):
 def test_sections_and_the_flat_namespace_of_hooks(argv):
     c = parse_args(argv)
     args = c.namespace()
-    assert c.data.rollout_batch_size == c.value_of("rollout_batch_size") == args.rollout_batch_size == 4
+    assert c.data.rollout_batch_size == c.get_value("rollout_batch_size") == args.rollout_batch_size == 4
     assert c.checkpoint.save is None and c.checkpoint.load is None
     assert args.grpo_std_normalization is True and args.rollout_global_dataset is True
     with pytest.raises(AttributeError):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from slime.algo.estimators import surrogate_of
+from slime.algo.estimators import surrogate_for
 from slime.algo.needs import columns_read
 from slime.config import Config
 from slime.operators import LINEAR, ONE_PASS, loss_head
@@ -51,7 +51,7 @@ def test_names_of_other_projects(argv, typed, wanted):
 )
 def test_policy_losses_and_their_heads(argv, typed, name, head):
     c = parse_args([*argv, "--pg-loss-type", typed])
-    assert surrogate_of(c.algorithm).name == name and loss_head(c)[0] is head
+    assert surrogate_for(c.algorithm).name == name and loss_head(c)[0] is head
     if head is LINEAR:
         assert loss_head(c)[1] == f"--pg-loss-type {name} looks at whole sequences"
     assert ("old_log_probs" in columns_read(c)) == name.endswith("_cov")

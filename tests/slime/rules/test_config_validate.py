@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from slime.roles import REFERENCE, roles_of
+from slime.roles import REFERENCE, get_roles
 from slime.rules import parse_args, resolve
 
 
@@ -51,7 +51,7 @@ def test_what_was_left_open_is_filled_in(argv):
         == c.rollout.rollout_function_path
         == "slime.rollout.vllm_rollout.generate_rollout"
     )
-    assert REFERENCE not in roles_of(c)
+    assert REFERENCE not in get_roles(c)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_notes_name_what_was_adjusted(argv):
     c = parse_args(
         [*argv, "--rollout-num-gpus", "1", "--use-kl-loss", "--num-epoch", "2", "--rollout-top-p", "0.9"]
     )
-    assert REFERENCE in roles_of(c) and c.cluster.rollout_num_gpus == 2
+    assert REFERENCE in get_roles(c) and c.cluster.rollout_num_gpus == 2
     starts = [
         "--rollout-num-gpus 1 is taken as 2",
         "--num-epoch 2 has no effect",
@@ -163,7 +163,7 @@ def test_supervised_training_needs_no_reference(argv):
     sft = [*argv, "--loss-type", "sft_loss", "--n-samples-per-prompt", "1", "--global-batch-size", "4"]
     sft += ["--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout"]
     c = parse_args([*sft, "--use-kl-loss"])
-    assert REFERENCE not in roles_of(c)
+    assert REFERENCE not in get_roles(c)
     assert [n for n in c.notes if "KL" in n or "kl" in n] == [
         "--use-kl-loss has no effect with --loss-type sft_loss: there is no KL in this loss"
     ]
@@ -172,7 +172,7 @@ def test_supervised_training_needs_no_reference(argv):
             parse_args([*sft, *flags.split()])
     kept = [*argv, "--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages"]
     for flags in ("--use-kl-loss --kl-loss-coef 0.1", "--kl-coef 0.1"):
-        assert REFERENCE in roles_of(parse_args([*kept, *flags.split()]))
+        assert REFERENCE in get_roles(parse_args([*kept, *flags.split()]))
 
 
 def test_supervised_training_needs_no_engine(argv):

@@ -8,7 +8,7 @@ import pytest
 from config_cases import good_argv, write_model
 
 from slime.algo.losses import PAIRS_ROLLOUT, SFT_ROLLOUT
-from slime.config.problems import problems_of
+from slime.config.problems import split_problems
 from slime.rules import parse_args
 from vime.backends import parse_config
 
@@ -35,7 +35,7 @@ def bare(tmp_path: Path) -> list[str]:
 def refused(argv: list[str]) -> list[str]:
     with pytest.raises(ValueError) as error:
         parse_config(argv)
-    return [str(problem) for problem in problems_of(error.value)]
+    return [str(problem) for problem in split_problems(error.value)]
 
 
 @pytest.mark.parametrize(

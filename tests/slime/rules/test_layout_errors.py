@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from config_cases import HF_CONFIG, good_argv
 
-from slime.models import decoder_of
+from slime.models import read_decoder
 from slime.rules.parser import parse_args
 
 ROUTED = {
@@ -101,4 +101,4 @@ def test_the_division_is_shown(tmp_path: Path, model: dict[str, object], flags: 
 )
 def test_files_whose_groups_or_windows_do_not_fit_are_errors(model: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        decoder_of(HF_CONFIG | model)
+        read_decoder(HF_CONFIG | model)

@@ -8,7 +8,7 @@ import pytest
 from config_cases import good_argv
 
 from slime.config.peer_names import PEER_NAMES as OWN
-from slime.config.peer_names import override_of
+from slime.config.peer_names import parse_override
 from slime.config.peer_rows import OTHERS, TRL, VALUES, VERL
 from slime.rules.parser import check_flags, parse_args
 from vime.backends import BACKENDS
@@ -165,7 +165,7 @@ def test_each_flag_of_the_table_exists():
     ],
 )
 def test_settings_of_hydra(token, found):
-    assert override_of(token) == found
+    assert parse_override(token) == found
 
 
 def test_values_of_flags_are_left_alone(argv, tmp_path):

@@ -16,15 +16,15 @@ from slime.algo.losses import LOSSES
 from slime.algo.surrogates import CENTRED, SURROGATES
 from slime.algo.token_columns import TokenColumns
 from slime.config import Config
-from slime.config.fields import specs_of, spelled
+from slime.config.fields import get_specs, spelled
 from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.critic import CriticConfig
 from slime.config.sections.off_policy import OffPolicyConfig
-from slime.roles import REFERENCE, roles_of
+from slime.roles import REFERENCE, get_roles
 from slime.rules import parse_args
 
-SPECS = {**specs_of(AlgorithmConfig), **specs_of(OffPolicyConfig)}
-CRITIC = specs_of(CriticConfig)
+SPECS = {**get_specs(AlgorithmConfig), **get_specs(OffPolicyConfig)}
+CRITIC = get_specs(CriticConfig)
 OTHER: dict[str, str] = {
     "advantage_estimator": "",
     "clip_cov_lb": "0.5",
@@ -118,7 +118,7 @@ def assert_unread(tmp_path: Path, name: str, *flags: str) -> None:
         assert flag in str(error)
         return
     assert any(note.startswith(flag) and "has no effect" in note for note in found.notes), (name, found.notes)
-    assert REFERENCE not in roles_of(found) or LOSSES[found.algorithm.loss_type].reads
+    assert REFERENCE not in get_roles(found) or LOSSES[found.algorithm.loss_type].reads
 
 
 def assert_read(tmp_path: Path, name: str, *flags: str) -> None:

@@ -159,7 +159,7 @@ class Conversation:
 async def talk(conversation: Conversation, state: Any) -> None:
     rng, chat = conversation.rng, conversation.chat
     session = Session(
-        RunContext.of_state(state),
+        RunContext.from_state(state),
         Sample(prompt="", index=0),
         {"max_new_tokens": 999},
         SessionLimits(),

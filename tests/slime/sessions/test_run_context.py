@@ -10,28 +10,28 @@ from argparse import Namespace
 import pytest
 from rollout_double import make_args, make_state
 
-from slime.config.schema import SECTION_OF, Config, section_of
+from slime.config.schema import SECTION_OF, Config, read_section
 from slime.config.sections.rollout import RolloutConfig
 from slime.event_loop import loop_objects
-from slime.rollout.context import RunContext, context_of
+from slime.rollout.context import RunContext, find_context
 
 
 def whole_args(**changed: object) -> Namespace:
     """Returns `args` with every flag, as a run's hooks get them."""
     config = Config.from_flat(changed)
-    return Namespace(**{name: config.value_of(name) for name in SECTION_OF})
+    return Namespace(**{name: config.get_value(name) for name in SECTION_OF})
 
 
 def test_what_a_hook_sets_is_read_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime.rollout.state._entered", [])
     args = whole_args(rollout_temperature=0.5)
-    first = context_of(args)
-    assert context_of(args).config == first.config and first.state is None
+    first = find_context(args)
+    assert find_context(args).config == first.config and first.state is None
     args.rollout_temperature = 0.7
     args.rollout_stop = ["a"]
-    assert context_of(args).config.rollout.rollout_temperature == 0.7
+    assert find_context(args).config.rollout.rollout_temperature == 0.7
     args.rollout_stop.append("b")
-    assert context_of(args).config.rollout.rollout_stop == ["a", "b"]
+    assert find_context(args).config.rollout.rollout_stop == ["a", "b"]
     assert first.config.rollout.rollout_temperature == 0.5
     with pytest.raises(RuntimeError, match="must be called while a rollout runs"):
         _ = first.run
@@ -40,9 +40,9 @@ def test_what_a_hook_sets_is_read_at_the_next_call(monkeypatch: pytest.MonkeyPat
 def test_other_args_between_two_reads_change_nothing() -> None:
     ours, theirs = whole_args(rollout_seed=3), whole_args(rollout_seed=4)
     for _ in range(2):
-        assert section_of(RolloutConfig, ours).rollout_seed == 3
-        assert section_of(RolloutConfig, theirs).rollout_seed == 4
-        assert section_of(RolloutConfig, Namespace(rollout_seed=5)).rollout_seed == 5
+        assert read_section(RolloutConfig, ours).rollout_seed == 3
+        assert read_section(RolloutConfig, theirs).rollout_seed == 4
+        assert read_section(RolloutConfig, Namespace(rollout_seed=5)).rollout_seed == 5
 
 
 def test_attributes_that_a_class_computes_are_read() -> None:
@@ -53,20 +53,20 @@ def test_attributes_that_a_class_computes_are_read() -> None:
         def rollout_top_p(self) -> float:
             return 0.25
 
-    flags = section_of(RolloutConfig, Args())
+    flags = read_section(RolloutConfig, Args())
     assert (flags.rollout_seed, flags.rollout_top_p) == (7, 0.25)
 
 
 def test_an_evaluation_does_not_change_the_args_of_training() -> None:
     args = make_args(use_rollout_routing_replay=True, use_score_centering=True)
-    context = RunContext.of_state(make_state(args))
+    context = RunContext.from_state(make_state(args))
     evaluation = context.for_evaluation()
     assert evaluation.hook_args is not args and args.use_rollout_routing_replay
     assert not evaluation.hook_args.use_rollout_routing_replay
     assert not evaluation.config.off_policy.use_rollout_routing_replay
     assert not evaluation.config.algorithm.use_score_centering
     assert evaluation.config.rollout == context.config.rollout and evaluation.run is context.run
-    plain = RunContext.of_state(make_state(make_args()))
+    plain = RunContext.from_state(make_state(make_args()))
     assert plain.for_evaluation() is plain
 
 
@@ -74,12 +74,12 @@ def test_the_border_costs_little() -> None:
     """Earlier, reading all sections once cost 607 us. The bar is 50 us per sample on a quiet machine, and a sample of
     the default rollout crosses the border at most once."""
     args = whole_args()
-    context_of(args)
+    find_context(args)
     best = float("inf")
     for _ in range(30):
         began = time.perf_counter()
         for _ in range(10):
-            context_of(args)
+            find_context(args)
         best = min(best, (time.perf_counter() - began) / 10)
     assert best < 150e-6, best
 
@@ -111,4 +111,4 @@ def test_objects_of_a_loop_are_made_once_and_end_in_reverse() -> None:
 def test_a_copy_of_args_reaches_the_same_run() -> None:
     args = make_args()
     state = make_state(args)
-    assert context_of(copy.deepcopy(args)).run is state is context_of(Namespace()).run
+    assert find_context(copy.deepcopy(args)).run is state is find_context(Namespace()).run

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.algo.losses import LOSSES, loss_of
+from slime.algo.losses import LOSSES, loss_for
 from slime.config import Config
 from slime.config.config_file import split_argv
 from slime.operators import Decision
 from slime.protocols import RolloutBatch, ShownSample, TrainResult
-from slime.tracking.console import StepLine, columns_of
+from slime.tracking.console import StepLine, choose_columns
 from slime.tracking.console.columns import POLICY, duration, fitting
 from slime.tracking.report import Reporter
 from slime.tracking.samples import shown_sample
@@ -64,7 +64,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_columns_are_those_of_the_loss(kind):
     values, wanted = KINDS[kind]
-    titles = [column.title for column in columns_of(config(**values))]
+    titles = [column.title for column in choose_columns(config(**values))]
     assert titles[-1] == "left" and len(set(titles)) == len(titles)
     if kind == "grpo":
         assert titles[:-1] == [column.title for column in wanted]
@@ -76,7 +76,7 @@ def test_columns_are_those_of_the_loss(kind):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_has_its_line_at_every_width(monkeypatch, name):
-    columns = columns_of(config(loss_type=name))
+    columns = choose_columns(config(loss_type=name))
     metrics = {metric: 123456.789 for column in columns for metric in column.metrics}
     for width in (20, 40, 79, 80, 100, 132, 400):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -88,13 +88,13 @@ def test_every_loss_has_its_line_at_every_width(monkeypatch, name):
         assert first.split()[0] == "7/60" and len(header.split()) >= 2
         if width == 400:
             assert header.split()[1:] == [column.title for column in columns]
-    assert loss_of(config(loss_type=name).algorithm).name == name
+    assert loss_for(config(loss_type=name).algorithm).name == name
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_80_characters_hold_what_the_loss_is_about_and_the_time_left(kind):
     values, wanted = KINDS[kind]
-    titles = [column.title for column in fitting(columns_of(config(**values)), 80 - 7)]
+    titles = [column.title for column in fitting(choose_columns(config(**values)), 80 - 7)]
     must = ["reward", "length", "loss", "kl_old", "grad"] if kind == "grpo" else wanted.split()
     assert {*must, "left"} <= {*titles}
 
@@ -173,7 +173,9 @@ def test_a_sample_every_20_rollouts_and_the_time_left(monkeypatch, stream, wante
     clock = itertools.count(step=2)  # seconds
     monkeypatch.setattr("slime.tracking.report.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     c = config(log_sample=wanted, run_dir=None)
-    report = Reporter(c, Trackers([]), StepLine(total=60, stream=(screen := stream()), columns=columns_of(c)))
+    report = Reporter(
+        c, Trackers([]), StepLine(total=60, stream=(screen := stream()), columns=choose_columns(c))
+    )
     report.start(0)
     for rollout in range(21):
         with report.running(rollout):

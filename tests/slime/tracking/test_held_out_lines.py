@@ -10,9 +10,9 @@ import pytest
 from slime.algo.losses import PAIRS_ROLLOUT, SFT_ROLLOUT
 from slime.config import Config
 from slime.protocols import Evaluated, RolloutBatch, TrainResult
-from slime.tracking.console import StepLine, columns_of
+from slime.tracking.console import StepLine, choose_columns
 from slime.tracking.journal import read_events
-from slime.tracking.metrics import is_score, of_sets
+from slime.tracking.metrics import is_score, select_sets
 from slime.tracking.report import Reporter
 from slime.tracking.trackers import Trackers
 
@@ -43,7 +43,7 @@ def test_scores_of_held_out_sets():
         "eval/a/loss",
         "eval/a/rewards/accuracies",
     ]
-    assert list(of_sets(metrics)) == [
+    assert list(select_sets(metrics)) == [
         "eval/a/loss",
         "eval/a/rewards/margins",
         "eval/a/rewards/accuracies",
@@ -57,7 +57,7 @@ def test_scores_of_held_out_sets():
 def test_lines_of_a_run_with_held_out_sets(kind, tmp_path):
     """Each line has the newest evaluation before it. The best loss is the lowest, the best accuracy the highest."""
     c, screen = config(kind, run_dir=str(tmp_path)), io.StringIO()
-    report = Reporter(c, Trackers([]), StepLine(total=9, stream=screen, columns=columns_of(c)))
+    report = Reporter(c, Trackers([]), StepLine(total=9, stream=screen, columns=choose_columns(c)))
     losses = {0: 0.5, 2: 0.25, 4: 0.375}
     for count, loss in losses.items():
         made = evaluated(loss, 9.0)
@@ -93,5 +93,5 @@ def test_lines_of_a_run_with_held_out_sets(kind, tmp_path):
 
 def test_no_column_without_evaluations_of_held_out_sets():
     for more in ({"eval_interval": None}, {"eval_function_path": "own.evaluate"}):
-        titles = [column.title for column in columns_of(config("sft_loss", **more))]
+        titles = [column.title for column in choose_columns(config("sft_loss", **more))]
         assert "held_out" not in titles and titles[:2] == ["loss", "lr"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from slime.rollout.learning import spread
-from slime.tracking.samples import kept_places, number_of_reward, read_samples, write_samples
+from slime.tracking.samples import kept_places, read_reward_number, read_samples, write_samples
 from slime.types import Sample, SampleGroup
 
 DONE, CUT, ABORTED = Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.ABORTED
@@ -90,7 +90,7 @@ def test_the_spread_of_rewards_counts_trajectories() -> None:
     ],
 )
 def test_the_number_of_a_reward(reward: Any, number: float | None) -> None:
-    assert number_of_reward(reward, "a") == number
+    assert read_reward_number(reward, "a") == number
 
 
 def test_a_file_has_the_size_of_each_group_and_the_number_of_each_reward(tmp_path: Path) -> None:

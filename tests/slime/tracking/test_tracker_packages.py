@@ -24,7 +24,7 @@ import pytest
 from slime.config import Config
 from slime.tracking import check_trackers, make_trackers
 from slime.tracking.trackers.mlflow import REFUSED
-from slime.tracking.trackers.record import Names
+from slime.tracking.trackers.record import TrackerNames
 
 NAMES = ("train/loss", "rollout/response_len/mean", "eval/gsm8k-pass@8", "rl_kernel/grpo_loss/ms")
 
@@ -261,7 +261,7 @@ def test_a_taken_port_is_named_before_the_run(tmp_path):
 
 
 def test_names_that_become_equal_stay_apart():
-    names = Names(REFUSED)
+    names = TrackerNames(REFUSED)
     given = [names.of(name) for name in ("eval/a@b", "eval/a_b", "eval/a%b", "eval/a@b", "train/loss")]
     assert given == ["eval/a_b", "eval/a_b_2", "eval/a_b_3", "eval/a_b", "train/loss"]
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from slime.config import Config
 from slime.tracking import make_trackers
 from slime.tracking.trackers import JsonlTracker
-from slime.tracking.trackers.wandb import group_of
+from slime.tracking.trackers.wandb import choose_group
 
 
 def make_config(**changes) -> Config:
@@ -170,10 +170,10 @@ def test_without_wandb_the_record_of_the_run_is_whole(tmp_path, monkeypatch):
 def test_a_run_that_resumes_keeps_its_name_in_wandb(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = make_config(disable_wandb_random_suffix=False).logging
-    first, again, other = (group_of(flags, Path(folder)) for folder in ("a", tmp_path / "a", "b"))
+    first, again, other = (choose_group(flags, Path(folder)) for folder in ("a", tmp_path / "a", "b"))
     assert first == again != other and re.fullmatch("tiny_[0-9a-f]{8}", first)
-    assert group_of(make_config(wandb_group=None).logging, tmp_path) is None
-    assert group_of(make_config().logging, tmp_path) == "tiny"
+    assert choose_group(make_config(wandb_group=None).logging, tmp_path) is None
+    assert choose_group(make_config().logging, tmp_path) == "tiny"
 
 
 def test_wandb_works_offline(tmp_path, monkeypatch):

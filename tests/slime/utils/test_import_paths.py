@@ -159,7 +159,7 @@ def test_what_a_plug_in_awaits_is_a_coroutine():
         ("slime.utils.logging_utils.log", outbox.log),
         ("slime.utils.tracking_utils.log", outbox.log),
         ("slime.observability.logging_utils.log", outbox.log),
-        ("slime.utils.metric_utils.compute_statistics", metrics.statistics_of),
+        ("slime.utils.metric_utils.compute_statistics", metrics.compute_statistics),
         ("slime.utils.metric_utils.has_repetition", metrics.ends_in_repetition),
         ("slime.utils.mask_utils.get_response_lengths", loss_mask.get_response_lengths),
         ("slime.rollout.rm_hub.async_rm", rewards.async_rm),

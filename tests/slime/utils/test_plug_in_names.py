@@ -13,7 +13,7 @@ import pytest
 import torch
 from rollout_double import ListSource, make_args, make_state, make_tokenizer, write_lines
 
-from slime.config import Config, section_of
+from slime.config import Config, read_section
 from slime.config.sections.rollout import RolloutConfig
 from slime.ray.rollout import (
     compute_metrics_from_samples,
@@ -147,12 +147,12 @@ def test_arguments_of_a_plug_in_get_the_defaults_of_flags():
     )
     assert plain.status is Sample.Status.COMPLETED and plain.response.startswith("abc")
     args = SimpleNamespace(rollout_seed=7)
-    flags = section_of(RolloutConfig, args)
+    flags = read_section(RolloutConfig, args)
     assert (flags.rollout_seed, flags.rollout_deadline_s) == (7, 600.0)
     flags.rollout_sample_hook_path.append("x")
     # Two objects do not share a default.
-    assert section_of(RolloutConfig, args).rollout_sample_hook_path == []
-    config = Config.of_args(args)
+    assert read_section(RolloutConfig, args).rollout_sample_hook_path == []
+    config = Config.from_args(args)
     assert (config.rollout.rollout_seed, config.data.rollout_batch_size) == (7, None)
 
 

@@ -19,7 +19,7 @@ from slime.weight_sync.broadcast_channel import BroadcastChannel
 from slime.weight_sync.channel import Export
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.publisher import Publisher
-from slime.weight_sync.slices import Place, Slice, whole_slices
+from slime.weight_sync.slices import Slice, SlicePosition, whole_slices
 
 CPU = torch.device("cpu")
 Worker = tuple[str, int]
@@ -118,7 +118,9 @@ def cut(version: int, rank: int) -> Iterator[Slice]:
         where, axis = [(0, size) for size in tensor.shape], axes[name]
         middle = tensor.shape[axis] // 2
         where[axis] = (middle, tensor.shape[axis]) if rank else (0, middle)
-        place = Place(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(where))
+        place = SlicePosition(
+            name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(where)
+        )
         yield Slice(place, lambda place=place, tensor=tensor: place.of(tensor))
 
 

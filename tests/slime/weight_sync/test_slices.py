@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from slime.weight_sync.channel import Worker
 from slime.weight_sync.file_channel import FileChannel, FileReceiver, require_checksums
-from slime.weight_sync.slices import OfAllRanks, Place, Slice, require_whole, whole_slices
+from slime.weight_sync.slices import OfAllRanks, Slice, SlicePosition, require_whole, whole_slices
 
 SHAPES = {
     "rows": (6, 5),
@@ -44,7 +44,7 @@ def cut(name: str, tensor: torch.Tensor, axis: int, ends: list[int]) -> Iterator
         where = [(0, size) for size in tensor.shape]
         where[axis] = start, end
         dtype = str(tensor.dtype).removeprefix("torch.")
-        place = Place(name, dtype, tuple(tensor.shape), tuple(where))
+        place = SlicePosition(name, dtype, tuple(tensor.shape), tuple(where))
         yield Slice(place, lambda place=place: place.of(tensor))
 
 
@@ -78,14 +78,14 @@ def test_slices_in_any_order_make_whole_tensors(tmp_path: Path) -> None:
 def test_two_axes_cut_at_once(tmp_path: Path) -> None:
     whole = torch.arange(60.0).view(3, 4, 5)
     parts = itertools.product([(0, 1), (1, 3)], [(0, 3), (3, 4)], [(0, 2), (2, 5)])
-    places = [Place("x", "float32", (3, 4, 5), where) for where in parts]
+    places = [SlicePosition("x", "float32", (3, 4, 5), where) for where in parts]
     slices = [Slice(place, lambda place=place: place.of(whole)) for place in places]
     path = FileChannel(tmp_path).publish(slices, 1).info["path"]
     assert torch.equal(load_file(path)["x"], whole)
 
 
 def test_every_value_comes_once() -> None:
-    first, second = (Place("a", "float32", (4, 2), ((i, i + 2), (0, 2))) for i in (0, 2))
+    first, second = (SlicePosition("a", "float32", (4, 2), ((i, i + 2), (0, 2))) for i in (0, 2))
     require_whole([first, second])
     with pytest.raises(RuntimeError, match=r"must publish each value of a once, got 16 of 32 bytes"):
         require_whole([first])
@@ -94,11 +94,11 @@ def test_every_value_comes_once() -> None:
     with pytest.raises(
         RuntimeError, match=r"a must have one shape and dtype on all ranks, got \[4, 2\] float32"
     ):
-        require_whole([first, Place("a", "bfloat16", (4, 2), ((2, 4), (0, 2)))])
+        require_whole([first, SlicePosition("a", "bfloat16", (4, 2), ((2, 4), (0, 2)))])
 
 
-def place(name: str, rank: int) -> Place:
-    return Place(name, "float32", (4,), ((2 * rank, 2 * rank + 2),))
+def place(name: str, rank: int) -> SlicePosition:
+    return SlicePosition(name, "float32", (4,), ((2 * rank, 2 * rank + 2),))
 
 
 def tells_its_places(rank: int, root: Path) -> None:
@@ -106,7 +106,7 @@ def tells_its_places(rank: int, root: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
     made: list[list[list[str]]] = []
 
-    def make(of_ranks: list[list[Place]]) -> int:
+    def make(of_ranks: list[list[SlicePosition]]) -> int:
         made.append([[each.name for each in places] for places in of_ranks])
         return len(made)
 

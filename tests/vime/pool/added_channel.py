@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slime.weight_sync.channel import TrainerPlace
+from slime.weight_sync.channel import TrainerSettings
 from slime.weight_sync.file_channel import FileChannel
-from slime.weight_sync.registry import CHANNELS, Channel
+from slime.weight_sync.registry import CHANNELS, ChannelRecord
 
 
 class SecondFiles(FileChannel):
@@ -15,10 +15,10 @@ class SecondFiles(FileChannel):
     name = "second"
 
     @classmethod
-    def on_trainer(cls, place: TrainerPlace) -> FileChannel:
+    def on_trainer(cls, place: TrainerSettings) -> FileChannel:
         return super().on_trainer(replace(place, stem="second"))
 
 
-CHANNELS["second"] = Channel(
+CHANNELS["second"] = ChannelRecord(
     "added_channel:SecondFiles", help="through files of another name", plan="second files in {weight_dir}"
 )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from engine_double import DoubleServer, digest
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.channel import Export, TrainerPlace
+from slime.weight_sync.channel import Export, TrainerSettings
 from slime.weight_sync.publisher import Publisher
 from slime.weight_sync.registry import CHANNELS
 from vime.pool.router import RouterSpec
@@ -46,7 +46,7 @@ class Trainer:
     """Publishes through the added channel."""
 
     def __init__(self, weight_dir: Path) -> None:
-        place = TrainerPlace(weight_dir, 1 << 20, torch.device("cpu"), 60)
+        place = TrainerSettings(weight_dir, 1 << 20, torch.device("cpu"), 60)
         self.weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16)}
         self.publisher = Publisher.of("second", place, Export(self.weights.items), compare=False)
         self.thread = ThreadPoolExecutor(1)

@@ -21,7 +21,7 @@ from slime.protocols import WeightUpdate
 from slime.weight_sync.broadcast_channel import BroadcastChannel
 from slime.weight_sync.channel import Export
 from slime.weight_sync.file_channel import FileChannel
-from slime.weight_sync.group import GivenUp, Group, give_up
+from slime.weight_sync.group import GroupAbandoned, TransferGroup, give_up
 from slime.weight_sync.publisher import Publisher
 from vime.pool.router import RouterSpec
 from vime.vllm.control import VllmControl
@@ -187,7 +187,7 @@ def test_a_trainer_that_fails_ends_the_run_with_its_own_error(start: Callable[[i
 
 
 def join_and_stall(info: dict[str, Any]) -> None:
-    group = Group(info, 1, CPU)
+    group = TransferGroup(info, 1, CPU)
     group.start(torch.zeros(1))
     time.sleep(100)
 
@@ -198,13 +198,13 @@ def test_who_waits_for_one_that_hangs_leaves_when_told(tmp_path: Path) -> None:
     info = {"store": str(tmp_path / "group"), "world": 2, "timeout_s": TIMEOUT_S}
     process = mp.get_context("spawn").Process(target=join_and_stall, args=(info,))
     process.start()
-    group = Group(info, 0, CPU)
+    group = TransferGroup(info, 0, CPU)
     group.start(torch.zeros(1))
     group.start(torch.zeros(BUCKET_BYTES * 8))
     group.settle(1)
     threading.Timer(0.2, give_up, (info,)).start()
     began = time.monotonic()
-    with pytest.raises(GivenUp, match="while this rank waited"):
+    with pytest.raises(GroupAbandoned, match="while this rank waited"):
         group.settle()
     assert 0.1 < time.monotonic() - began < SOON_S
     process.kill()
@@ -214,13 +214,13 @@ def test_who_waits_for_one_that_hangs_leaves_when_told(tmp_path: Path) -> None:
 def test_a_group_that_was_given_up_is_not_joined(tmp_path: Path) -> None:
     info = {"store": str(tmp_path / "group"), "world": 2, "timeout_s": TIMEOUT_S}
     give_up(info)
-    with pytest.raises(GivenUp, match="was given up"):
-        Group(info, 0, CPU)
+    with pytest.raises(GroupAbandoned, match="was given up"):
+        TransferGroup(info, 0, CPU)
 
 
 def test_who_waits_too_long_gives_up_for_all(tmp_path: Path) -> None:
     info = {"store": str(tmp_path / "group"), "world": 2, "timeout_s": 0.2}
-    with pytest.raises(GivenUp, match="must come within 0 s"):
-        Group(info, 0, CPU)
-    with pytest.raises(GivenUp, match="was given up"):
-        Group(info, 1, CPU)
+    with pytest.raises(GroupAbandoned, match="must come within 0 s"):
+        TransferGroup(info, 0, CPU)
+    with pytest.raises(GroupAbandoned, match="was given up"):
+        TransferGroup(info, 1, CPU)

@@ -132,7 +132,7 @@ def test_a_sample_may_be_as_long_as_its_teachers_can_score(tmp_path: Path) -> No
     assert longest_sequence(same) == (255, "one less than max_position_embeddings of teacher-math")
     shorter = parse_config(argv(tmp_path, "--opd-teacher-engine-args", "max-model-len=128"))
     said = "one less than --opd-teacher-engine-args max-model-len of teacher-math"
-    assert longest_sequence(shorter) == (127, said) == longest_sequence(Config.of_args(shorter.namespace()))
+    assert longest_sequence(shorter) == (127, said) == longest_sequence(Config.from_args(shorter.namespace()))
     assert longest_sequence(parse_config(argv(tmp_path, "--vllm-max-model-len", "64"))) == (
         *(64, "--vllm-max-model-len"),
     )

@@ -129,9 +129,9 @@ def test_a_pair_of_a_csv(model: Path, tmp_path: Path) -> None:
     with open(tmp_path / "p.csv", "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("chosen", "rejected"), (json.dumps(good), json.dumps(bad))])
     from slime.data.prompts import load_prompts
-    from slime.data.rows import Columns
+    from slime.data.rows import RowColumns
 
-    columns = Columns(input_key="prompt", chosen_key="chosen", rejected_key="rejected")
+    columns = RowColumns(input_key="prompt", chosen_key="chosen", rejected_key="rejected")
     (prompt,) = load_prompts(str(tmp_path / "p.csv"), columns)
     assert [turn["content"] for turn in prompt.text] == ["1+1=", "2"]
 

@@ -16,7 +16,7 @@ from slime.tracking.environment import write_environment
 from slime.tracking.journal import read_events
 from slime.tracking.kinds import CHECKS, DAMAGED, KINDS
 from slime.tracking.run_engines import UNKNOWN, RunEngines
-from slime.tracking.run_files import MOST_BYTES, MOST_OF_LINE, lines_of, open_file, parse
+from slime.tracking.run_files import MOST_BYTES, MOST_OF_LINE, open_file, parse, read_lines
 from slime.tracking.samples import read_samples
 from slime.tracking.trackers import JsonlTracker, MetricLines
 from vime.view.compare import comparison
@@ -119,7 +119,7 @@ def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
     opened = open_file(tmp_path, "long")
     assert opened is not None
     with opened:
-        assert [(line[:3], len(line)) for line in lines_of(opened)] == [
+        assert [(line[:3], len(line)) for line in read_lines(opened)] == [
             (b"one", 4),
             (bytes(3), MOST_OF_LINE + 1),
             (b"two", 4),

@@ -11,8 +11,8 @@ from rollout_double import make_tokenizer
 
 from slime.config import Config
 from slime.sessions.json_text import as_object, read_json
-from slime.sessions.messages import PlainParser, Refused, Reply
-from slime.sessions.parsing import reply_of
+from slime.sessions.messages import PlainParser, Reply, RequestRejected
+from slime.sessions.parsing import parse_reply
 from vime.vllm.chat_parser import make_parser
 
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -83,8 +83,8 @@ def outcomes(name: str) -> set[str]:
     for text in (call.replace("%s", value) for call in CALLS for value in DEEP):
         ids = tokenizer.encode(text, add_special_tokens=False)
         try:
-            reply = reply_of(parser, text, ids, [1], [], OBJECTS)
-        except Refused as refusal:
+            reply = parse_reply(parser, text, ids, [1], [], OBJECTS)
+        except RequestRejected as refusal:
             assert refusal.reason == "parser"
             found.add("refused")
             continue

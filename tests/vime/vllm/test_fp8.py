@@ -69,7 +69,7 @@ def test_the_plan_counts_fp8(tmp_path: Path, model: dict) -> None:
     replicas = engine_weights(
         parse_config(flags(tmp_path, model, *two, "--vllm-data-parallel-size", "2")), shape
     )
-    experts = shape.params_of(shape.kinds, 0).experts
+    experts = shape.count_params(shape.kinds, 0).experts
     rest = (shape.params - ends - experts) * fp8.WEIGHT_BYTES + ends * 2
     assert replicas.bytes == pytest.approx(rest + experts * fp8.WEIGHT_BYTES / 2)
 

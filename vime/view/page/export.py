@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.disk_space import Room
+from slime.disk_space import DiskSpaceGuard
 from vime.view.page.html import exported_page
 from vime.view.page.kept import to_json
 from vime.view.page.run_data import Json, RunData
@@ -26,7 +26,7 @@ def write_page(runs: Sequence[RunData], path: Path) -> str:
     parts = [_part(run, MOST_BYTES // len(runs)) for run in runs]
     page = exported_page({"runs": parts})
     try:
-        with Room("--export", path.parent, "the page"):
+        with DiskSpaceGuard("--export", path.parent, "the page"):
             _replace(path, page)
     except PermissionError as error:
         raise ValueError(

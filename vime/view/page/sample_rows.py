@@ -12,8 +12,8 @@ from pathlib import Path
 
 from slime.tracking.samples import (
     SampleRecord,
-    number_of_reward,
     question,
+    read_reward_number,
     read_samples,
     sample_files,
     sample_rollouts,
@@ -141,7 +141,7 @@ def _row(rollout: int, record: SampleRecord) -> Row:
 def _score(record: SampleRecord) -> float | None:
     """Returns the sample's score. A file of an older version has no `score`; then a reward that is a record has no
     number."""
-    return number_of_reward(record.reward, None) if record.score is None else record.score
+    return read_reward_number(record.reward, None) if record.score is None else record.score
 
 
 def _shown(text: str) -> str:

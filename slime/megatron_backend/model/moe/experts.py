@@ -181,7 +181,7 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
         """Sets the `slime.megatron_backend.step.routing_replay.Routing` of the next micro-batch, or None."""
         layer = self.layer_number - 1
         self.router_replay = _Choice(
-            _own_topk if routing is None else routing.of_layer(layer).get_replay_topk
+            _own_topk if routing is None else routing.get_layer(layer).get_replay_topk
         )
 
     @property

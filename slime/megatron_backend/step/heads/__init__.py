@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from slime import operators
-from slime.algo.losses import loss_of
+from slime.algo.losses import loss_for
 from slime.config import Config
 from slime.config.sections.kernels import KernelsConfig
 from slime.megatron_backend.parallel import ParallelInfo
@@ -34,11 +34,11 @@ def lm_head(
     return _CLASSES[kind](model, ranks, kernels, temperature=temperature)
 
 
-def head_of(config: Config, kind: operators.Head, model: nn.Module, ranks: ParallelInfo) -> LmHead:
+def build_head(config: Config, kind: operators.Head, model: nn.Module, ranks: ParallelInfo) -> LmHead:
     """Returns the head of `model` with the temperature and the flags of a run."""
-    return lm_head(kind, model, ranks, config.kernels, temperature=temperature_of(config))
+    return lm_head(kind, model, ranks, config.kernels, temperature=get_temperature(config))
 
 
-def temperature_of(config: Config) -> float:
+def get_temperature(config: Config) -> float:
     """Returns the divisor of the logits: the engine samples from logits divided by it. It is 1 for given responses."""
-    return config.rollout.rollout_temperature if loss_of(config.algorithm).rewarded else 1.0
+    return config.rollout.rollout_temperature if loss_for(config.algorithm).rewarded else 1.0

@@ -38,9 +38,9 @@ class BitwiseHead(LinearHead):
         ranks, vocabulary = self.ranks.tp_size, vocab_range(self.model)[1]
         rows = max(1, self.workspace_bytes // (_BYTES[hidden.device.type] * vocabulary)) * ranks
         pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
-        return torch.cat([self._of_piece(x, ids) for x, ids in pieces])
+        return torch.cat([self._score_piece(x, ids) for x, ids in pieces])
 
-    def _of_piece(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _score_piece(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits, targets = self._whole_logits(hidden, targets)
         logits = logits.float()
         # a tensor, as in the engine: for a number, a kernel may multiply by its inverse

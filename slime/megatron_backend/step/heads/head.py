@@ -29,15 +29,15 @@ from slime.data import kept_tokens
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.model.gpt import (
     capped,
+    compute_logits,
+    compute_values,
+    gather_hidden,
     head_main_grad,
-    hidden_of,
     logit_cap,
-    logits_of,
     output_weight,
-    values_of,
     vocab_range,
 )
-from slime.megatron_backend.model.rows import Rows, take
+from slime.megatron_backend.model.rows import GatheredRows, take
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step import native
 from slime.megatron_backend.step.native import EntropyUse
@@ -152,9 +152,9 @@ class LmHead(ABC):
 
         Columns that pad the vocabulary hold -1e30 or less and so have probability 0. Differentiable.
         """
-        return self._logits_of(self._hidden(batch, output))
+        return self._compute_logits(self._hidden(batch, output))
 
-    def _logits_of(self, hidden: Tensor) -> Tensor:
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
         logits = capped(self._raw_logits(hidden), logit_cap(self.model)).float()
         return native.mask_padding(logits, *vocab_range(self.model)) / self.temperature
 
@@ -163,13 +163,13 @@ class LmHead(ABC):
         log-probs. Without gradient. This implementation reads logits."""
         logits = self.logits(batch, output)
         place = vocab_range(self.model)
-        return self.local_log_probs(batch, output, "none")[0], native.top_of(logits, *place, count)
+        return self.local_log_probs(batch, output, "none")[0], native.compute_top(logits, *place, count)
 
     def _hidden(self, batch: MicroBatch, output: Tensor) -> Tensor:
         """Returns the hidden states that predict the response tokens: [r, H], model dtype, equal on all tensor-parallel
         ranks."""
-        hidden = hidden_of(self.model, output)
-        return take(hidden, Rows.of(batch.rows, len(hidden)))
+        hidden = gather_hidden(self.model, output)
+        return take(hidden, GatheredRows.of(batch.rows, len(hidden)))
 
     def _raw_logits(self, hidden: Tensor) -> Tensor:
         """Returns logits [r, V_local] of hidden states [r, H] in the model's dtype, with the columns that pad the
@@ -177,7 +177,7 @@ class LmHead(ABC):
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
         return torch.nn.functional.linear(hidden, output_weight(self.model))
 
-    def _of_ids(self, batch: MicroBatch, output: Tensor, ids: Tensor | None) -> Tensor | None:
+    def _score_ids(self, batch: MicroBatch, output: Tensor, ids: Tensor | None) -> Tensor | None:
         """Returns the log-probs [r, K] of `ids` for a head with logits, which are computed a second time for this
         purpose."""
         if ids is None:
@@ -208,7 +208,7 @@ class LinearHead(LmHead):
                 workspace_bytes=self.workspace_bytes,
                 temperature=self.temperature,
                 return_entropy=entropy != "none",
-                keep_mask=kept_tokens.of_rows(batch.of_rows, batch.rows),
+                keep_mask=kept_tokens.select_rows(batch.of_rows, batch.rows),
                 ids=ids,
                 **self.vocabulary(),
             ),
@@ -270,7 +270,7 @@ class OnePassHead(LinearHead):
                 return_entropy=entropy != "none",
                 workspace_bytes=self.workspace_bytes,
                 weight_grad=head_main_grad(self.model),
-                keep_mask=kept_tokens.of_rows(batch.of_rows, batch.rows),
+                keep_mask=kept_tokens.select_rows(batch.of_rows, batch.rows),
                 ids=None if ids is None else batch.local(ids),
                 **self.vocabulary(),
             )
@@ -304,11 +304,11 @@ class LogitsHead(LmHead):
                 batch.targets,
                 temperature=self.temperature,
                 return_entropy=entropy != "none",
-                keep_mask=kept_tokens.of_rows(batch.of_rows, batch.rows),
+                keep_mask=kept_tokens.select_rows(batch.of_rows, batch.rows),
                 **self.vocabulary(),
             ),
             entropy,
-            self._of_ids(batch, output, ids),
+            self._score_ids(batch, output, ids),
         )
 
 
@@ -320,12 +320,12 @@ class NativeHead(LmHead):
     def local_log_probs(
         self, batch: MicroBatch, output: Tensor, entropy: EntropyUse, ids: Tensor | None = None
     ) -> Values:
-        of_ids = self._of_ids(batch, output, ids)
-        logits = logits_of(self.model, output)
-        logits = take(logits, Rows.of(batch.rows, len(logits))).float()
+        of_ids = self._score_ids(batch, output, ids)
+        logits = compute_logits(self.model, output)
+        logits = take(logits, GatheredRows.of(batch.rows, len(logits))).float()
         start, size = vocab_range(self.model)
         logits = native.mask_padding(logits, start, size)
-        if (kept := kept_tokens.of_rows(batch.of_rows, batch.rows)) is None:
+        if (kept := kept_tokens.select_rows(batch.of_rows, batch.rows)) is None:
             return *native.log_probs_and_entropy(
                 logits, batch.targets, temperature=self.temperature, entropy=entropy
             ), of_ids
@@ -346,7 +346,7 @@ class ValueTokens(LmHead):
     def local_log_probs(
         self, batch: MicroBatch, output: Tensor, entropy: EntropyUse, ids: Tensor | None = None
     ) -> Values:
-        return values_of(self.model, self._hidden(batch, output)), None, None
+        return compute_values(self.model, self._hidden(batch, output)), None, None
 
 
 def _values(out: Tensor | tuple[Tensor, ...], entropy: EntropyUse, of_ids: Tensor | None = None) -> Values:

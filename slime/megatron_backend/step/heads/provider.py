@@ -35,7 +35,7 @@ class ProviderHead(LmHead):
         return (
             log_probs[:, 0].float(),
             values if values is None else values.float(),
-            self._of_ids(batch, output, ids),
+            self._score_ids(batch, output, ids),
         )
 
     def request(self, batch: MicroBatch, output: Tensor, entropy: EntropyUse) -> SelectedLogprobRequest:
@@ -43,8 +43,8 @@ class ProviderHead(LmHead):
         its own rows, whose number may be 0."""
         ranks, place = self.ranks, self.vocabulary()
         hidden, weight = self._hidden(batch, output), output_weight(self.model)
-        logits = self._logits_of(hidden)
-        kept = kept_tokens.of_rows(batch.of_rows, batch.rows)
+        logits = self._compute_logits(hidden)
+        kept = kept_tokens.select_rows(batch.of_rows, batch.rows)
         multiplied = logit_cap(self.model) is None
         return SelectedLogprobRequest(
             logits=logits,

@@ -59,7 +59,7 @@ UNARY: dict[str, Callable[..., Value]] = {
 }
 
 
-def plain_of(value: object) -> object:
+def make_plain(value: object) -> object:
     """Returns the plain value of an object whose class extends a plain class, such as IntEnum; else NotImplemented."""
     for kind in _PLAIN:
         if isinstance(value, kind):  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     **CONVERTED,
     **UNARY,
     **{"contains": operator.contains, "getattr": getattr, "setattr": setattr, "delattr": delattr},
-    **{"plain": plain_of, "await": lambda coroutine: asyncio.run(coroutine)},
+    **{"plain": make_plain, "await": lambda coroutine: asyncio.run(coroutine)},
 }
 
 
@@ -241,7 +241,7 @@ class Peer:
         if kind == "raised":
             number, names = content
             base = exception_class(names[1:])
-            return type(names[0], (base,), {"_vime_number": number, "__getattr__": _attribute_of_error})
+            return type(names[0], (base,), {"_vime_number": number, "__getattr__": _read_error_attribute})
         remote = self.remote(self, content)
         return _awaited(remote) if kind == "coroutine" else remote
 
@@ -274,7 +274,7 @@ def exception_class(names: list[str]) -> type[BaseException]:
     return Exception
 
 
-def _attribute_of_error(self: BaseException, name: str) -> Value:
+def _read_error_attribute(self: BaseException, name: str) -> Value:
     if name.startswith("__") or "_vime_remote" not in self.__dict__:
         raise AttributeError(name)
     return getattr(self.__dict__["_vime_remote"], name)

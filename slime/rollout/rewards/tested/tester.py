@@ -160,7 +160,7 @@ class Tester(Peer):
         return OPERATIONS[name]
 
 
-class Names(dict[str, Value]):
+class ProgramNames(dict[str, Value]):
     """The names that the tests can use. A name that the tests do not define has its current value in the program."""
 
     def __init__(self, tester: Tester, tests: list[str]) -> None:
@@ -233,7 +233,7 @@ def run_tests(connection: socket.socket, tests: list[str]) -> None:
     """Raises the error of the first statement that fails."""
     # A dataclass looks up the module of its class.
     sys.modules[_MODULE] = types.ModuleType(_MODULE)
-    names = Names(Tester(connection), tests)
+    names = ProgramNames(Tester(connection), tests)
     for test in tests:
         exec(compile(test, "test.py", "exec"), names)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from trainer_cases import exported, make_checkpoints, make_config, make_samples
 
 from slime import operators
-from slime.megatron_backend.step.heads import head_of
-from slime.megatron_backend.step.scorers import column_of_data, log_probs_of
+from slime.megatron_backend.step.heads import build_head
+from slime.megatron_backend.step.scorers import compute_column, make_log_probs
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.rules.kernels import check_kernels
 from vime.vllm.backend import engine_facts
@@ -45,11 +45,11 @@ def run(name: str, root: Path, flags: dict[str, Any], rank: int, ranks: int) -> 
     trainer = MegatronTrainer(config, rank, ranks, init_method=f"file://{root}/store-{name}", local_rank=rank)
     samples, model = make_samples(), trainer.policy.model
     data = with_facts(config, samples)
-    of_tokens = log_probs_of(head_of(config, operators.pass_head(config), model, trainer.info))
+    of_tokens = make_log_probs(build_head(config, operators.pass_head(config), model, trainer.info))
     found: dict[str, Any] = {}
     for packing, rows in (("alone", ALONE), ("together", TOGETHER)):
-        batches = trainer.batches.of_pass(data, rows, policy=True)
-        values = column_of_data(model, trainer.info, of_tokens, batches, len(rows), data.response_lengths)
+        batches = trainer.batches.pack_pass(data, rows, policy=True)
+        values = compute_column(model, trainer.info, of_tokens, batches, len(rows), data.response_lengths)
         found[packing] = [values[i] for i in range(len(samples))]
     places = {index: i for i, index in enumerate(data["sample_indices"])}
     for sample in samples:

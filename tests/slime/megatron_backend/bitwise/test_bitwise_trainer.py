@@ -23,7 +23,7 @@ from slime.megatron_backend.model.norms import RMSNorm
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.step.replay import replay_log_probs
 from slime.megatron_backend.step.trainer import MegatronTrainer
-from slime.models import decoder_of
+from slime.models import read_decoder
 from slime.rules.kernels import BITWISE_SHARED_KIB, check_bitwise_model, check_kernels
 
 BITWISE = {"rlk_bitwise": True, "rlk_consistency": "strict"}
@@ -153,7 +153,7 @@ def test_modules_without_an_operator_are_listed(tmp_path, kind, names):
 )
 def test_a_model_with_other_parts_is_refused_before_the_start(root, tmp_path, kind, parts):
     tiny_checkpoint(tmp_path / kind, kind)
-    decoder = decoder_of(load_hf_config(tmp_path / kind))
+    decoder = read_decoder(load_hf_config(tmp_path / kind))
     check_bitwise_model(make_config(root), decoder)
     if parts is None:
         return check_bitwise_model(make_config(root, **BITWISE), decoder)

@@ -20,9 +20,9 @@ from slime.megatron_backend.model.gpt import build_model, unwrapped
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.plan.model_shape import Shape
 from slime.plan.update_estimate import given_bytes
-from slime.weight_sync.channel import Export, TrainerPlace
+from slime.weight_sync.channel import Export, TrainerSettings
+from slime.weight_sync.delta.local_copy import CopyVersion as Version
 from slime.weight_sync.delta.local_copy import LocalCopy
-from slime.weight_sync.delta.local_copy import Place as Version
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.file_channel import FileChannel, require_checksums
 from slime.weight_sync.publisher import Publisher
@@ -91,7 +91,7 @@ def published(rank: int, directory: Path, config: Any, weight_dir: Path) -> dict
 def after_delta(model: Any, own: OwnSlices, directory: Path, weight_dir: Path) -> dict[str, Any]:
     """Publishes a whole set of the live model, then a delta to the changed weights. Returns this rank's part, and the
     first rank's copy of the weights."""
-    place = TrainerPlace(weight_dir / "deltas", 1 << 20, torch.device("cpu"), 60.0)
+    place = TrainerSettings(weight_dir / "deltas", 1 << 20, torch.device("cpu"), 60.0)
     snapshot, copy = Snapshot("xor", "sha256"), LocalCopy(weight_dir / "copy")
     export = Export(None, own)
     publisher = Publisher.of("disk", place, export, compare=False, snapshot=snapshot)

@@ -10,7 +10,7 @@ import torch
 from megatron_cases import make_config
 
 from slime.megatron_backend.checkpoint.weights import load_hf
-from slime.megatron_backend.lora.install import adapters_of, add_adapters
+from slime.megatron_backend.lora.install import add_adapters, find_adapters
 from slime.megatron_backend.model.gpt import build_model, unwrapped
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import build_optimizer
@@ -47,6 +47,6 @@ def randomise(model: Any, seed: int = 3) -> None:
     """Sets random values in B, which is zero at first (for one rank)."""
     generator = torch.Generator().manual_seed(seed)
     for inner in unwrapped(model):
-        for _, adapter in adapters_of(inner):
+        for _, adapter in find_adapters(inner):
             for b in adapter.B:
                 b.copy_(0.1 * torch.randn(b.shape, generator=generator))

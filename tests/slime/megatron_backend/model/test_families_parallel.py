@@ -34,7 +34,7 @@ from slime.megatron_backend.model.gpt import build_model, logit_cap, output_weig
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import finish_grads
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.models import decoder_of, family_for
+from slime.models import family_for, read_decoder
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -47,7 +47,7 @@ BATCH = [*sequences(0), torch.tensor([1, 2, 3])]
 
 
 def fits(directory: Path, layout: str) -> bool:
-    return layout != "ep" or decoder_of(load_hf_config(directory)).experts is not None
+    return layout != "ep" or read_decoder(load_hf_config(directory)).experts is not None
 
 
 def predicted(directory: Path, names: Iterable[str]) -> set[str]:

@@ -12,13 +12,13 @@ from rank_processes import on_ranks
 
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
-from slime.megatron_backend.model.gpt import build_model, parts_of, unwrap
+from slime.megatron_backend.model.gpt import build_model, get_parts, unwrap
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models.selection import Selection
 from slime.plan.model_shape import Shape
-from slime.plan.trained_params import ends_of, trained_params
+from slime.plan.trained_params import list_end_matrices, trained_params
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 EXPERTS = {
@@ -106,7 +106,7 @@ def test_only_what_is_trained_moves(root, one, kind, case, more):
     trained = sum(p.numel() for p in inner.parameters() if p.requires_grad)
     assert 0 < trained < sum(p.numel() for p in inner.parameters())
     assert all(hasattr(p, "main_grad") == p.requires_grad for p in inner.parameters())
-    buffers = [*parts_of(parts[0])[0].buffers, *parts_of(parts[0])[0].expert_parallel_buffers]
+    buffers = [*get_parts(parts[0])[0].buffers, *get_parts(parts[0])[0].expert_parallel_buffers]
     assert trained <= sum(buffer.grad_data.numel() for buffer in buffers) <= trained + 1024 * len(buffers)
     state = [s for c in parts[1].chained_optimizers if c.optimizer for s in c.optimizer.state.values()]
     assert sum(s["exp_avg"].numel() for s in state) == trained
@@ -127,7 +127,7 @@ def test_plan_counts_the_same_matrices(root, one, kind, case):
     real = sum((VOCAB if name in ends else p.shape[0]) * p.shape[1] for name, p in matrices.items())
     shape = Shape.of(hf)
     found = trained_params(
-        Selection.of(config), shape, range(shape.layers), ends_of(shape, first=True, last=True)
+        Selection.of(config), shape, range(shape.layers), list_end_matrices(shape, first=True, last=True)
     )
     assert found.total == real
 
@@ -176,7 +176,7 @@ def work(rank: int, root: Path) -> None:
         init_parallel(rank, 2, config, init_method=f"file://{root}/store-{name}", local_rank=rank)
         model = build_model(load_hf_config(root / "qwen3"), config)
         out[name] = {
-            n: p.requires_grad for part in parts_of(model) for n, p in unwrap(part).named_parameters()
+            n: p.requires_grad for part in get_parts(model) for n, p in unwrap(part).named_parameters()
         }
         if name == "pp":
             only = make_config(only_train_params_name_list=[r"layers\.1\."], **layout)

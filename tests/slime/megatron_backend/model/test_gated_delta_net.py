@@ -20,7 +20,7 @@ from slime.data.token_slice import token_slice
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model.attention import packed_layout
 from slime.megatron_backend.model.gated_delta_net import CHUNK, convolved, padded_delta_rule
-from slime.megatron_backend.model.gpt import build_model, logits_of, output_weight, stage_output, unwrap
+from slime.megatron_backend.model.gpt import build_model, compute_logits, output_weight, stage_output, unwrap
 from slime.megatron_backend.model.model_config import load_hf_config, transformer_config
 from slime.megatron_backend.model.optimizer import finish_grads
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
@@ -136,7 +136,7 @@ def of_part(rank: int, ranks: int, directory) -> tuple[torch.Tensor, torch.Tenso
     tokens = torch.zeros(part.rows, dtype=torch.int64)
     tokens[: len(part.tokens)] = torch.cat(batch(0))[part.tokens]
     output = stage_output(model, tokens, packed_layout(part, "cpu", group))
-    logits = logits_of(model, output)[: len(part.tokens), :VOCAB]
+    logits = compute_logits(model, output)[: len(part.tokens), :VOCAB]
     logits.log_softmax(-1).square().mean(-1).sum().div(sum(LENGTHS)).backward()
     finish_grads(model)
     gradients = {name: p.main_grad.clone() for name, p in unwrap(model).named_parameters()}

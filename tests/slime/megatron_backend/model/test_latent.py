@@ -20,7 +20,7 @@ from slime.megatron_backend.model.gpt import build_model, stage_output, unwrap
 from slime.megatron_backend.model.model_config import load_hf_config, transformer_config
 from slime.megatron_backend.model.optimizer import finish_grads
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.models import decoder_of
+from slime.models import read_decoder
 from slime.plan.flops import ForwardFlops
 from slime.plan.model_shape import Shape
 
@@ -74,7 +74,7 @@ def loaded(directory, **config):
 
 
 def test_the_published_deepseek_is_read():
-    decoder = decoder_of(DEEPSEEK)
+    decoder = read_decoder(DEEPSEEK)
     attention = decoder.layers[0].attention
     assert (attention.q_rank, attention.kv_rank, attention.plain, attention.turned, attention.value) == (
         *(1536, 512, 128, 64, 128),
@@ -184,13 +184,13 @@ def test_what_is_not_computed_is_an_error(change, message):
 
 def test_mlp_layer_types_of_another_depth():
     flash = {**DEEPSEEK, "model_type": "glm4_moe_lite", "num_hidden_layers": 3}
-    assert decoder_of(flash | {"mlp_layer_types": ["dense", "sparse", "sparse"]}).sparse == (
+    assert read_decoder(flash | {"mlp_layer_types": ["dense", "sparse", "sparse"]}).sparse == (
         False,
         True,
         True,
     )
     with pytest.raises(ValueError, match="mlp_layer_types .* for each of the 3 layers, got .'dense'.; the"):
-        decoder_of(flash | {"mlp_layer_types": ["dense"]})
+        read_decoder(flash | {"mlp_layer_types": ["dense"]})
 
 
 def test_a_missing_tensor_is_named(tmp_path, single_rank):
@@ -207,6 +207,6 @@ def test_a_missing_tensor_is_named(tmp_path, single_rank):
 
 def test_yarn_without_a_factor_for_all_dimensions_leaves_the_scale():
     scaled = {"rope_parameters": YARN | OLD, "rope_scaling": None}
-    layer = decoder_of(DEEPSEEK | scaled).layers[0]
+    layer = read_decoder(DEEPSEEK | scaled).layers[0]
     assert layer.attention.scale == pytest.approx(192**-0.5)
     assert replace(layer.attention, scale=0.0).key == 192

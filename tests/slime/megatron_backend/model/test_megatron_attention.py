@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_kernel import rotary
 from slime.data.token_slice import token_slice
-from slime.megatron_backend.model.attention import PackedAttention, Rotary, packed_layout, rotated
+from slime.megatron_backend.model.attention import PackedAttention, RotaryAngles, packed_layout, rotated
 from slime.megatron_backend.model.attention_scores import Bucket
 
 
@@ -33,8 +33,8 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int 
     return torch.cat(rows)
 
 
-def no_rotation(tokens: int, half: int) -> list[Rotary]:
-    return [Rotary(torch.ones(tokens, 1, half), torch.zeros(tokens, 1, half))]
+def no_rotation(tokens: int, half: int) -> list[RotaryAngles]:
+    return [RotaryAngles(torch.ones(tokens, 1, half), torch.zeros(tokens, 1, half))]
 
 
 @pytest.mark.parametrize("window", [None, 1, 7])
@@ -66,7 +66,7 @@ def test_interleaved_pairs_give_the_scores_of_a_rotation_in_place():
     torch.manual_seed(0)
     layout = packed_layout(token_slice([5, 2]), "cpu")
     angles = layout.positions[:, None, None] * torch.tensor([1.0, 0.3])
-    layout.rotary = [Rotary(angles.cos(), angles.sin(), interleaved=True)]
+    layout.rotary = [RotaryAngles(angles.cos(), angles.sin(), interleaved=True)]
     q, k = torch.randn(2, 7, 3, 6)
     turned = []
     for x in (q, k):

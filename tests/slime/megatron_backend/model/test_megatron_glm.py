@@ -21,11 +21,11 @@ from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
-from slime.megatron_backend.model.attention import Rotary, packed_layout, rotated
+from slime.megatron_backend.model.attention import RotaryAngles, packed_layout, rotated
 from slime.megatron_backend.model.gpt import build_model, unwrap
 from slime.megatron_backend.model.model_config import check_hf_config, transformer_config
 from slime.megatron_backend.model.optimizer import build_optimizer
-from slime.models import decoder_of, family_for
+from slime.models import family_for, read_decoder
 from slime.models.reading import sparse_layers
 
 pytestmark = pytest.mark.usefixtures("single_rank")
@@ -132,7 +132,7 @@ def test_half_of_a_head_is_rotated():
     """Dimensions k and k + R/2 of the first R turn by the angle `position * theta ** (-2 k / R)`, the others do not."""
     layout = packed_layout(token_slice([5]), "cpu")
     angles = torch.arange(5.0)[:, None, None] * torch.tensor([1.0, 0.1])
-    layout.rotary = [Rotary(angles.cos(), angles.sin())]
+    layout.rotary = [RotaryAngles(angles.cos(), angles.sin())]
     x = torch.randn(5, 3, 8)
     pairs = torch.complex(x[..., 0:2], x[..., 2:4]) * torch.polar(torch.ones_like(angles), angles)
     torch.testing.assert_close(rotated(x, layout), torch.cat([pairs.real, pairs.imag, x[..., 4:]], -1))
@@ -145,7 +145,7 @@ def test_published_config_of_glm_is_understood(checkpoint):
     top = {k: v for k, v in written.items() if k != "rope_parameters"} | {"rope_theta": 1e6}
     assert top["partial_rotary_factor"] == 0.5 and top["rope_theta"] == 1e6
     silent = {k: v for k, v in top.items() if k != "partial_rotary_factor"}
-    assert [decoder_of(hf).ropes[0].size for hf in (written, top | {"rope_scaling": None}, silent)] == [
+    assert [read_decoder(hf).ropes[0].size for hf in (written, top | {"rope_scaling": None}, silent)] == [
         16,
         16,
         16,

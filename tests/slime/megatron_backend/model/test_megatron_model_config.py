@@ -15,7 +15,7 @@ from slime.megatron_backend.model.model_config import (
     params_dtype,
     transformer_config,
 )
-from slime.models import decoder_of, family_for
+from slime.models import family_for, read_decoder
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -58,7 +58,7 @@ def test_flags_of_the_user_are_applied():
     ],
 )
 def test_rope_theta_from_old_and_new_files(places):
-    assert decoder_of({k: v for k, v in QWEN3.items() if k != "rope_theta"} | places).ropes[0].theta == 5e5
+    assert read_decoder({k: v for k, v in QWEN3.items() if k != "rope_theta"} | places).ropes[0].theta == 5e5
 
 
 @pytest.mark.parametrize(

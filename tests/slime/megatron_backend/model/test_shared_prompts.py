@@ -19,7 +19,7 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.data.packing import forward_flops, pack, shares_prompts
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.model.attention import PackedAttention, packed_layout
-from slime.megatron_backend.model.rows import Rows, take
+from slime.megatron_backend.model.rows import GatheredRows, take
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.plan.flops import ForwardFlops
 from slime.types import Sample
@@ -213,7 +213,7 @@ def test_gradients_of_readers_are_added_in_float32(dtype):
     order = torch.cat([torch.randint(0, 40, (4000,)), torch.tensor([41])])
     x = torch.randn(43, 2, 64, dtype=dtype, requires_grad=True)
     upstream = torch.randn(len(order), 2, 64, dtype=dtype)
-    rows = Rows.of(order, 43)
+    rows = GatheredRows.of(order, 43)
     out = take(x, rows)
     assert torch.equal(out, x[order])
     (got,) = torch.autograd.grad(out, x, upstream)

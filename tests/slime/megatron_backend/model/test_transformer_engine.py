@@ -20,13 +20,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.checkpoint.weights import load_hf
 from slime.megatron_backend.model import transformer_engine
-from slime.megatron_backend.model.attention import PackedAttention, Rotary, packed_layout
+from slime.megatron_backend.model.attention import PackedAttention, RotaryAngles, packed_layout
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.megatron_backend.model.transformer_engine import block_spec, packed_attention
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.models import decoder_of
+from slime.models import read_decoder
 from slime.rules import parse_args
 
 FLAG = ("--transformer-impl", "transformer_engine")
@@ -64,7 +64,7 @@ def test_rows_get_what_our_own_attention_gives_them():
     mixed = torch.randn(rows, 8, 8, requires_grad=True)  # views of a common tensor, as after the projection
     q, k, v = mixed.split([4, 2, 2], dim=1)
     angles = torch.randn(rows, 1, 4)
-    layout.rotary = [Rotary(angles.cos(), angles.sin())]
+    layout.rotary = [RotaryAngles(angles.cos(), angles.sin())]
     ours = PackedAttention(SimpleNamespace(kv_channels=8))(q, k, v, None, packed_seq_params=layout)
     theirs = packed_attention(thd, q, k, v, layout, AttnMaskType.causal)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
@@ -100,7 +100,7 @@ def test_its_layers_stand_where_local_layers_stand(kind, tmp_path, monkeypatch):
 @pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is installed")
 def test_without_the_package_the_trainer_says_so():
     with pytest.raises(ValueError, match=r"install transformer-engine\[pytorch\] for this torch, or leave"):
-        block_spec(SimpleNamespace(qk_layernorm=True, normalization="RMSNorm"), decoder_of(HF_CONFIG))
+        block_spec(SimpleNamespace(qk_layernorm=True, normalization="RMSNorm"), read_decoder(HF_CONFIG))
 
 
 @pytest.mark.parametrize(

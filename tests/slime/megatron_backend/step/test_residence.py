@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer_cases import exported, make_config, make_samples, rank_data, train
 
 from slime.megatron_backend.step.out_of_memory import missing_bytes
-from slime.megatron_backend.step.residence import gradients_of, parameters_of, states_of
+from slime.megatron_backend.step.residence import iter_gradients, iter_parameters, iter_states
 from slime.megatron_backend.step.trainer import MegatronTrainer
 
 AWAY = {"colocate": True, "offload_train": True}
@@ -84,7 +84,7 @@ def test_all_of_the_state_leaves(build, flags):
     """Only step counts keep bytes, and the sizes of the three parts are as calculated."""
     trainer = build(**flags, **REFERENCE, **AWAY)
     models = [trainer.policy.model, trainer.models["reference"]]
-    tensors = [*parameters_of(models), *gradients_of(models), *states_of(trainer.policy.optimizer)]
+    tensors = [*iter_parameters(models), *iter_gradients(models), *iter_states(trainer.policy.optimizer)]
     assert sum(t.untyped_storage().nbytes() for t in tensors) == 0
     numbers = sum(p.numel() for p in trainer.policy.model.parameters())
     size = 2 if flags else 4
@@ -95,7 +95,7 @@ def test_all_of_the_state_leaves(build, flags):
         (12 if flags else 8) * numbers, rel=0.02
     )
     trainer.policy.residence.bring("gradients")
-    assert all(not t.any() for t in gradients_of(models))
+    assert all(not t.any() for t in iter_gradients(models))
     trainer.policy.residence.bring("parameters", "optimizer")
     assert sum(t.untyped_storage().nbytes() for t in tensors) > 0 and not trainer.policy.residence.away
 

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.checkpoint.weights import export_hf
 from slime.megatron_backend.model.attention import packed_layout
-from slime.megatron_backend.model.gpt import hidden_of, output_weight, stage_output, unwrap
+from slime.megatron_backend.model.gpt import gather_hidden, output_weight, stage_output, unwrap
 from slime.megatron_backend.step.routing_replay import OPEN, Routing
 
 pytestmark = pytest.mark.usefixtures("single_rank")
@@ -48,7 +48,7 @@ def checkpoint(request, tmp_path):
 def logits_of(model, batch, routing=None):
     layout = packed_layout(token_slice([len(s) for s in batch]), "cpu")
     layout.routing = routing
-    return (hidden_of(model, stage_output(model, torch.cat(batch), layout)) @ output_weight(model).T)[
+    return (gather_hidden(model, stage_output(model, torch.cat(batch), layout)) @ output_weight(model).T)[
         :, :VOCAB
     ]
 

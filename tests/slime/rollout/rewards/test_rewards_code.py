@@ -10,7 +10,7 @@ import pytest
 
 from slime.rollout.rewards import async_rm, batched_async_rm, unit_tests
 from slime.rollout.rewards.labels import LabelCheck
-from slime.rollout.rewards.unit_tests import program_of
+from slime.rollout.rewards.unit_tests import extract_program
 from slime.types import Sample
 
 ASSERTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
@@ -74,8 +74,8 @@ def test_a_batch_is_scored_at_once_in_order():
 
 
 def test_the_last_block_is_the_program():
-    assert program_of("```py\na\n```\n```\nb\n```") == "b\n"
-    assert program_of("c = 1") == "c = 1"
+    assert extract_program("```py\na\n```\n```\nb\n```") == "b\n"
+    assert extract_program("c = 1") == "c = 1"
 
 
 @pytest.mark.parametrize(

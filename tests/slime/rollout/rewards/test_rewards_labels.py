@@ -15,12 +15,12 @@ from rollout_double import make_args
 
 from slime.config.schema import Config
 from slime.data.prompts import load_prompts
-from slime.data.rows import Columns
+from slime.data.rows import RowColumns
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rewards import REWARDS
 from slime.rollout.rewards.labels import _CHECKS, label_check
 
-COLUMNS = Columns("prompt", "label")
+COLUMNS = RowColumns("prompt", "label")
 GOOD = {"math": "1/2", "deepscaler": "x", "dapo": 34, "gsm8k": "#### 18", "gpqa": "C", "f1": "a cat"}
 NO_LABELS = [[1], {"a": 1}, True, "", "  ", math.nan, math.inf, -math.inf]
 WRONG = {

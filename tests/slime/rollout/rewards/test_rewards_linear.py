@@ -22,7 +22,7 @@ from slime.rollout.rewards.notation import tidy
 from slime.rollout.rewards.quantity import quantity
 from slime.rollout.rewards.special_tokens import _without_texts
 from slime.rollout.rewards.text import without_special_text
-from slime.rollout.rewards.unit_tests import program_of
+from slime.rollout.rewards.unit_tests import extract_program
 from slime.types import Sample
 
 LABELS = {"math": "5", "deepscaler": "5", "dapo": "5", "gsm8k": "5", "gpqa": "B", "f1": "the answer"}
@@ -126,7 +126,7 @@ def test_time_doubles_with_the_length_of_long_responses(name):
     "read",
     [
         ends_in_repetition,
-        program_of,
+        extract_program,
         without_special_text,
         lambda text: _without_texts(text, frozenset(["<s>", "</s>", "<|x|>", "[INST]"])),
     ],

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.config.config_file import read_config_file
-from slime.config.fields import specs_of
+from slime.config.fields import get_specs
 from slime.config.schema import Config
 from slime.config.sections.reward import RewardConfig
 from slime.rollout.metrics import rollout_metrics, sample_metrics
@@ -119,7 +119,7 @@ def test_wrong_flags_are_errors_before_the_start(flags, message):
 
 
 def test_commas_words_and_lists_are_the_same():
-    specs = specs_of(RewardConfig)
+    specs = get_specs(RewardConfig)
     for given in (["math,f1"], ["math", "f1"]):
         assert specs["rm_type"].parse(given, "--rm-type") == "math,f1"
     for given in (["1,-0.2"], ["1", "-0.2"]):
@@ -132,7 +132,7 @@ def test_commas_words_and_lists_are_the_same():
 
 def test_lists_in_a_configuration_file(tmp_path):
     (tmp_path / "c.yaml").write_text("rm-type: [math, f1]\nrm-weights: [1, -0.2]\n")
-    specs = specs_of(RewardConfig)
+    specs = get_specs(RewardConfig)
     found = {g.name: specs[g.name].parse(g.values, g.typed) for g in read_config_file(tmp_path / "c.yaml")}
     assert found == {"rm_type": "math,f1", "rm_weights": [1.0, -0.2]}
 

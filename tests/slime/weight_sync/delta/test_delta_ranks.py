@@ -19,16 +19,16 @@ from rank_processes import forks, on_ranks
 from safetensors.torch import load_file
 
 from slime.protocols import WeightSet, WeightUpdate
-from slime.weight_sync.channel import Export, Receiver, TrainerPlace, Worker
+from slime.weight_sync.channel import Export, Receiver, TrainerSettings, Worker
 from slime.weight_sync.delta.loader import DeltaLoader
-from slime.weight_sync.delta.local_copy import LocalCopy, Place
+from slime.weight_sync.delta.local_copy import CopyVersion, LocalCopy
 from slime.weight_sync.delta.snapshot import Snapshot
-from slime.weight_sync.group import Group
+from slime.weight_sync.group import TransferGroup
 from slime.weight_sync.publisher import Publisher
 from slime.weight_sync.registry import CHANNELS
-from slime.weight_sync.slices import Place as SlicePlace
 from slime.weight_sync.slices import Slice
-from slime.weight_sync.transfer import channel_of
+from slime.weight_sync.slices import SlicePosition as SlicePlace
+from slime.weight_sync.transfer import find_channel
 
 CPU = torch.device("cpu")
 ENGINE, RECEIVERS = "engine-0-1", {"engine-0-1": 1}
@@ -75,7 +75,7 @@ class Trainer:
 
     def __init__(self, root: Path, transport: str, encoding: str, export: Callable[[int], Export]) -> None:
         self.version = 0
-        place = TrainerPlace(root / "weights", 600, CPU, 60.0)
+        place = TrainerSettings(root / "weights", 600, CPU, 60.0)
         self.publisher = Publisher.of(
             *(transport, place, Export(None, lambda: export(self.version).slices())),
             compare=False,
@@ -120,7 +120,7 @@ def updated(trainer: Trainer, engine: Engine | None, version: int) -> list[Weigh
         for part in itertools.chain(trainer.parts(version), [None]):
             if taking is not None:
                 taking.result()
-                if channel_of(found[-1]).is_given_up(found[-1].info):
+                if find_channel(found[-1]).is_abandoned(found[-1].info):
                     raise RuntimeError("the broadcast is given up")
             if part is None:
                 break
@@ -239,7 +239,7 @@ def dies(rank: int, root: Path, transport: str) -> None:
     taken = root / "taken"
     if rank:
         os.pwrite = deadly(os.pwrite, 1, lambda: True)
-        Group.start = deadly(Group.start, 2, taken.exists)  # type: ignore[method-assign]
+        TransferGroup.start = deadly(TransferGroup.start, 2, taken.exists)  # type: ignore[method-assign]
     elif engine is not None:
         take = engine.take
         engine.take = lambda message: (take(message), taken.touch())[0]  # type: ignore[method-assign]
@@ -276,5 +276,5 @@ def test_a_rank_killed_in_a_delta_leaves_the_last_version(tmp_path: Path, transp
     for version, kind in ((2, "full"), (3, "delta")):
         (part,) = updated(trainer, engine, version)
         assert part.weights.kind == kind
-        assert engine.copy.state() == Place(part.weights.settings["chain"], version)
+        assert engine.copy.state() == CopyVersion(part.weights.settings["chain"], version)
         assert all(torch.equal(x, y) for x, y in pairs(engine.copy, version))

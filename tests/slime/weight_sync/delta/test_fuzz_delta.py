@@ -13,9 +13,9 @@ import torch
 from hypothesis import strategies as st
 
 from slime.weight_sync.delta.payload import apply, encode
-from slime.weight_sync.slices import Place
+from slime.weight_sync.slices import SlicePosition
 
-PLACE = Place("x", "bfloat16", (8, 8), ((0, 8), (0, 8)))
+PLACE = SlicePosition("x", "bfloat16", (8, 8), ((0, 8), (0, 8)))
 OLD, NEW = np.zeros(128, np.uint8), np.arange(128, dtype=np.uint8)
 
 

@@ -9,7 +9,7 @@ import torch
 from slime.weight_sync.delta import sparse
 from slime.weight_sync.delta.payload import apply, encode, octets
 from slime.weight_sync.delta.registry import CHECKSUMS, ENCODINGS, checksum, encoding
-from slime.weight_sync.slices import Place, Where
+from slime.weight_sync.slices import SlicePosition, Where
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 DTYPES += [torch.float8_e4m3fn, torch.complex128]
@@ -33,11 +33,13 @@ def changed(old: torch.Tensor, share: float, seed: int = 7) -> torch.Tensor:
     return new
 
 
-def place(tensor: torch.Tensor, where: Where | None = None) -> Place:
+def place(tensor: torch.Tensor, where: Where | None = None) -> SlicePosition:
     """Returns the position of the whole tensor, or of a slice."""
     shape = tuple(tensor.shape)
     whole = tuple((0, size) for size in shape)
-    return Place("x", str(tensor.dtype).removeprefix("torch."), shape, whole if where is None else where)
+    return SlicePosition(
+        "x", str(tensor.dtype).removeprefix("torch."), shape, whole if where is None else where
+    )
 
 
 def record(

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from slime.protocols import WeightSet, WeightUpdate
-from slime.weight_sync.channel import Export, TrainerPlace
-from slime.weight_sync.delta.local_copy import LocalCopy, Place, RefusedError
+from slime.weight_sync.channel import Export, TrainerSettings
+from slime.weight_sync.delta.local_copy import CopyVersion, LocalCopy, RefusedError
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.publisher import Publisher
 
@@ -38,7 +38,7 @@ class Trainer:
     def __init__(self, root: Path, transport: str = "disk", *, encoding: str = "xor") -> None:
         self.tensors = weights(0)
         self.written: list[tuple[str, list[str]]] = []
-        place = TrainerPlace(root, 4096, torch.device("cpu"), 60.0)
+        place = TrainerSettings(root, 4096, torch.device("cpu"), 60.0)
         self.publisher = Publisher.of(
             *(transport, place, Export(lambda: self.tensors.items())),
             compare=False,
@@ -58,7 +58,7 @@ class Trainer:
 def take(copy: LocalCopy, part: WeightUpdate) -> None:
     """Applies a part to the copy, as an engine's worker does."""
     settings = part.weights.settings
-    place = Place(settings["chain"], settings["version"])
+    place = CopyVersion(settings["chain"], settings["version"])
     if part.weights.kind == "full":
         copy.keep(part.info["path"], place)
     else:
@@ -161,7 +161,7 @@ def test_other_tensors_are_refused(tmp_path: Path) -> None:
     payloads = load_file(part.info["path"])
     payloads["more"] = payloads.pop("embed")
     with pytest.raises(RefusedError, match="the tensors of the copy, got 2 that differ: embed, more"):
-        copy.patch(payloads, 0, Place(part.weights.settings["chain"], 1))
+        copy.patch(payloads, 0, CopyVersion(part.weights.settings["chain"], 1))
     trainer.tensors = weights(2)
     trainer.tensors["scale"] = trainer.tensors["scale"].bfloat16()
     with pytest.raises(

@@ -48,7 +48,7 @@ def test_a_new_column_needs_a_producer_and_a_record(monkeypatch: pytest.MonkeyPa
     asyncio.run(generate(args, sample, {"temperature": 1.0, "max_new_tokens": 4}))
     state.close()
     assert sample.columns["margin"] == [0.0, 1.0]
-    assert record.of_samples([sample]) == [[0.0, 1.0]]
+    assert record.read_samples([sample]) == [[0.0, 1.0]]
 
 
 def test_a_frame_with_columns_is_small() -> None:
