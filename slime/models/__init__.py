@@ -24,7 +24,7 @@ from slime.models.families.qwen2_moe import QWEN2_MOE
 from slime.models.families.qwen3 import QWEN3, QWEN3_MOE
 from slime.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from slime.models.families.qwen3_next import QWEN3_NEXT
-from slime.models.family import Family, as_stored
+from slime.models.family import Family
 
 __all__ = [
     "FAMILIES",
@@ -110,10 +110,5 @@ _LARGEST = 2**31
 
 
 def _read(family: Family, hf: Hf) -> Decoder:
-    if hf.get("quantization_config") and family.stored is as_stored:
-        kind = hf["quantization_config"].get("quant_method")
-        raise ValueError(
-            f"quantization_config in config.json must be left out for {family.model_type}, got {kind}; use a "
-            "checkpoint in bfloat16"
-        )
+    family.scheme(hf)  # raises ValueError for an unknown quantisation
     return family.read(hf)

@@ -6,29 +6,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from slime.models.decoder import Decoder, Hf
 from slime.models.layouts import Row
-from slime.models.slices import Stored
+from slime.models.quantised import dequantised
+from slime.models.quantization import QuantizationScheme, scheme_of
+from slime.models.slices import Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class Tensors(Protocol):
-    """The tensors of a checkpoint in its files."""
-
-    def names(self) -> set[str]: ...
-
-    def get(self, name: str) -> Stored:
-        """Returns the tensor `name`. Indexing it reads slices from the file. Quantised weights are read whole and
-        dequantised, one tensor at a time."""
-        ...
-
-    def place(self, name: str) -> str:
-        """Returns the file of a tensor, for messages."""
-        ...
 
 
 @cache
@@ -38,11 +25,6 @@ def _pattern(megatron: str) -> re.Pattern[str]:
     for letter in "ie":
         pattern = pattern.replace(re.escape(f"{{{letter}}}"), rf"(?P<{letter}>\d+)")
     return re.compile(pattern)
-
-
-def as_stored(tensors: Tensors, hf: Hf) -> Tensors:
-    """Returns the tensors unchanged, for a checkpoint that stores its weights as they are."""
-    return tensors
 
 
 @dataclass(frozen=True)
@@ -112,8 +94,11 @@ class Family:
     run does not train them."""
     prediction: Prediction | None = None
     """Layers of multi-token prediction. None for a family that cannot train them."""
-    stored: Callable[[Tensors, Hf], Tensors] = as_stored
+    stored: Callable[[Tensors, Hf], Tensors] = dequantised
     """Converts tensors that the files store in another form, such as quantised."""
+    scheme: Callable[[Hf], QuantizationScheme | None] = scheme_of
+    """Returns the scheme in which engines keep the weights, and in which updates must bring them. None means plain
+    weights. Raises ValueError for an unknown scheme."""
     written: Callable[[str, Tensor, Hf], Written] = as_held
     """Converts an exported tensor to the form of files that engines and transformers read. The tensors of rows without
     HF parts fill a stack. For a tensor-parallel shard, the function returns the shard of the same rank, cut along one

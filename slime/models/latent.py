@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from slime.models.decoder import Attention, Decoder, Hf, Layer
 from slime.models.layouts import Direct, Row
-from slime.models.quantised import check_quantisation
 from slime.models.reading import check_experts, need, only, sigmoid_experts, sizes
 from slime.models.rope import Rope, mscale, read_rope
 from slime.models.rows import ENDS, EXPERTS, HF, MG, MLP, NORMS, OUTPUT_BIAS, ROUTER_BIAS, SHARED_EXPERT
@@ -90,7 +89,6 @@ def read_latent(hf: Hf, sparse: Sequence[bool]) -> Decoder:
         num_key_value_heads=hf["num_attention_heads"],
     )
     only(hf, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    check_quantisation(hf)
     rope = read_rope(hf, hf["qk_rope_head_dim"], whole=True, interleaved=True)
     attention = latent_attention(hf, rope)
     return Decoder(

@@ -1,78 +1,66 @@
-"""Checkpoints that are published in fp8 or int4. Their tensors are dequantised to bfloat16 while they are read, one by
-one.
-
-fp8: a weight in float8_e4m3fn, and `weight_scale_inv` with one number per block of 128 x 128 (DeepSeek-V3, 2412.19437,
-part 3.3.2). int4: `weight_packed` with eight numbers per int32, `weight_scale` with one number per group of a row, and
-`weight_shape`, as compressed-tensors writes them (Kimi-K2-Thinking).
-
-Shapes: O outputs, I inputs of a weight. torch is imported only to compute.
+"""Reads checkpoints with quantised weights (slime.models.quantization). Their weights become bfloat16 while they
+are read. A rank reads and dequantises only the blocks that its own slices touch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slime.models.decoder import Hf
-from slime.models.family import Tensors
-from slime.models.slices import Stored, Where
+from slime.models.quantization import QuantizationScheme, check_scales, dequantize, scheme_of
+from slime.models.slices import Stored, Tensors, Where
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BITS = 4
-
-
-def check_quantisation(hf: Hf) -> None:
-    """Raises ValueError for a quantization_config that `dequantised` cannot read."""
-    said = hf.get("quantization_config")
-    if said and not (_is_fp8(said) or _is_int4(said)):
-        kind = " ".join(str(said[key]) for key in ("quant_method", "format") if said.get(key))
-        raise ValueError(
-            "quantization_config in config.json must be fp8 with a weight_block_size, or compressed-tensors "
-            f"pack-quantized with {_BITS} bits and symmetric groups, got {kind or said}; use a checkpoint in bfloat16"
-        )
-
-
-def _is_fp8(said: Hf) -> bool:
-    return said.get("quant_method") == "fp8" and len(said.get("weight_block_size") or ()) == 2
-
-
-def _is_int4(said: Hf) -> bool:
-    groups = [group.get("weights") or {} for group in (said.get("config_groups") or {}).values()]
-    return said.get("format") == "pack-quantized" and all(
-        (weights.get("num_bits"), weights.get("type"), weights.get("symmetric"), weights.get("strategy"))
-        == (_BITS, "int", True, "group")
-        for weights in groups
-    )
+_PER_WORD = 8
 
 
 def dequantised(tensors: Tensors, hf: Hf) -> Tensors:
-    """Returns the tensors of a checkpoint in the form of its weight table. This is a value of `Family.stored`."""
-    said = hf.get("quantization_config")
-    if not said:
-        return tensors
-    check_quantisation(hf)
-    return BlockFp8(tensors, tuple(said["weight_block_size"])) if _is_fp8(said) else PackedInt4(tensors)
+    """Returns the tensors of a checkpoint as plain weights. This is the usual value of `Family.stored`."""
+    scheme = scheme_of(hf)
+    return tensors if scheme is None else PlainWeights(tensors, scheme)
 
 
-class BlockFp8:
-    """The tensors of a checkpoint with blocks in fp8. A weight without scales is stored as it is."""
+class PlainWeights:
+    """The tensors of a quantised checkpoint as plain weights. A weight without scales is stored as it is."""
 
-    def __init__(self, tensors: Tensors, block: tuple[int, int]) -> None:
-        self._tensors, self._block, self._stored = tensors, block, tensors.names()
+    def __init__(self, tensors: Tensors, scheme: QuantizationScheme) -> None:
+        self._tensors, self._scheme, self._stored = tensors, scheme, tensors.names()
 
     def names(self) -> set[str]:
-        return {name for name in self._stored if not name.endswith("_scale_inv")}
+        return {self._plain(name) for name in self._stored} - {""}
 
     def get(self, name: str) -> Stored:
-        stored, scales = self._tensors.get(name), f"{name}_scale_inv"
-        if scales in self._stored:
-            return from_blocks(stored[...], self._tensors.get(scales)[...], self._block, name)
-        return _Unscaled(stored, scales, self.place(name))
+        if not (parts := self._parts(name)):
+            return _Unscaled(self._tensors.get(name), self._part(name, self._scheme.scale), self.place(name))
+        if missing := [part for part in self._scheme.names if part not in parts]:
+            raise ValueError(
+                f"a checkpoint in {self._scheme.title} must have {self._part(name, missing[0])}, got none in "
+                f"{self.place(name)}; download it again"
+            )
+        return _Quantised({part: self._tensors.get(parts[part]) for part in parts}, self._scheme, name)
 
     def place(self, name: str) -> str:
-        return self._tensors.place(name)
+        stored = name if name in self._stored else self._part(name, self._scheme.weight)
+        return self._tensors.place(stored)
+
+    def _parts(self, name: str) -> dict[str, str]:
+        """Returns the stored tensors of a quantised weight: last part of the name -> name. The result is empty for a
+        plain tensor."""
+        found = {part: self._part(name, part) for part in self._scheme.names if name.endswith(".weight")}
+        found = {part: stored for part, stored in found.items() if stored in self._stored}
+        return {} if found.keys() <= {"weight"} else found
+
+    def _plain(self, stored: str) -> str:
+        """Returns the name of the plain weight, or no text for a tensor that only accompanies a weight."""
+        module, _, last = stored.rpartition(".")
+        if last == self._scheme.weight:
+            return f"{module}.weight"
+        return "" if last in self._scheme.names else stored
+
+    def _part(self, name: str, last: str) -> str:
+        return f"{name.removesuffix('weight')}{last}"
 
 
 class _Unscaled:
@@ -87,63 +75,73 @@ class _Unscaled:
 
     def __getitem__(self, where: Where) -> Tensor:
         found = self._stored[where]
-        if found.element_size() == 1:
+        if found.element_size() == 1 and found.is_floating_point():
             raise ValueError(
                 f"a checkpoint in fp8 must have {self._scales}, got none for {self._place}; download it again"
             )
         return found
 
 
-def from_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int], name: str) -> Tensor:
-    """Returns `weight.float() * scales[row // block[0], column // block[1]]` in bfloat16: weight fp8 [O, I]."""
-    import torch
+class _Quantised:
+    """A quantised weight in a file (slime.models.slices.Stored). Indexing reads the blocks that the slice touches."""
 
-    rows, columns = weight.shape
-    wanted = [-(-rows // block[0]), -(-columns // block[1])]
-    if list(scales.shape) != wanted:
-        raise ValueError(
-            f"{name}_scale_inv must have shape {wanted} for {rows} x {columns} in blocks of {block[0]} x {block[1]}, "
-            f"got {list(scales.shape)}; download the checkpoint again"
+    def __init__(self, parts: dict[str, Stored], scheme: QuantizationScheme, name: str) -> None:
+        self._parts, self._scheme, self._name = parts, scheme, name
+        weight = parts[scheme.weight]
+        packed = scheme.kind == "int4"
+        shape = parts["weight_shape"][...].tolist() if packed else weight.shape
+        self.shape: tuple[int, ...] = tuple(shape)
+        check_scales(tuple(parts[scheme.scale].shape), self.shape, scheme, name)
+        if packed and tuple(weight.shape) != (shape[0], -(-shape[1] // _PER_WORD)):
+            raise ValueError(
+                f"{name}_packed must have shape {[shape[0], -(-shape[1] // _PER_WORD)]} for weight_shape {shape}, got "
+                f"{list(weight.shape)}; download the checkpoint again"
+            )
+
+    def __getitem__(self, where: Where) -> Tensor:
+        bounds = self._bounds(where)
+        if bounds is None:
+            return self._read((0, self.shape[0]), (0, self.shape[1]))[where]
+        (top, bottom), (left, right) = bounds
+        rows, columns = (
+            (start // size * size, min(-(-end // size) * size, whole))
+            for start, end, size, whole in zip(
+                (top, left), (bottom, right), self._steps(), self.shape, strict=True
+            )
         )
-    return (weight.float() * spread(scales, block, weight.shape)).to(torch.bfloat16)
+        found = self._read(rows, columns)
+        return found[top - rows[0] : bottom - rows[0], left - columns[0] : right - columns[0]]
 
+    def _bounds(self, where: Where) -> list[tuple[int, int]] | None:
+        """Returns the first and the end index per axis, or None for an index that is no tuple of plain slices."""
+        if where is Ellipsis:
+            where = ()
+        given = where if isinstance(where, tuple) else (where,)
+        found = []
+        for axis, size in enumerate(self.shape):
+            index = given[axis] if axis < len(given) else slice(None)
+            if not isinstance(index, slice) or index.step not in (None, 1):
+                return None
+            found.append(index.indices(size)[:2])
+        return found
 
-def spread(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
-    """Returns `scales[row // block[0], column // block[1]]` for each element of a weight of `shape`, in fp32."""
-    rows = scales.float().repeat_interleave(block[0], 0)[: shape[0]]
-    return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
+    def _steps(self) -> tuple[int, int]:
+        """Returns the rows and columns of a block, or the whole axis."""
+        return tuple(size or whole for size, whole in zip(self._scheme.block, self.shape, strict=True))  # type: ignore[return-value]
 
+    def _read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """Returns the weight of whole blocks, in bfloat16."""
+        import torch
 
-class PackedInt4:
-    """The tensors of a checkpoint with packed int4 weights. Other tensors are stored as they are."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors, self._stored = tensors, tensors.names()
-
-    def names(self) -> set[str]:
-        plain = {n for n in self._stored if not n.endswith(("_packed", "_scale", "_shape"))}
-        return plain | {n.removesuffix("_packed") for n in self._stored if n.endswith("_packed")}
-
-    def get(self, name: str) -> Stored:
-        if f"{name}_packed" not in self._stored:
-            return self._tensors.get(name)
-        packed, scales, shape = (
-            self._tensors.get(name + end)[...] for end in ("_packed", "_scale", "_shape")
+        by_row, by_column = self._steps()
+        scales = (
+            slice(rows[0] // by_row, -(-rows[1] // by_row)),
+            slice(columns[0] // by_column, -(-columns[1] // by_column)),
         )
-        return from_packed(packed, scales, shape.tolist())
-
-    def place(self, name: str) -> str:
-        return self._tensors.place(f"{name}_packed" if f"{name}_packed" in self._stored else name)
-
-
-def from_packed(packed: Tensor, scales: Tensor, shape: list[int]) -> Tensor:
-    """Returns `(code - 8) * scale of its group` in bfloat16. packed int32 [O, I / 8], the lowest four bits first;
-    scales [O, groups]."""
-    import torch
-
-    columns = shape[1]
-    shifts = torch.arange(0, 32, _BITS, dtype=torch.int32, device=packed.device)
-    codes = (packed[..., None] >> shifts & 2**_BITS - 1).flatten(1)[:, :columns] - 2 ** (_BITS - 1)
-    each = scales.float().repeat_interleave(columns // scales.shape[1], 1)
-    weight: Tensor = (codes * each).to(torch.bfloat16)
-    return weight
+        tensors = {self._scheme.scale: self._parts[self._scheme.scale][scales]}
+        per = _PER_WORD if self._scheme.kind == "int4" else 1
+        across = slice(columns[0] // per, -(-columns[1] // per))
+        tensors[self._scheme.weight] = self._parts[self._scheme.weight][slice(*rows), across]
+        if per > 1:
+            tensors["weight_shape"] = torch.tensor([rows[1] - rows[0], columns[1] - columns[0]])
+        return dequantize(tensors, self._scheme, name=self._name)

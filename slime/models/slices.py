@@ -31,6 +31,21 @@ class Stored(Protocol):
     def __getitem__(self, where: Where) -> Tensor: ...
 
 
+class Tensors(Protocol):
+    """The tensors of a checkpoint in its files."""
+
+    def names(self) -> set[str]: ...
+
+    def get(self, name: str) -> Stored:
+        """Returns the tensor `name`. Indexing it reads slices from the file. Quantised weights are dequantised, block
+        by block of the slices."""
+        ...
+
+    def place(self, name: str) -> str:
+        """Returns the file of a tensor, for messages."""
+        ...
+
+
 @dataclass(frozen=True)
 class Piece:
     """Rows (or columns) of a rank's part, and their position in a file. They are contiguous in the file. In the rank's

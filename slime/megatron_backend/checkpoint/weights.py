@@ -38,9 +38,8 @@ from slime.megatron_backend.checkpoint.live_table import (
 from slime.megatron_backend.checkpoint.torch_dist import load_torch_dist
 from slime.megatron_backend.model.gpt import HiddenGPTModel, last_part, unwrapped
 from slime.models import family_for
-from slime.models.family import Tensors
 from slime.models.layouts import Row
-from slime.models.slices import Piece, pieces
+from slime.models.slices import Piece, Tensors, pieces
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
@@ -97,11 +96,11 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> int:
     """Fills the model's parameters in place from a single-file or sharded safetensors checkpoint. Returns the number of
     bytes that were read. Collective over the stages of a pipeline.
 
-    Each rank reads only its tensor-parallel slices, its experts and its layers. Host memory beyond the parameters is at
-    most one tensor's slices and 64 MiB. Quantised tensors are read whole, one at a time. Values are cast to the model's
-    dtype. Vocabulary padding is zero. Call it before `build_optimizer`, which copies its fp32 main weights from the
-    parameters (or call `reload_weights` later). Raises ValueError with the tensors that are missing, unexpected or have
-    another shape than in config.json, or with the damaged file.
+    Each rank reads only its tensor-parallel slices, its experts and its layers. It dequantises only the blocks that its
+    slices touch. Host memory beyond the parameters is at most one tensor's slices and 64 MiB. Values are cast to the
+    model's dtype. Vocabulary padding is zero. Call it before `build_optimizer`, which copies its fp32 main weights from
+    the parameters (or call `reload_weights` later). Raises ValueError with the tensors that are missing, unexpected or
+    have another shape than in config.json, or with the damaged file.
     """
     parts, files = unwrapped(model), Files(Path(checkpoint_dir))
     described = parts[0].hf_config

@@ -10,7 +10,6 @@ from __future__ import annotations
 from slime.models.decoder import Decoder, Hf
 from slime.models.family import Family
 from slime.models.latent import LATENT_EXPERTS, LAYER, read_latent
-from slime.models.quantised import dequantised
 from slime.models.reading import sparse_layers, with_predictions
 from slime.models.rows import IGNORED, later_predictions
 
@@ -27,6 +26,5 @@ DEEPSEEK_V3 = Family(
     read,
     ignored=IGNORED,
     prediction=later_predictions(LAYER),
-    stored=dequantised,
     flags=(("qk_layernorm", lambda hf: True),),
 )

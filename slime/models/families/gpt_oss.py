@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from slime.models.decoder import Decoder, Experts, Hf
-from slime.models.family import Family, Tensors, Written
+from slime.models.family import Family, Written
 from slime.models.layouts import Direct, GateUpTensor, Row, cat
 from slime.models.mxfp4 import dequantised
 from slime.models.reading import alternating_windows, expert_count, need, only, read_decoder
 from slime.models.rows import ATTENTION, ENDS, HF, IGNORED, MG, NORMS, OUTPUT_BIAS
-from slime.models.slices import Stored, Where
+from slime.models.slices import Stored, Tensors, Where
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,6 +158,7 @@ GPT_OSS = Family(
     read,
     ignored=IGNORED,
     stored=OneByOne,
+    scheme=lambda hf: None,
     written=stacked,
     flags=_FLAGS,
 )

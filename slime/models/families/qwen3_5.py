@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, cast
 from slime.models.decoder import Decoder, Experts, Hf
 from slime.models.families.qwen2_moe import SHARED_WITH_GATE
 from slime.models.families.qwen2_moe import experts as shared_experts
-from slime.models.family import Family, Tensors
+from slime.models.family import Family
 from slime.models.hybrid import FLAGS, SHARED_WIDTH, hybrid_rows, read_hybrid
 from slime.models.layouts import Row
+from slime.models.quantised import dequantised
 from slime.models.reading import expert_count, need, only
 from slime.models.rows import EXPERTS, MLP
-from slime.models.slices import Stored, Where
+from slime.models.slices import Stored, Tensors, Where
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +118,7 @@ class Qwen35Expert:
 
 
 def text_tensors(prefix: str) -> Callable[[Tensors, Hf], Tensors]:
-    return lambda tensors, hf: TextTensors(tensors, hf, prefix)
+    return lambda tensors, hf: TextTensors(dequantised(tensors, hf), hf, prefix)
 
 
 def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slime.models.quantised import from_blocks
+from slime.models.quantization import QuantizationScheme, dequantize
 
 if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
@@ -31,7 +31,7 @@ def _kernel() -> type[CPUFp8BlockScaledMMKernel]:
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 
     class DequantisedOnCpu(CPUFp8BlockScaledMMKernel):
-        """`x @ from_blocks(weight, weight_scale_inv).T + bias`."""
+        """`x @ dequantize(weight, weight_scale_inv).T + bias`."""
 
         @classmethod
         def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -44,7 +44,9 @@ def _kernel() -> type[CPUFp8BlockScaledMMKernel]:
             self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None, **_: object
         ) -> torch.Tensor:
             block = (self.weight_group_shape.row, self.weight_group_shape.col)
-            weight = from_blocks(layer.weight, layer.weight_scale_inv, block, "weight")
+            scheme = QuantizationScheme("fp8", "float8_e4m3fn", block, "float32")
+            stored = {"weight": layer.weight, "weight_scale_inv": layer.weight_scale_inv}
+            weight = dequantize(stored, scheme)
             return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
     return DequantisedOnCpu

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slime.models.quantised import spread
+from slime.models.quantization import spread
 
 _PLAIN_KERNELS = (
     "DequantisedOnCpu",
