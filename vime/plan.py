@@ -160,15 +160,23 @@ def watched(c: Config) -> Iterator[str]:
         yield f"traces of the training of rollouts {c.debug.profile_steps}: {run_dir}/profile"
 
 
+def _steps(c: Config) -> str:
+    """Returns the optimizer steps of a rollout in words."""
+    sizes = c.data.step_sizes
+    steps = plural(len(sizes), "optimizer step")
+    if len(set(sizes)) > 1:
+        return f"{' + '.join(map(str, sizes))} in {steps}"
+    return f"--global-batch-size {sizes[0]} x {steps}"
+
+
 def batches(c: Config) -> Iterator[str]:
     """Yields the batch equation and the numbers that follow from it."""
-    batch, size, steps = c.data.rollout_batch_size, c.data.global_batch_size, c.data.num_steps_per_rollout
+    batch, size = c.data.rollout_batch_size, c.data.global_batch_size
     submitted = c.rollout.over_sampling_batch_size
     samples = batch * c.data.n_samples_per_prompt
     yield (
         f"--rollout-batch-size {batch} x --n-samples-per-prompt {c.data.n_samples_per_prompt} = "
-        f"{samples} samples = --global-batch-size {size} x "
-        f"{plural(steps, 'optimizer step')} a rollout"
+        f"{samples} samples = {_steps(c)} a rollout"
     )
     if submitted > batch:
         yield f"prompts submitted at a time: {submitted}"

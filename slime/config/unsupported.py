@@ -1,7 +1,9 @@
-"""Lists flags that slime or Megatron scripts use and this version does not act on. Both kinds give a message.
+"""Lists flags that slime, upstream vime or Megatron scripts use and this version does not act on. Both kinds give a
+message.
 
-UNSUPPORTED: only the default is accepted. Every other value is an error with the reason and the alternative. NO_EFFECT:
-the run already does the work of the flag. All values are accepted, and a note gives the reason.
+UNSUPPORTED: only the default is accepted, and values that give the same result, with a note. Every other value is an
+error with the reason and the alternative. NO_EFFECT: the run already does the work of the flag. All values are
+accepted, and a note gives the reason.
 """
 
 from __future__ import annotations
@@ -13,10 +15,18 @@ from slime.records.errors import FlagError
 
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
-_OBJECTS = (
-    "rollout data travels through Ray's object store. straw also keeps rollouts in files, from which slime trains "
-    "again after a failure; here a run resumes from its checkpoint and generates those rollouts again"
+_OBJECTS = "rollout data travels through Ray's object store"
+_STRAW = (
+    "straw keeps rollouts in files, from which slime trains again after a failure. Here a run resumes from its "
+    "checkpoint and generates those rollouts again: leave the flag out, and save often (--save-interval 1)"
 )
+_QUEUE = "it is read only with --rollout-data-transport straw, which keeps rollouts in files"
+_DSPARK = (
+    "draft models are not trained here, though engines can serve one; --enable-mtp-training trains the checkpoint's "
+    "own layers of multi-token prediction"
+)
+_POOL = "--max-staleness gives the number of batches that generation may be ahead of training"
+_STATE_FILES = "--stream-optimizer-state-to-disk --offload-train-disk-dir DIR keeps Adam's state in files"
 _BUFFER = (
     "no trajectory buffer is here; a --rollout-function-path or --custom-generate-function-path makes samples, and "
     "--custom-config-path takes the settings of a plug-in"
@@ -24,13 +34,22 @@ _BUFFER = (
 _CI = "these checks are tests of this project, not flags"
 
 
+_DSPARK_FLAGS = (
+    *("block_size", "num_draft_layers", "target_layer_ids", "markov_rank", "markov_head_type", "num_anchors"),
+    *("mask_token_id", "ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "loss_decay_gamma"),
+    *("draft_loss_weight", "intermediate_size", "pretrained_model"),
+)
+
+
 @dataclass(frozen=True)
 class Unsupported:
     """A flag that is accepted at one value only."""
 
     default: object
-    """The only accepted value."""
+    """The accepted value."""
     why: str
+    same: tuple[str, ...] = ()
+    """Other values that give the same result. They are accepted with a note."""
 
 
 UNSUPPORTED: dict[str, Unsupported] = {
@@ -42,7 +61,24 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "megatron_deepgemm_forward_modules": Unsupported(None, _DEEPGEMM),
     "megatron_deepgemm_moe_forward_layers": Unsupported(None, _DEEPGEMM),
     "megatron_deepgemm_moe_forward_modules": Unsupported(None, _DEEPGEMM),
+    "offload_train_target": Unsupported("cpu", _STATE_FILES),
+    "chunked_optimizer_state_offload": Unsupported(False, _STATE_FILES),
+    # adapters
+    "lora_type": Unsupported(
+        "lora",
+        "plain LoRA is trained: q, k and v have separate adapters, as with canonical_lora",
+        same=("canonical_lora",),
+    ),
+    "lora_adapter_path": Unsupported(None, "--lora-load DIR starts from a PEFT adapter"),
+    "lora_train_only": Unsupported(False, "the engines sample from the trained adapters"),
+    "experts_shared_outer_loras": Unsupported(False, "each expert has adapters of its own"),
+    "multi_lora_n_adapters": Unsupported(0, "a run trains one set of adapters"),
     # weight update
+    "flush_cache_interval": Unsupported(
+        1,
+        "each weight update empties the engines' caches of prompts. Generation continues during updates with "
+        "--max-staleness 1 or more",
+    ),
     "keep_old_actor": Unsupported(
         False, "old log-probs come from --use-rollout-logprobs or the recompute pass"
     ),
@@ -50,6 +86,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
         False, "an engine in fp8 chooses its scales itself (VLLM_USE_DEEP_GEMM_E8M0 of vLLM)"
     ),
     # rollout and data
+    "rollout_data_transport": Unsupported("object-store", _STRAW, same=("nixl",)),
+    "fully_async_drain_each_epoch": Unsupported(False, "a batch may have prompts of two epochs"),
     "rollout_buffer_url": Unsupported(None, _BUFFER),
     "rollout_task_type": Unsupported("math", _BUFFER),
     "fetch_trajectory_retry_times": Unsupported(-1, _BUFFER),
@@ -61,6 +99,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "load_forge_rollout_data": Unsupported(
         None, "--load-debug-rollout-data trains on saved rollouts, without engines"
     ),
+    **{f"dspark_{name}": Unsupported(None, _DSPARK) for name in _DSPARK_FLAGS},
+    "dspark_freeze_policy": Unsupported(False, _DSPARK),
     "memory_recorder": Unsupported("torch", "snapshots are PyTorch's (--record-memory-history)"),
     "http_proxy": Unsupported(None, "requests to the engines never pass a proxy"),
     # Megatron
@@ -70,8 +110,23 @@ UNSUPPORTED: dict[str, Unsupported] = {
 
 _TEXT = {
     "qwen_gdn_backend": "the model's layers choose their kernels",
-    "rollout_data_transport": _OBJECTS,
     "transfer_backend": _OBJECTS,
+    "object_store_backend": _OBJECTS,
+    "mooncake_store_init_kwargs": _OBJECTS,
+    "rollout_data_dir": _QUEUE,
+    "rollout_storage_profile": _QUEUE,
+    "rollout_storage_declaration": _QUEUE,
+    "rollout_queue_run_id": _QUEUE,
+    "rollout_queue_lease_seconds": _QUEUE,
+    "rollout_queue_segment_mib": _QUEUE,
+    "rollout_io_concurrency": _QUEUE,
+    "fully_async_pool_size": _POOL,
+    "fully_async_max_queued_batches": _POOL,
+    "rollout_session_id": "the engines of a run end with it; vime serve starts engines that outlive a run",
+    "rollout_cleanup_timeout": "a run that ends stops its processes in turn, and its watchdog ends those that are left",
+    "rollout_routed_experts_store_dir": "the experts of a rollout stay in memory",
+    "routing_replay_prefetch_microbatches": "the experts of a rollout are in memory, so none are fetched from a disk",
+    "async_strategy": "--async-save writes checkpoints in the background with this project's own writer",
     "update_weight_encoding": "--update-weight-delta-encoding chooses what a delta has; the weights are the same bits",
     "profile_target": "--profile-steps A:B traces the whole training of those rollouts",
     "ci_train_rollout_logprob_abs_diff_threshold": _CI,
@@ -95,6 +150,12 @@ _TEXT = {
     "megatron_to_hf_mode": "one table per family (slime/models) converts weights in both directions",
 }
 _BARE = {
+    "rollout_queue_online_gc": _QUEUE,
+    "keep_rollout_routed_experts_files": "the experts of a rollout stay in memory",
+    "lora_sync_from_tensor": "--update-weight-transport chooses how adapters reach the engines",
+    "lora_base_cpu_backup": "the engines keep the base, and updates send only the adapters",
+    "check_lora_weight_equal": "--check-weight-update-equal also compares adapters",
+    "load_main_params_from_ckpt": "main weights are loaded with the optimizer, or copied from the loaded weights",
     "release_train": "the trainer's processes stay; --offload-train frees their GPU memory",
     "freeze_indexer": "no supported model has an indexer of sparse attention",
     "ci_test": _CI,
@@ -125,16 +186,18 @@ NO_EFFECT = {
 }
 
 
-def check_unsupported(name: str, entry: Unsupported, values: list[str], typed: str) -> None:
-    """Raises ValueError unless the strings after the flag are its default."""
+def check_unsupported(name: str, entry: Unsupported, values: list[str], typed: str) -> str | None:
+    """Raises ValueError unless the strings after the flag are its default, or a value with the same result, for which
+    it returns a note."""
     if isinstance(entry.default, bool):
         at_default = FlagSpec(name, bool, False, "").parse(values, typed) == entry.default
     elif isinstance(entry.default, int | float):
         at_default = FlagSpec(name, float, None, "").parse(values, typed) == entry.default
     else:
         at_default = values == [entry.default]
-    if not at_default:
-        default = (
-            "left out" if entry.default is None or entry.default is False else f"left at {entry.default}"
-        )
-        raise FlagError(typed, f"be {default} in this version", " ".join(values) or spelled(name), entry.why)
+    if at_default:
+        return None
+    if len(values) == 1 and values[0] in entry.same:
+        return f"{typed} {values[0]} is taken as {entry.default}, which gives the same result"
+    default = "left out" if entry.default is None or entry.default is False else f"left at {entry.default}"
+    raise FlagError(typed, f"be {default} in this version", " ".join(values) or spelled(name), entry.why)

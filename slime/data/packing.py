@@ -69,23 +69,42 @@ def karmarkar_karp(costs: Sequence[float], k: int, *, equal_size: bool) -> list[
     return [sorted(part) for _, part in heap[0][2]] if heap else [[] for _ in range(k)]
 
 
-def _steps(rollout_ids: Sequence[int], global_batch_size: int) -> list[list[int]]:
-    """Returns the sample positions per optimizer step. A step has `global_batch_size` rollouts, in order of
-    appearance."""
+def _steps(rollout_ids: Sequence[int], data: DataConfig) -> list[list[int]]:
+    """Returns the sample positions per optimizer step. A step has --global-batch-size rollouts, or its number of
+    --global-batch-size-schedule, in order of appearance."""
     by_rollout: dict[int, list[int]] = {}
     for position, rollout in enumerate(rollout_ids):
         by_rollout.setdefault(rollout, []).append(position)
     rollouts = list(by_rollout.values())
-    count = len(rollouts) // global_batch_size
+    sizes = _step_sizes(len(rollouts), data)
+    ends = list(itertools.accumulate(sizes))
+    return [
+        [position for rollout in rollouts[end - size : end] for position in rollout]
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+
+
+def _step_sizes(rollouts: int, data: DataConfig) -> list[int]:
+    """Returns the number of rollouts per optimizer step for a batch, whose number of rollouts a hook may have
+    changed."""
+    if (schedule := data.global_batch_size_schedule) is not None:
+        if sum(schedule) != rollouts:
+            raise ValueError(
+                "--global-batch-size-schedule must cover the rollouts of a batch, got "
+                f"{','.join(map(str, schedule))} with {rollouts} rollouts; use --variable-global-batch-size for "
+                "batches of several sizes"
+            )
+        return schedule
+    size = data.global_batch_size or rollouts
+    count, rest = divmod(rollouts, size)
+    if data.variable_global_batch_size and rest:
+        return [size] * count + [rest]
     if count == 0:
         raise ValueError(
-            f"--global-batch-size must not exceed the rollouts of one batch, got {global_batch_size} "
-            f"with {len(rollouts)} rollouts; lower it or raise --rollout-batch-size"
+            f"--global-batch-size must not exceed the rollouts of one batch, got {size} "
+            f"with {rollouts} rollouts; lower it or raise --rollout-batch-size"
         )
-    return [
-        [p for rollout in rollouts[s * global_batch_size : (s + 1) * global_batch_size] for p in rollout]
-        for s in range(count)
-    ]
+    return [size] * count
 
 
 def _first_fit(positions: Sequence[int], lengths: Sequence[int], cap: int) -> list[list[int]]:
@@ -200,13 +219,14 @@ def plan_steps(
     """Plans the optimizer steps of a rollout.
 
     Every step has --global-batch-size rollouts (without the flag: every rollout) with all siblings. The last rollouts
-    are dropped if they fill no step. With --use-dynamic-batch-size, the step's samples are packed first-fit under
-    `max_tokens_per_gpu * context_parallel_size` tokens, and a longer sample gets its own micro-batch. The number of
-    micro-batches is a multiple of `dp_size`, or of `dp_size * micro_batch_group` with virtual pipeline stages. Ranks
-    take micro-batches by stride, or balanced by FLOPs with --balance-data (`ForwardFlops`). Without `response_lengths`,
-    all tokens count as response tokens.
+    are dropped if they fill no step, or are a smaller step with --variable-global-batch-size. With
+    --global-batch-size-schedule, each step has its own number of rollouts. With --use-dynamic-batch-size, the step's
+    samples are packed first-fit under `max_tokens_per_gpu * context_parallel_size` tokens, and a longer sample gets its
+    own micro-batch. The number of micro-batches is a multiple of `dp_size`, or of `dp_size * micro_batch_group` with
+    virtual pipeline stages. Ranks take micro-batches by stride, or balanced by FLOPs with --balance-data
+    (`ForwardFlops`). Without `response_lengths`, all tokens count as response tokens.
     """
-    steps = _steps(rollout_ids, data.global_batch_size or len(set(rollout_ids)))
+    steps = _steps(rollout_ids, data)
     responses = total_lengths if response_lengths is None else response_lengths
     flops = ForwardFlops(hf_config)
     costs = [flops(n, r) for n, r in zip(total_lengths, responses, strict=True)]

@@ -30,6 +30,7 @@ PEFT_PREFIX = "base_model.model."
 _LINEAR = re.compile(r"decoder\.layers\.\{i\}\..*\b(linear_\w+|in_proj|out_proj)\.weight")
 """Matches the products of a layer. It does not match routers, which a router replay reads, and gates of shared
 experts."""
+_OF_ONE_EXPERT = re.compile(r"experts\.\d+\.")
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM",),
@@ -45,7 +46,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "layers_pattern": (None,),
     "layer_replication": (None,),
     "target_parameters": (None,),
-    "exclude_modules": (None,),
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
     "trainable_token_indices": (None,),
     "alora_invocation_tokens": (None,),
@@ -61,7 +61,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 nothing. An empty value, such as None, False or [], is accepted for every setting."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of init_lora_weights with which PEFT subtracts the first adapter from the base."""
-_READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "base_model_name_or_path")
+_READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "base_model_name_or_path")
 _NO_EFFECT = (
     *("auto_mapping", "peft_version", "revision", "inference_mode", "megatron_config", "megatron_core"),
     *("runtime_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
@@ -77,6 +77,8 @@ class Lora:
     alpha: float
     dropout: float = 0.0
     targets: tuple[str, ...] = (ALL,)
+    excluded: tuple[str, ...] = ()
+    """Modules without an adapter, named like `targets`."""
 
     @classmethod
     def of(cls, config: Config) -> Lora | None:
@@ -84,9 +86,8 @@ class Lora:
         flags = config.lora
         if not flags.lora_rank:
             return None
-        return cls(
-            flags.lora_rank, flags.lora_alpha, flags.lora_dropout, tuple(flags.target_modules or (ALL,))
-        )
+        targets, excluded = tuple(flags.target_modules or (ALL,)), tuple(flags.exclude_modules or ())
+        return cls(flags.lora_rank, flags.lora_alpha, flags.lora_dropout, targets, excluded)
 
     @property
     def scale(self) -> float:
@@ -95,22 +96,39 @@ class Lora:
     def adapts(self, module: str) -> bool:
         """Returns whether the module, given by its Hugging Face name, gets an adapter. Its row must be one of
         `linear_rows`."""
-        return self.targets == (ALL,) or any(
-            module == target or module.endswith(f".{target}") for target in self.targets
-        )
+        if _named(module, self.excluded):
+            return False
+        return self.targets == (ALL,) or _named(module, self.targets)
 
     def check(self, modules: Iterable[str]) -> None:
-        """Raises ValueError unless each target matches a module that can have an adapter."""
+        """Raises ValueError unless each name matches a module that can have an adapter, and one gets an adapter."""
         modules = sorted(modules)
         known = sorted({module.rpartition(".")[2] for module in modules})
-        for target in self.targets:
-            if target != ALL and not any(m == target or m.endswith(f".{target}") for m in modules):
+        for flag, names in (("--target-modules", self.targets), ("--exclude-modules", self.excluded)):
+            for name in names:
+                if name != ALL and not any(_named(module, [name]) for module in modules):
+                    raise FlagError(
+                        flag,
+                        "name modules of the model",
+                        f"{name}, which matches none",
+                        f"it has {', '.join(known)}",
+                    )
+        if not any(map(self.adapts, modules)):
+            raise FlagError(
+                "--exclude-modules",
+                "leave a module with an adapter",
+                " ".join(self.excluded),
+                "leave some out",
+            )
+        for name in self.excluded:
+            if _OF_ONE_EXPERT.search(name):
                 raise FlagError(
-                    "--target-modules",
-                    "name modules of the model",
-                    f"{target}, which matches none",
-                    f"it has {', '.join(known)}",
+                    "--exclude-modules",
+                    "name modules of all experts of a layer",
+                    name,
+                    f"give {name.rpartition('.')[2]}, as all experts of a layer have adapters or none has",
                 )
+        for target in self.targets:
             if target == ALL and len(self.targets) > 1:
                 raise FlagError(
                     "--target-modules",
@@ -130,6 +148,7 @@ class Lora:
             "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
             "lora_dropout": self.dropout,
             "target_modules": sorted(last) if self.targets == (ALL,) else sorted(self.targets),
+            "exclude_modules": sorted(self.excluded) or None,
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
@@ -140,6 +159,11 @@ class Lora:
             "rank_pattern": {},
             "alpha_pattern": {},
         }
+
+
+def _named(module: str, names: Iterable[str]) -> bool:
+    """Returns whether a name is the module's whole name, or its end after a dot."""
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def sends_adapters(config: Config) -> bool:
@@ -209,8 +233,14 @@ def read_peft(directory: str | Path) -> tuple[Lora, str | None]:
             f"target_modules in {path} must be a list of module names, got {targets!r}; write the names that its "
             "expression matches"
         )
-    base = given.get("base_model_name_or_path")
-    return Lora(rank, float(alpha), float(given.get("lora_dropout") or 0.0), tuple(sorted(targets))), base
+    excluded = given.get("exclude_modules") or []
+    if not isinstance(excluded, list):
+        raise ValueError(
+            f"exclude_modules in {path} must be a list of module names, got {excluded!r}; write the names that its "
+            "expression matches"
+        )
+    base, dropout = given.get("base_model_name_or_path"), float(given.get("lora_dropout") or 0.0)
+    return Lora(rank, float(alpha), dropout, tuple(sorted(targets)), tuple(sorted(excluded))), base
 
 
 def _require_plain(given: dict[str, object], path: Path) -> None:

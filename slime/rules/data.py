@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slime.algo.losses import MASKED_ROLLOUTS, PAIRS_ROLLOUT, SFT_ROLLOUT, loss_for
 from slime.config.fields import spelled
-from slime.config.problems import Problems
+from slime.config.problems import Problems, given
 from slime.config.schema import Config
 from slime.config.sections.debug import profiled_steps
 from slime.data.drawing.mixing import data_sets
@@ -186,4 +186,48 @@ def check_profile_steps(c: Config) -> None:
             "begin below --num-rollout",
             f"{c.debug.profile_steps} and {c.data.num_rollout}",
             "rollouts count from 0",
+        )
+
+
+def check_batches(c: Config) -> None:
+    """Checks that the optimizer steps of a rollout have its samples."""
+    prompts = given(c.data.rollout_batch_size)
+    samples = prompts * c.data.n_samples_per_prompt
+    ours = f"{prompts} * {c.data.n_samples_per_prompt} = {samples}"
+    size, steps = c.data.global_batch_size, c.data.num_steps_per_rollout
+    if c.data.variable_global_batch_size and size is not None:
+        _check_step_sizes(c, samples, ours)
+    elif size is None or steps is None:  # only one was given, and the other cannot be derived from it
+        name = "--global-batch-size" if steps is None else "--num-steps-per-rollout"
+        raise FlagError(
+            name, "divide --rollout-batch-size * --n-samples-per-prompt", f"{size or steps} and {ours}"
+        )
+    elif samples != size * steps:
+        raise FlagError(
+            "--rollout-batch-size * --n-samples-per-prompt",
+            "equal --global-batch-size * --num-steps-per-rollout",
+            f"{ours} and {size} * {steps} = {size * steps}",
+        )
+    if given(c.rollout.over_sampling_batch_size) < prompts:
+        raise FlagError(
+            "--over-sampling-batch-size",
+            "be at least --rollout-batch-size",
+            f"{c.rollout.over_sampling_batch_size} and {prompts}",
+        )
+
+
+def _check_step_sizes(c: Config, samples: int, ours: str) -> None:
+    """Checks steps of several sizes."""
+    sizes, steps = c.data.step_sizes, c.data.num_steps_per_rollout
+    shown = "+".join(map(str, sizes))
+    if sum(sizes) != samples:
+        raise FlagError(
+            "--global-batch-size-schedule",
+            "have the sum --rollout-batch-size * --n-samples-per-prompt",
+            f"{shown} = {sum(sizes)} and {ours}",
+            "or give --global-batch-size with --variable-global-batch-size",
+        )
+    if steps != len(sizes):
+        raise FlagError(
+            "--num-steps-per-rollout", f"be the number of steps {shown}", steps, "leave the flag out"
         )

@@ -61,7 +61,8 @@ def check_lora(c: Config, hf: Hf) -> None:
 def _check_left_out(c: Config) -> None:
     if c.lora.lora_load is not None:
         read_peft(c.lora.lora_load)  # raises an error with the reason why it gave no rank
-    for name in ("lora_merge", "target_modules", "lora_dropout", "lora_alpha", "lora_name"):
+    names = ("lora_merge", "target_modules", "exclude_modules", "lora_dropout", "lora_alpha", "lora_name")
+    for name in names:
         if (value := c.get_value(name)) and value != getattr(LoraConfig, name):
             shown = " ".join(value) if isinstance(value, list) else value
             raise FlagError("--lora-rank", f"be given with {spelled(name)}", f"{shown} alone", "add it")
@@ -73,6 +74,7 @@ def _check_loaded(c: Config, lora: Lora) -> None:
         ("lora_rank", lora.rank, stored.rank),
         ("lora_alpha", lora.alpha, stored.alpha),
         ("target_modules", sorted(lora.targets), sorted(stored.targets)),
+        ("exclude_modules", sorted(lora.excluded), sorted(stored.excluded)),
     ):
         if ours != theirs:
             raise FlagError(

@@ -241,7 +241,8 @@ def _assign(group: FlagGroup, given: _UserValues, backend: BackendFlags) -> list
     elif name in backend.specs:
         given.backend[name] = backend.specs[name].parse(group.values, group.typed)
     elif (unsupported := UNSUPPORTED.get(name) or backend.unsupported.get(name)) is not None:
-        check_unsupported(name, unsupported, group.values, group.typed)
+        note = check_unsupported(name, unsupported, group.values, group.typed)
+        given.notes += [note] if note else []
     elif (without := NO_EFFECT.get(name) or backend.no_effect.get(name)) is not None:
         without.parse(group.values, group.typed)
         given.notes.append(f"{group.typed} has no effect: {without.help}")

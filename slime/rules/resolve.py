@@ -186,7 +186,18 @@ def _distillation(c: argparse.Namespace) -> None:
 
 def _lora(c: argparse.Namespace, given: Values) -> None:
     """Reads values that the user did not give from --lora-load. The rules report an unreadable directory."""
-    c.target_modules = c.target_modules or c.lora_target_modules
+    for name, other in (
+        ("target_modules", "lora_target_modules"),
+        ("lora_name", "lora_adapter_name"),
+    ):
+        if (value := getattr(c, other)) is None:
+            continue
+        if name not in given or getattr(c, name) is None:
+            setattr(c, name, value)
+        elif getattr(c, name) != value:
+            c.notes.append(
+                f"{spelled(other)} has no effect: {spelled(name)} is given, which is the same flag"
+            )
     if c.lora_load is None:
         if not c.lora_rank:  # the rules refuse other values than the defaults
             names = [name for name in _OF_RANK if name in given and given[name] == getattr(LoraConfig, name)]
@@ -202,12 +213,15 @@ def _lora(c: argparse.Namespace, given: Values) -> None:
                 setattr(c, name, value)
         if not c.target_modules:
             c.target_modules = list(stored.targets)
+        if not c.exclude_modules and stored.excluded:
+            c.exclude_modules = list(stored.excluded)
 
 
 def _weight_update(c: argparse.Namespace) -> None:
     gpus: Literal["shared", "apart"] | None = None
     if c.device == "cuda":
         gpus = "shared" if c.colocate else "apart"
+    c.update_weight_disk_keep_files = c.update_weight_disk_keep_files or c.update_weight_delta_keep_files
     given, usual = c.update_weight_transport, default_channel(gpus)
     if given is None:
         names = ("data_parallel_size", "pipeline_parallel_size")
@@ -231,6 +245,7 @@ def _batches(c: argparse.Namespace) -> None:
     if c.rollout_batch_size is None:
         return
     samples = c.rollout_batch_size * c.n_samples_per_prompt
+    _variable_batches(c, samples)
     # A division with a remainder leaves the value open. The rules then report the flag that the user gave.
     if c.global_batch_size is None and samples % (steps := max(c.num_steps_per_rollout or 1, 1)) == 0:
         c.global_batch_size = samples // steps
@@ -241,6 +256,19 @@ def _batches(c: argparse.Namespace) -> None:
             c.num_rollout = given // of_rollout
     if c.num_rollout is not None and c.num_epoch is not None:
         c.notes.append(f"--num-epoch {c.num_epoch} has no effect, as --num-rollout {c.num_rollout} is given")
+
+
+def _variable_batches(c: argparse.Namespace, samples: int) -> None:
+    """Fills in the largest step and the number of steps for steps of several sizes."""
+    if (sizes := c.global_batch_size_schedule) is not None:
+        c.variable_global_batch_size = True
+        c.global_batch_size = c.global_batch_size or max(sizes)
+        c.num_steps_per_rollout = c.num_steps_per_rollout or len(sizes)
+    elif c.variable_global_batch_size:
+        if c.global_batch_size is None and c.num_steps_per_rollout:
+            c.global_batch_size = -(-samples // c.num_steps_per_rollout)
+        elif c.global_batch_size and c.num_steps_per_rollout is None:
+            c.num_steps_per_rollout = -(-samples // c.global_batch_size)
 
 
 def _evaluation(c: argparse.Namespace) -> None:

@@ -34,6 +34,7 @@ from slime.rules.cluster import (
     check_prefill,
 )
 from slime.rules.data import (
+    check_batches,
     check_curriculum,
     check_files,
     check_held_out,
@@ -161,30 +162,6 @@ def _staleness(c: Config) -> None:
         )
 
 
-def _batch_equation(c: Config) -> None:
-    prompts = given(c.data.rollout_batch_size)
-    samples = prompts * c.data.n_samples_per_prompt
-    ours = f"{prompts} * {c.data.n_samples_per_prompt} = {samples}"
-    size, steps = c.data.global_batch_size, c.data.num_steps_per_rollout
-    if size is None or steps is None:  # only one was given, and the other cannot be derived from it
-        name = "--global-batch-size" if steps is None else "--num-steps-per-rollout"
-        raise FlagError(
-            name, "divide --rollout-batch-size * --n-samples-per-prompt", f"{size or steps} and {ours}"
-        )
-    if samples != size * steps:
-        raise FlagError(
-            "--rollout-batch-size * --n-samples-per-prompt",
-            "equal --global-batch-size * --num-steps-per-rollout",
-            f"{ours} and {size} * {steps} = {size * steps}",
-        )
-    if given(c.rollout.over_sampling_batch_size) < prompts:
-        raise FlagError(
-            "--over-sampling-batch-size",
-            "be at least --rollout-batch-size",
-            f"{c.rollout.over_sampling_batch_size} and {prompts}",
-        )
-
-
 def _micro_batches(c: Config) -> None:
     if c.debug.debug_rollout_only:
         return
@@ -197,22 +174,24 @@ def _micro_batches(c: Config) -> None:
 def _check_rank_samples(c: Config, ranks: int) -> None:
     """Checks that a step has enough samples for `ranks` data-parallel ranks."""
     size, group = c.data.micro_batch_size, _group(c)
+    least, part = min(c.data.step_sizes), ""
+    if c.data.variable_global_batch_size:
+        schedule = " of --global-batch-size-schedule" if c.data.global_batch_size_schedule else ""
+        part = f" in every step{schedule}"
     virtual = f" * {group} micro-batches of each virtual stage" if group > 1 else ""
     if c.data.use_dynamic_batch_size:
-        if given(c.data.global_batch_size) < ranks * group:
+        if least < ranks * group:
             raise FlagError(
                 "--global-batch-size",
-                f"be at least the data-parallel size{virtual}",
-                f"{c.data.global_batch_size} for {ranks} ranks"
-                f"{f' * {group} = {ranks * group}' if group > 1 else ''}",
+                f"be at least the data-parallel size{virtual}{part}",
+                f"{least} for {ranks} ranks{f' * {group} = {ranks * group}' if group > 1 else ''}",
                 "every rank needs a sample in every step and micro-batch",
             )
-    elif given(c.data.global_batch_size) % (ranks * size * group):
+    elif odd := [each for each in c.data.step_sizes if each % (ranks * size * group)]:
         raise FlagError(
             "--global-batch-size",
-            f"be a multiple of data-parallel size * --micro-batch-size{virtual}",
-            f"{c.data.global_batch_size} and {ranks} * {size}{f' * {group}' if group > 1 else ''} "
-            f"= {ranks * size * group}",
+            f"be a multiple of data-parallel size * --micro-batch-size{virtual}{part}",
+            f"{odd[0]} and {ranks} * {size}{f' * {group}' if group > 1 else ''} = {ranks * size * group}",
             "or use --use-dynamic-batch-size",
         )
 
@@ -352,7 +331,7 @@ TOGETHER: tuple[Rule, ...] = (
     check_domains,
     _staleness,
     check_offload,
-    _batch_equation,
+    check_batches,
     _micro_batches,
     *ALGORITHM,
     check_frozen_models,

@@ -10,7 +10,8 @@ from slime.config.ranges import COUNT, COUNT_OR_ZERO, UNIT
 
 @dataclass(frozen=True)
 class DataConfig:
-    """rollout_batch_size * n_samples_per_prompt = global_batch_size * num_steps_per_rollout."""
+    """rollout_batch_size * n_samples_per_prompt = global_batch_size * num_steps_per_rollout, or = the sum of
+    `step_sizes`."""
 
     prompt_data: str | list[str] | None = flag(  # noqa: RUF009
         None,
@@ -71,6 +72,18 @@ class DataConfig:
         None, "number of samples per optimizer step (default: all samples of a rollout)", range=COUNT
     )
     num_steps_per_rollout: int = flag(None, "number of optimizer steps per rollout", range=COUNT)
+    variable_global_batch_size: bool = flag(
+        False,
+        "the last step of a rollout may have fewer samples than --global-batch-size; without the flag, samples that "
+        "fill no step are an error",
+    )
+    global_batch_size_schedule: list[int] | None = flag(  # noqa: RUF009
+        None,
+        "number of samples of each optimizer step of a rollout, such as 16,8; the sum must be that of a rollout's "
+        "samples",
+        range=COUNT,
+        commas=True,
+    )
     micro_batch_size: int = flag(
         1, "number of samples per micro-batch without --use-dynamic-batch-size", range=COUNT
     )
@@ -92,3 +105,25 @@ class DataConfig:
         "format of the chat, to find the turns that are trained",
         choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
     )
+
+    @property
+    def step_sizes(self) -> list[int]:
+        """The number of samples per optimizer step, for a whole rollout."""
+        if self.global_batch_size_schedule is not None:
+            return self.global_batch_size_schedule
+        left, sizes = self.rollout_batch_size * self.n_samples_per_prompt, list[int]()
+        if not self.variable_global_batch_size:
+            return [self.global_batch_size] * self.num_steps_per_rollout
+        while left > 0:
+            sizes.append(min(left, self.global_batch_size))
+            left -= sizes[-1]
+        return sizes
+
+    def samples_until(self, steps: float) -> float:
+        """Returns the number of samples of the first `steps` optimizer steps of a run."""
+        if not self.variable_global_batch_size:
+            return steps * self.global_batch_size
+        sizes = self.step_sizes
+        rollouts, rest = divmod(steps, len(sizes))
+        whole = int(rest)
+        return rollouts * sum(sizes) + sum(sizes[:whole]) + (rest - whole) * sizes[whole]

@@ -23,14 +23,25 @@ class LoraConfig:
         None,
         "the last parts of the Hugging Face names of modules that get an adapter, such as q_proj v_proj (default: "
         "all-linear, every product of a layer but routers)",
+        commas=True,
     )
-    lora_target_modules: list[str] | None = flag(None, "another name of --target-modules")  # noqa: RUF009
+    lora_target_modules: list[str] | None = flag(  # noqa: RUF009
+        None, "another name of --target-modules", commas=True
+    )
+    exclude_modules: list[str] | None = flag(  # noqa: RUF009
+        None,
+        "modules that get no adapter, named like --target-modules or by their whole names, such as "
+        "model.layers.0.self_attn.q_proj",
+        commas=True,
+    )
     lora_load: str | None = flag(
         None,
-        "folder of a PEFT adapter to start from; it gives --lora-rank, --lora-alpha and --target-modules",
+        "folder of a PEFT adapter to start from; it gives --lora-rank, --lora-alpha, --target-modules and "
+        "--exclude-modules",
     )
     lora_merge: bool = flag(
         False,
         "send whole weights with the adapters merged in to the engines, in place of the adapters alone",
     )
     lora_name: str = flag("policy-lora", "name of the adapter in the engines")
+    lora_adapter_name: str | None = flag(None, "another name of --lora-name")

@@ -54,6 +54,7 @@ class WeightUpdateConfig:
     update_weight_disk_keep_files: bool = flag(
         False, "keep the files of all published versions in --weight-dir, in place of the newest two"
     )
+    update_weight_delta_keep_files: bool = flag(False, "older name of --update-weight-disk-keep-files")
     check_weight_update_equal: bool = flag(
         False, "compare every engine tensor with the trainer's after each update"
     )

@@ -19,6 +19,13 @@ from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
 from slime.models.lora import PREFIX as ADAPTERS
 from slime.models.lora import Lora
 
+_FLAGS = {
+    "rank": "--lora-rank",
+    "alpha": "--lora-alpha",
+    "targets": "--target-modules",
+    "excluded": "--exclude-modules",  # not in records of older versions
+}
+
 
 def kept(inner: HiddenGPTModel, state: dict[str, Any], adapters: bool) -> dict[str, Any]:
     """Returns the part of a model's state that a checkpoint holds. For a model with adapters, that is the trained part
@@ -46,11 +53,10 @@ def check_record(saved: dict[str, Any] | None, wanted: dict[str, Any] | None, pa
             f"--load must hold adapters with --lora-rank, got whole weights in {path}; add --finetune to start "
             "adapters over them, or leave --lora-rank out"
         )
-    for name in ("rank", "alpha", "targets"):
-        if saved is not None and wanted is not None and saved[name] != wanted[name]:
-            flag = "--target-modules" if name == "targets" else f"--lora-{name}"
+    for name, flag in _FLAGS.items():
+        if saved is not None and wanted is not None and (before := saved.get(name, ())) != wanted[name]:
             raise ValueError(
-                f"{flag} must be {saved[name]} as in the checkpoint, got {wanted[name]} for {path}; a run resumes with "
+                f"{flag} must be {before} as in the checkpoint, got {wanted[name]} for {path}; a run resumes with "
                 "the adapters that it began with"
             )
     if saved is None or wanted is None or None in (saved["base"], wanted["base"]):
@@ -74,4 +80,7 @@ def stored_lora(
         return None  # reading the checkpoint reports the missing file
     with explained_reading(Path(directory), iteration, choose):
         saved = read_common(path).get("lora")
-        return saved and Lora(saved["rank"], saved["alpha"], saved["dropout"], tuple(saved["targets"]))
+        return saved and Lora(
+            *(saved["rank"], saved["alpha"], saved["dropout"]),
+            *(tuple(saved[name]) for name in ("targets", "excluded") if name in saved),
+        )

@@ -39,7 +39,7 @@ def build_optimizer(
     fp32, and on the host with --optimizer-cpu-offload.
 
     Gradients are clipped to --clip-grad by their global norm. The schedule counts samples. It covers
-    --lr-decay-iters (default: `total_steps`) steps of --global-batch-size samples: --lr-warmup-iters steps, or
+    --lr-decay-iters (default: `total_steps`) steps with their samples: --lr-warmup-iters steps, or
     --lr-warmup-fraction of the steps, of linear warm-up from --lr-warmup-init, then --lr-decay-style down to --min-lr.
     The weight decay goes from --start-weight-decay to --end-weight-decay over the same steps.
 
@@ -157,9 +157,10 @@ def fuse_adam(optimizer: MegatronOptimizer) -> None:
 
 class LrSchedule(OptimizerParamScheduler):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's schedule, whose position counts samples, for flags that count optimizer steps of `step_samples`
-    samples. A checkpoint holds both numbers, so that a run with another step size resumes at its optimizer step."""
+    samples on average. A checkpoint holds both numbers, so that a run with another step size resumes at its optimizer
+    step."""
 
-    def __init__(self, optimizer: MegatronOptimizer, *, step_samples: int, **settings: object) -> None:
+    def __init__(self, optimizer: MegatronOptimizer, *, step_samples: float, **settings: object) -> None:
         self.step_samples = step_samples
         super().__init__(optimizer, **settings)
 
@@ -176,8 +177,8 @@ class LrSchedule(OptimizerParamScheduler):  # type: ignore[misc]  # megatron-cor
             state_dict = state_dict | {"num_steps": round(done * self.step_samples)}
             if dist.get_rank() == 0:
                 logger.warning(
-                    "the schedule of the learning rate goes on after its optimizer step %g: steps had %d samples "
-                    "and have %d now",
+                    "the schedule of the learning rate goes on after its optimizer step %g: steps had %g samples "
+                    "and have %g now",
                     *(done, before, self.step_samples),
                 )
         super().load_state_dict(state_dict)
@@ -198,7 +199,8 @@ def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int, ro
         )
     if not 0 <= config.megatron.min_lr <= lr:
         raise ValueError(f"--min-lr must lie in [0, {spelled(role.lr)} {lr}], got {config.megatron.min_lr}")
-    samples, fraction = config.data.global_batch_size, config.megatron.lr_warmup_fraction
+    samples_until, fraction = config.data.samples_until, config.megatron.lr_warmup_fraction
+    of_rollout = config.data.num_steps_per_rollout or 1
     warm_up = iters if fraction is None else fraction * steps
     start_decay, end_decay = weight_decays(config)
     last = config.megatron.lr_wsd_decay_iters
@@ -209,18 +211,18 @@ def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int, ro
         )
     return LrSchedule(
         optimizer,
-        step_samples=samples,
+        step_samples=samples_until(of_rollout) / of_rollout,
         init_lr=config.megatron.lr_warmup_init,
         max_lr=lr,
         min_lr=config.megatron.min_lr,
-        lr_warmup_steps=int(warm_up * samples),
-        lr_decay_steps=steps * samples,
+        lr_warmup_steps=int(samples_until(warm_up)),
+        lr_decay_steps=int(samples_until(steps)),
         lr_decay_style=config.megatron.lr_decay_style,
-        wsd_decay_steps=None if last is None else last * samples,
+        wsd_decay_steps=None if last is None else int(samples_until(steps) - samples_until(steps - last)),
         lr_wsd_decay_style=config.megatron.lr_wsd_decay_style,
         start_wd=start_decay,
         end_wd=end_decay,
-        wd_incr_steps=steps * samples,
+        wd_incr_steps=int(samples_until(steps)),
         wd_incr_style=config.megatron.weight_decay_incr_style,
         # a resumed run uses its current flags; the checkpoint supplies the position in the schedule
         use_checkpoint_opt_param_scheduler=False,

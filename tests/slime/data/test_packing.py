@@ -248,3 +248,33 @@ def test_virtual_stages_want_whole_groups_of_micro_batches():
         build_dp_schedule(fixed, [5] * 6, list(range(6)), 2, HF)
     balanced = build_dp_schedule(args(**virtual, balance_by_flops=True), [5] * 5, list(range(5)), 2, HF)
     assert [len(step) for rank in balanced.ranks for step in rank] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ({"global_batch_size": 4, "variable_global_batch_size": True}, [4, 2]),
+        ({"global_batch_size": 3, "variable_global_batch_size": True}, [3, 3]),
+        ({"global_batch_size": 9, "variable_global_batch_size": True}, [6]),
+        ({"global_batch_size": 4, "global_batch_size_schedule": [1, 2, 3]}, [1, 2, 3]),
+        ({"global_batch_size": 4, "global_batch_size_schedule": [6]}, [6]),
+    ],
+)
+def test_steps_of_several_sizes_cover_every_rollout(flags, wanted):
+    """Sizes count rollouts: rollout 0 has two samples, which stay in one step."""
+    schedule = build_dp_schedule(args(**flags), [1] * 7, [0, 0, 1, 2, 3, 4, 5], 1, HF)
+    assert schedule.global_batch_sizes == wanted
+    assert sorted(i for step in schedule.step_samples for i in step) == list(range(7))
+    assert schedule.step_samples[0][:2] == [0, 1]
+
+
+def test_a_schedule_must_cover_the_batch():
+    flags = {"global_batch_size": 4, "global_batch_size_schedule": [2, 3]}
+    with pytest.raises(
+        ValueError, match="--global-batch-size-schedule must cover .*, got 2,3 with 6 rollouts"
+    ):
+        build_dp_schedule(args(**flags), [1] * 6, range(6), 1, HF)
+    with pytest.raises(ValueError, match="must fill 2 data-parallel ranks equally, got 1"):
+        build_dp_schedule(
+            args(global_batch_size=5, variable_global_batch_size=True), [1] * 6, range(6), 2, HF
+        )

@@ -43,6 +43,19 @@ def peft(directory: Path) -> Path:
             "--lora-rank 8 --target-modules all-linear q_proj",
             "--target-modules must be all-linear alone or names, got all-linear q_proj; leave out one",
         ),
+        ("--exclude-modules q_proj", f"{ALONE} --exclude-modules, got q_proj alone; add it"),
+        (
+            "--lora-rank 8 --exclude-modules q_proj,c_attn",
+            "--exclude-modules must name modules of the model, got c_attn, which matches none; it has down_proj, ",
+        ),
+        (
+            "--lora-rank 8 --target-modules q_proj --exclude-modules q_proj",
+            "--exclude-modules must leave a module with an adapter, got q_proj; leave some out",
+        ),
+        (
+            "--lora-load PEFT --exclude-modules v_proj",
+            r"--exclude-modules must be \[\] as in --lora-load .*, got \['v_proj'\]; leave",
+        ),
         (
             "--lora-rank 8 --only-train-params-name-list a",
             f"--only-train-params-name-list {LEFT_OUT} a; the ad",
@@ -97,3 +110,23 @@ def test_merged_weights_need_neither_the_slot_nor_the_same_base(tmp_path: Path) 
     save_file({"x": torch.zeros(1)}, other / "model.safetensors")
     flags = ["--lora-rank", "8", "--lora-merge", "--ref-load", str(other)]
     assert Lora.of(parse_args([*good_argv(tmp_path), *flags])) == Lora(8, 32.0)
+
+
+def test_other_names_of_flags_mean_the_same(tmp_path: Path) -> None:
+    argv = good_argv(tmp_path)
+    flags = "--lora-rank 8 --target-modules q_proj,v_proj,o_proj --exclude-modules o_proj --lora-adapter-name mine"
+    config = parse_args([*argv, *flags.split()])
+    assert Lora.of(config) == Lora(8, 32.0, 0.0, ("q_proj", "v_proj", "o_proj"), ("o_proj",))
+    assert config.lora.lora_name == "mine"
+    both = parse_args([*argv, *flags.split(), "--lora-name", "other"])
+    assert both.lora.lora_name == "other"
+    assert "--lora-adapter-name has no effect: --lora-name is given, which is the same flag" in both.notes
+
+
+def test_types_of_adapters_with_the_same_result_leave_a_note(tmp_path: Path) -> None:
+    argv = [*good_argv(tmp_path), "--lora-rank", "8"]
+    same = parse_args([*argv, "--lora-type", "canonical_lora"])
+    assert "--lora-type canonical_lora is taken as lora, which gives the same result" in same.notes
+    assert not parse_args([*argv, "--lora-type", "lora"]).notes
+    with pytest.raises(ValueError, match="--lora-type must be left at lora in this version, got dora; plain"):
+        parse_args([*argv, "--lora-type", "dora"])

@@ -150,6 +150,7 @@ def test_a_run_resumes_with_its_adapters(root, tmp_path):
         ({"lora_rank": 8}, "--lora-rank must be 4 as in the checkpoint, got 8"),
         ({"lora_rank": 0}, "a checkpoint must hold whole weights here, got adapters of rank 4"),
         ({"target_modules": ["q_proj"]}, "--target-modules must be .*all-linear.* as in the checkpoint"),
+        ({"exclude_modules": ["q_proj"]}, r"--exclude-modules must be \(\) as in the checkpoint"),
     ],
 )
 def test_other_adapters_than_the_checkpoints_are_refused(root, tmp_path, flags, message):

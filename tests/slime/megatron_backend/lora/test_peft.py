@@ -111,6 +111,29 @@ def test_a_directory_of_peft_comes_back_bit_for_bit(root, one, tmp_path, kind):
     assert read_peft(tmp_path / "ours") == (lora, base)
 
 
+def test_excluded_modules_have_no_adapter_as_in_peft(root, one, tmp_path):
+    """PEFT builds adapters for the same modules from the same settings, and computes the same logits."""
+    excluded = ["down_proj", "model.layers.1.self_attn.q_proj"]
+    base, batch = root / "qwen3", sequences(1)
+    model = adapted(base, ddp=False, exclude_modules=excluded)
+    randomise(model)
+    save_peft(model, tmp_path / "adapter", str(base))
+    hf: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=4, target_modules="all-linear", exclude_modules=excluded, task_type="CAUSAL_LM"
+    )
+    wanted = {name for name, _ in peft.get_peft_model_state_dict(peft.get_peft_model(hf, config)).items()}
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert stored.keys() == wanted
+    assert not any("down_proj" in name or "layers.1.self_attn.q_proj" in name for name in stored)
+    assert any("layers.0.self_attn.q_proj" in name for name in stored)
+    theirs = loaded_by_peft(base, tmp_path / "adapter")
+    with torch.no_grad():
+        got = packed_logits(model, batch)
+    torch.testing.assert_close(got, hf_logits(theirs, batch), rtol=1e-4, atol=2e-5)
+    assert read_peft(tmp_path / "adapter")[0].excluded == tuple(sorted(excluded))
+
+
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_moe"])
 def test_merged_weights_compute_what_the_adapters_do(root, one, tmp_path, kind):
     """The test includes gated delta nets and experts, whose modules have other names in transformers than in files."""

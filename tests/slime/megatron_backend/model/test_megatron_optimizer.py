@@ -177,3 +177,21 @@ def test_gradient_that_is_not_finite_shows_in_the_norm(checkpoint):
     (sum_loss(packed_logits(model, sequences(0)), sequences(0)) * math.nan).backward()
     updated, norm, _ = optimizer.step()
     assert updated and math.isnan(norm)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        # upstream's cases: rollouts of 6 samples in steps of 2 and 4, rollouts of 5 in steps of 4 and 1
+        (
+            {"rollout_batch_size": 6, "global_batch_size_schedule": [2, 4], "lr_decay_iters": 2},
+            (6, 2, 4),
+        ),
+        ({"rollout_batch_size": 5, "global_batch_size": 4, "lr_decay_iters": 3}, (9, 4, 4)),
+    ],
+)
+def test_a_schedule_counts_steps_of_several_sizes(checkpoint, flags, wanted):
+    flags |= {"variable_global_batch_size": True, "num_steps_per_rollout": 2, "lr_decay_style": "WSD"}
+    _, _, scheduler = trainer(checkpoint[0], lr_warmup_iters=1, lr_wsd_decay_iters=1, **flags)
+    assert (scheduler.lr_decay_steps, scheduler.lr_warmup_steps, scheduler.wsd_decay_steps) == wanted
+    assert scheduler.wd_incr_steps == wanted[0]

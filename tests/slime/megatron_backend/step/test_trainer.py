@@ -369,3 +369,15 @@ def test_a_closed_trainer_frees_its_threads_files_and_model_at_once(root, tmp_pa
     It uses a child process, because earlier tests left work in this process that opens files at any time.
     """
     on_ranks(close_and_count, root, tmp_path, ranks=1)
+
+
+def test_steps_of_several_sizes_are_means_over_their_own_samples(build):
+    """The first step of sizes 4 and 4 equals that of 4, 1 and 3, and every sample is trained."""
+    equal, _ = train(build(global_batch_size=4))
+    flags = {"global_batch_size_schedule": [4, 1, 3], "variable_global_batch_size": True}
+    result, data = train(build(global_batch_size=4, num_steps_per_rollout=3, **flags))
+    assert [step["train/global_batch_size"] for step in result.steps] == [4, 1, 3]
+    for name in ("loss", "grad_norm", "pg_loss", "lr-pg_0"):
+        assert result.steps[0][f"train/{name}"] == equal.steps[0][f"train/{name}"], name
+    assert result.steps[1]["train/grad_norm"] != equal.steps[1]["train/grad_norm"]
+    assert sorted(data["partition"]) == list(range(len(make_samples())))
