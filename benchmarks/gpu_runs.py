@@ -17,7 +17,7 @@ from slime.plan.model_shape import Shape
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.trackers import METRICS_FILE
 from vime.run_metrics import RunMetrics, load_run
-from vime.view.measures import flags_of
+from vime.view.measures import config_flags
 
 LARGE = 3e9
 """Smallest number of parameters in layers with which a model counts for the targets of a Qwen3-4B (3.6e9)."""
@@ -35,7 +35,7 @@ class GpuRun:
 
     @classmethod
     def read(cls, path: Path) -> GpuRun:
-        flags = flags_of(json.loads((path / "config.json").read_text(encoding="utf-8")))
+        flags = config_flags(json.loads((path / "config.json").read_text(encoding="utf-8")))
         try:
             model = read_hf_config(flags["hf_checkpoint"])
         except ValueError:

@@ -57,7 +57,7 @@ def compared(outputs: int, inputs: int, rows: int, every: bool) -> dict[str, Any
     make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
     x, weights = make(rows, inputs), [make(outputs, inputs) / inputs**0.5 for _ in range(copies)]
     out = make(rows, outputs)
-    tile = product.tile_of(rows, outputs, torch.cuda.get_device_properties(0).multi_processor_count)
+    tile = product.choose_tile(rows, outputs, torch.cuda.get_device_properties(0).multi_processor_count)
     ours = product.linear(x, weights[0], None)
     found = {
         "cublas_us": microseconds(lambda w: torch.mm(x, w.t(), out=out), weights),

@@ -17,7 +17,7 @@ Facts = dict[str, Any]
 """A JSON object of facts about a machine."""
 
 
-def output_of(*command: str) -> str | None:
+def command_output(*command: str) -> str | None:
     """Returns the output of a command, or None if the command is not installed, fails, or takes too long."""
     if shutil.which(command[0]) is None:
         return None
@@ -34,16 +34,16 @@ def output_of(*command: str) -> str | None:
 def git_state(root: Path) -> Facts | None:
     """Returns the commit, whether tracked files differ from the commit, and the SHA-256 of the diff. Returns None
     unless `root` is the top of a checkout."""
-    top = output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    top = command_output("git", "-C", str(root), "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root:  # the package is installed inside another repository
         return None
-    commit = output_of("git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD")
+    commit = command_output("git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD")
     if commit is None:
         return None
-    changes = output_of("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    changes = command_output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     found: Facts = {"commit": commit, "modified": None if changes is None else bool(changes)}
     if changes:
-        difference = output_of("git", "-C", str(root), "diff", "HEAD") or ""
+        difference = command_output("git", "-C", str(root), "diff", "HEAD") or ""
         found["difference"] = hashlib.sha256(difference.encode()).hexdigest()
     return found
 
@@ -51,7 +51,7 @@ def git_state(root: Path) -> Facts | None:
 def gpu_rows(facts: Sequence[str], *, units: bool = False) -> list[list[str]] | None:
     """Returns the facts per GPU as nvidia-smi prints them, or None if nvidia-smi is missing or fails."""
     form = "csv,noheader" if units else "csv,noheader,nounits"
-    listing = output_of("nvidia-smi", f"--query-gpu={','.join(facts)}", f"--format={form}")
+    listing = command_output("nvidia-smi", f"--query-gpu={','.join(facts)}", f"--format={form}")
     if listing is None:
         return None
     return [[part.strip() for part in line.split(",")] for line in listing.splitlines() if line]

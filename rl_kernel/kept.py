@@ -86,7 +86,7 @@ def check_kept(kept: KeptTokens | None, targets: Tensor, limit: int) -> None:
         raise invalid("keep_mask.ids", "hold each truncated token's target", got, "add the sampled token")
 
 
-def _token_of_each(kept: KeptTokens) -> Tensor:
+def _token_indices(kept: KeptTokens) -> Tensor:
     """Returns the token [M] of every id; -1 or N for an id of a token outside the record. The shape does not depend on
     values."""
     position = torch.arange(len(kept.ids), device=kept.ids.device)
@@ -98,7 +98,7 @@ def repeated(kept: KeptTokens, limit: int) -> Tensor:
     the device, with up to 64 bytes per id."""
     ids = kept.ids.long()
     # Ids outside the vocabulary share one extra key, so that they cannot collide with the ids of the next token.
-    key = _token_of_each(kept) * (limit + 1) + torch.where((ids >= 0) & (ids < limit), ids, limit)
+    key = _token_indices(kept) * (limit + 1) + torch.where((ids >= 0) & (ids < limit), ids, limit)
     key, order = key.sort(stable=True)
     again = torch.zeros_like(ids, dtype=torch.bool)
     return again.scatter_(0, order[1:], key[1:] == key[:-1])
@@ -111,7 +111,7 @@ def kept_logits(tile: Tensor, kept: KeptTokens, shard: VocabShard) -> Tensor:
     in these columns, its whole row is -inf.
     """
     tokens, columns = tile.shape
-    token = _token_of_each(kept)
+    token = _token_indices(kept)
     column = kept.ids.long() - shard.start
     here = (token >= 0) & (token < tokens) & (column >= 0) & (column < columns)
     keep = torch.zeros(tokens + 1, columns + 1, dtype=torch.bool, device=tile.device)

@@ -47,13 +47,13 @@ def check_ids(ids: Tensor | None, tokens: int, device: torch.device, limit: int)
     ordered = ids.sort(1).values
     again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NONE)
     if again.any():
-        row, place = (int(x) for x in again.nonzero()[0])
+        row, column = (int(x) for x in again.nonzero()[0])
         raise invalid(
-            "ids", "differ for a token", f"{int(ordered[row, place])} twice for token {row}", "drop one"
+            "ids", "differ for a token", f"{int(ordered[row, column])} twice for token {row}", "drop one"
         )
 
 
-def logits_of_ids(tile: Tensor, ids: Tensor | None, shard: VocabShard) -> Tensor | None:
+def gather_id_logits(tile: Tensor, ids: Tensor | None, shard: VocabShard) -> Tensor | None:
     """Returns the logits of the ids [C, K] from a tile [C, V] of this shard's columns. The value is -inf for `NONE`,
     for padding and for other processes' ids. Returns None without ids."""
     if ids is None:
@@ -111,7 +111,7 @@ def add_ids_grad_(
     return d_logits
 
 
-def keys_of(values: Tensor, ids: Tensor) -> Tensor:
+def sort_keys(values: Tensor, ids: Tensor) -> Tensor:
     """Returns int64 keys that order by the float32 value, then by the lower id first."""
     bits = values.float().view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
@@ -119,7 +119,7 @@ def keys_of(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def split_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (values float32, ids int32), the inverse of `keys_of`."""
+    """Returns (values float32, ids int32), the inverse of `sort_keys`."""
     ordered = (keys >> 32).to(torch.int32)
     values = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
     return values, (0x7FFFFFFF - (keys & 0xFFFFFFFF)).to(torch.int32)
@@ -129,7 +129,7 @@ def top_keys(tile: Tensor, shard: VocabShard, count: int, before: Tensor | None 
     """Returns the `count` largest keys [C, count], unordered, from a tile [C, V] without padding and from the keys
     `before`."""
     ids = torch.arange(shard.start, shard.start + tile.shape[1], device=tile.device)
-    keys = keys_of(tile, ids)
+    keys = sort_keys(tile, ids)
     if keys.shape[1] > count:
         keys = keys.topk(count, sorted=False).values
     if before is not None:
@@ -142,7 +142,7 @@ def top_keys(tile: Tensor, shard: VocabShard, count: int, before: Tensor | None 
 def merge_top(keys: Tensor, lse: Tensor, count: int, group: ProcessGroup | None) -> Top:
     """Returns the top ids from the largest keys [N, at most count] of this process and the log-sum-exp [N] of the whole
     vocabulary. Runs one all-gather."""
-    lowest = keys_of(keys.new_full((), -torch.inf, dtype=torch.float32), keys.new_full((), NONE))
+    lowest = sort_keys(keys.new_full((), -torch.inf, dtype=torch.float32), keys.new_full((), NONE))
     short = count - keys.shape[1]
     keys = torch.cat([keys, lowest.expand(len(keys), short)], 1) if short else keys
     every = gather_stack(keys, group).transpose(0, 1).flatten(1)

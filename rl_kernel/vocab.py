@@ -118,8 +118,8 @@ def vocabulary_columns(
     known = _checked.setdefault(group, {})
     if (start, stored) in known and not reads_values(like):
         return known[start, stored]
-    place = torch.tensor([start, stored], device=like.device)
-    shards = sorted((int(first), int(columns)) for first, columns in gather_stack(place, group).tolist())
+    bounds = torch.tensor([start, stored], device=like.device)
+    shards = sorted((int(first), int(columns)) for first, columns in gather_stack(bounds, group).tolist())
     end = 0
     for first, columns in shards:
         if first != end:

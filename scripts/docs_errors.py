@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from vime.explain.sources import NOTES, PACKAGES, ROOT, collected, fits, notes, remedy_of
+from vime.explain.sources import NOTES, PACKAGES, ROOT, collected, find_remedy, fits, notes
 
 CHECKED = (*PACKAGES, "benchmarks/switch_bench", "benchmarks/operator_bench")
 """The wheel has no benchmarks. `vime bench` of a checkout raises their errors."""
@@ -17,7 +17,7 @@ CHECKED = (*PACKAGES, "benchmarks/switch_bench", "benchmarks/operator_bench")
 def without_remedy() -> list[str]:
     """Returns the messages without a remedy and without a note."""
     written = notes()
-    return [f"{m.path}: {m.text}" for m in collected(ROOT, CHECKED) if not remedy_of(m, written)]
+    return [f"{m.path}: {m.text}" for m in collected(ROOT, CHECKED) if not find_remedy(m, written)]
 
 
 def unused_notes() -> list[str]:

@@ -22,7 +22,7 @@ from slime.rules import parse_args
 from slime.rules.listing import Row, own_rows
 from slime.rules.parser import check_flags
 from slime.rules.validate import Rule
-from vime.pool.served import ServedEngines, ServedModels, in_spelling_of
+from vime.pool.served import ServedEngines, ServedModels, spelled_for
 from vime.sglang.backend import SglangBackend
 from vime.switch import from_environment
 from vime.vllm.backend import VllmBackend
@@ -38,22 +38,22 @@ BACKENDS: dict[str, RolloutBackend] = {
 __path__: list[str] = []  # an empty package for the plug-in paths vime.backends.*, see vime.alias
 
 
-def backend_of(config: Config) -> RolloutBackend:
+def backend_for(config: Config) -> RolloutBackend:
     """Returns the backend that runs the engines of this configuration."""
     return BACKENDS[config.engine.rollout_backend]
 
 
-def models_of(config: Config) -> Iterator[ServedEngines]:
+def served_engines(config: Config) -> Iterator[ServedEngines]:
     """Yields the engines of each model that the run serves."""
     for model in served_models(config):
-        yield ServedEngines.of(config, model, BACKENDS[model.backend])
+        yield ServedEngines.from_model(config, model, BACKENDS[model.backend])
 
 
 def make_pools(config: Config, placed: Placement, source: WeightSource | None) -> ServedModels:
     """Returns every model's engines, not started yet. `source`: the trainer, if the run has one."""
     policy: EnginePool = NoEngines()
     frozen: dict[str, EnginePool] = {}
-    for engines in models_of(config):
+    for engines in served_engines(config):
         model = engines.model
         pool = engines.backend.pool(engines.settings, placed, None if model.frozen else source, model)
         if model.frozen:
@@ -73,7 +73,7 @@ def require_reachable(config: Config) -> None:
             "the router takes no engine for prefill or decode while it serves, so none could "
             "restart: keep regular engines",
         )
-    for engines in models_of(config):
+    for engines in served_engines(config):
         engines.require_reachable()
 
 
@@ -83,8 +83,8 @@ def check_served(config: Config) -> None:
         if not model.frozen:
             continue
         try:
-            with in_spelling_of(model):
-                ServedEngines.of(config, model, BACKENDS[model.backend]).check()
+            with spelled_for(model):
+                ServedEngines.from_model(config, model, BACKENDS[model.backend]).check()
         except ValueError as error:
             raise with_prefix(error, f"the engines of {model.name} must fit their model, got: ") from error
 
@@ -100,8 +100,8 @@ def parse_config(argv: Sequence[str], rules: Sequence[Rule] = (), *, download: b
         argv, BACKENDS, _from_environment, (_check_variables, check_served, *rules), download=download
     )
     config = _within_teachers(config)
-    served = {engines.model.backend for engines in models_of(config)}
-    notes = (*variable_notes(config, os.environ, served), *backend_of(config).remarks(config))
+    served = {engines.model.backend for engines in served_engines(config)}
+    notes = (*variable_notes(config, os.environ, served), *backend_for(config).remarks(config))
     return dataclasses.replace(config, notes=(*config.notes, *notes))
 
 
@@ -114,7 +114,7 @@ def _within_teachers(config: Config) -> Config:
         return config
     facts = config.engine.engine_facts
     tokens, _ = longest_sequence(config)
-    for engines in models_of(config):
+    for engines in served_engines(config):
         name = engines.model.name
         of_teacher, setting = longest_sequence(engines.settings) if name in scoring else (None, "")
         if of_teacher is not None and (tokens is None or of_teacher - 1 < tokens):

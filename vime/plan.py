@@ -23,23 +23,23 @@ from slime.roles.groups import RoleGroup, build_groups, sent_lines, trainer_rank
 from slime.roles.served import ServedModel, frozen_devices
 from slime.run_start import start_line
 from slime.weight_sync.registry import CHANNELS
-from vime.backends import backend_of, models_of
+from vime.backends import backend_for, served_engines
 from vime.memory.compare import COMPARE, compare_run
 from vime.memory.lines import (
+    describe_engine_memory,
     frozen_models,
     host_lines,
     memory_lines,
-    memory_of_engine,
     phase_lines,
     remedies,
     trainer_memory,
     whole_fit,
 )
-from vime.memory.sizes import asked_bytes, for_gpus, machine_of, take_sizes
+from vime.memory.sizes import for_gpus, machine_sizes, requested_bytes, take_sizes
 from vime.plan_hardware import hardware, update
 from vime.plan_hardware import machine as this_machine
 from vime.run.prompts import plural, prompts
-from vime.start.checks import Inputs, check_run, is_for_others, lacks_weights, read_inputs
+from vime.start.checks import Inputs, check_run, lacks_weights, plans_other_machine, read_inputs
 from vime.start.first_prompt import FirstPrompt
 
 
@@ -60,7 +60,7 @@ def topology(c: Config) -> Iterator[str]:
             yield from pipeline(c)
             yield f"step      {describe_step(group.config)}"
         yield from (f"sent      {line}" for line in sent_lines(groups))
-    for engines in models_of(c):
+    for engines in served_engines(c):
         yield _engines_line(engines.settings, engines.model)
     if trains and generates:
         where = "one after the other on the same devices" if c.cluster.colocate else "side by side"
@@ -70,7 +70,7 @@ def topology(c: Config) -> Iterator[str]:
             else "synchronous"
         )
         yield f"order     {where}, {apart}"
-    places = plural(_places(c, trains), "GPU" if c.cluster.device == "cuda" else "CPU place")
+    places = plural(_device_count(c, trains), "GPU" if c.cluster.device == "cuda" else "CPU place")
     yield f"needs     {places}; this machine has {this_machine()}"
 
 
@@ -113,7 +113,7 @@ def _split(c: Config) -> str:
     return f", {prefill} for prefill and {c.num_engines - prefill} for decode" if prefill else ""
 
 
-def _places(c: Config, trains: bool) -> int:
+def _device_count(c: Config, trains: bool) -> int:
     """Returns the number of GPUs, or of slots on a CPU, that the run takes."""
     rollout_gpus, frozen = c.cluster.rollout_num_gpus, frozen_devices(c)
     if c.cluster.colocate and trains:
@@ -124,7 +124,7 @@ def _places(c: Config, trains: bool) -> int:
 
 def pipeline(c: Config) -> Iterator[str]:
     """Yields each pipeline rank's layers, for more than one rank."""
-    layers = Shape.of(hf_config_of(c)).layers
+    layers = Shape.of(checkpoint_config(c)).layers
     stages = build_stages(c.megatron, layers)
     if stages.ranks == 1:
         return
@@ -191,7 +191,7 @@ def batches(c: Config) -> Iterator[str]:
         yield f"{plural(c.data.num_rollout, 'rollout')} = {plural(c.total_steps, 'optimizer step')}"
 
 
-def hf_config_of(c: Config) -> dict[str, object]:
+def checkpoint_config(c: Config) -> dict[str, object]:
     """Returns the content of config.json of --hf-checkpoint."""
     return read_hf_config(c.rollout.hf_checkpoint)
 
@@ -205,9 +205,9 @@ def transport(c: Config) -> str:
 
 def describe(c: Config, machine: MachineSizes | None = None, data: Sequence[str] | None = None) -> str:
     """Returns the whole plan as text, for `machine` or for this machine. `data`: lines of `prompts`."""
-    machine = machine or machine_of(c)
+    machine = machine or machine_sizes(c)
     gpu_bytes = machine.device
-    hf = hf_config_of(c)
+    hf = checkpoint_config(c)
     found = whole_fit(c, hf, machine)
     shape = Shape.of(hf)
     groups = () if c.debug.debug_rollout_only else build_groups(c)
@@ -231,16 +231,16 @@ def describe(c: Config, machine: MachineSizes | None = None, data: Sequence[str]
             for group in groups
         },
         "Update of the engines, per trainer rank": list(update(groups, shape)),
-        "Memory of an engine, per GPU": list(memory_of_engine(c, hf, gpu_bytes)),
+        "Memory of an engine, per GPU": list(describe_engine_memory(c, hf, gpu_bytes)),
         "Memory of a host": list(host_lines(found, machine)),
         "Memory by phase": list(phase_lines(found)),
         "What would make it fit": remedies(c, hf, machine),
-        "Engine flags": list(backend_of(c).command_lines(c)),
+        "Engine flags": list(backend_for(c).command_lines(c)),
         **frozen_models(c, gpu_bytes),
         "Records": [
             *watched(c),
             f"run directory {c.logging.run_dir}",
-            f"weights to engines by {transport(c)}{adapters_sent(c, Shape.of(hf_config_of(c)))}",
+            f"weights to engines by {transport(c)}{adapters_sent(c, Shape.of(checkpoint_config(c)))}",
         ],
         "Notes": list(c.notes),
     }
@@ -268,7 +268,7 @@ def main(argv: Sequence[str]) -> int:
         return not names_device and config.rollout.hf_checkpoint is not None and lacks_weights(config)
 
     def is_elsewhere(config: Config) -> bool:
-        return is_for_others(config, sizes) or is_planned_without_weights(config)
+        return plans_other_machine(config, sizes) or is_planned_without_weights(config)
 
     def read_part(config: Config) -> int | None:
         data.extend([*prompts(config, first.score), *first.lines()])
@@ -278,12 +278,12 @@ def main(argv: Sequence[str]) -> int:
         return read_inputs(config, read_part, tokenizer=not is_elsewhere(config))
 
     c = check_run(for_gpus(flags, sizes.gpu), read, is_elsewhere=is_elsewhere)
-    machine = machine_of(c, sizes)
+    machine = machine_sizes(c, sizes)
     told = describe(c, machine, data)
     if is_planned_without_weights(c):
         folder = c.rollout.hf_checkpoint
         told += f"\nNot checked\n  this machine: {folder} has no weights, which `vime train` needs"
     print(told)
-    asked = asked_bytes(c, sizes.gpu) is not None or sizes.host is not None
+    asked = requested_bytes(c, sizes.gpu) is not None or sizes.host is not None
     verdicts = [line.strip() for line in told.splitlines()]
     return int(asked and any(line.startswith(TOO_SMALL) for line in verdicts))

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
             f"serve must be given engine or router and HOST:PORT, got {' '.join(argv[:2]) or 'none'}; {USAGE}"
         )
     kind, address = argv[0], external.split(argv[1], f"the address of vime serve {argv[0]}")
-    key, config = external.given_key(), parse_config(argv[2:], download=True)
+    key, config = external.read_run_key(), parse_config(argv[2:], download=True)
     if config.engine.rollout_backend != "vllm":
         raise ValueError(
             f"vime serve must be given engines of --rollout-backend vllm, got {config.engine.rollout_backend}; start "

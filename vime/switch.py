@@ -22,7 +22,7 @@ from slime.config import FlagGroup
 from slime.config.fields import FALSE_WORDS, TRUE_WORDS, spelled
 from slime.records.errors import FlagError
 
-FLAG_OF = {
+FLAG_NAMES = {
     "VIME_RL_KERNEL": "rlk_fast",
     "VIME_RLK_FAST": "rlk_fast",
     "VIME_RLK_CONSISTENCY": "rlk_consistency",
@@ -55,7 +55,7 @@ def from_environment(
     typed = {SAME.get(group.name, group.name): group.typed for group in groups}
     added: dict[str, FlagGroup] = {}
     remarks: dict[str, str] = {}
-    for variable, name in FLAG_OF.items():
+    for variable, name in FLAG_NAMES.items():
         text = environ.get(variable, "")
         if not text:
             continue

@@ -55,12 +55,12 @@ from vime.pool.process import tail
 from vime.run import interrupts, surroundings
 from vime.run.interrupts import by, catch_signals, exit_code
 from vime.run.late_end import end_late
-from vime.run.lock import folders_of, lock_all
+from vime.run.lock import lock_all, written_folders
 from vime.run.prompts import with_data
 from vime.run.temporary import keep_ray_logs, make_folder, make_weights_folder, use_folder
-from vime.start.apart import apart
 from vime.start.checks import Inputs, check_run, lacks_gpu, read_inputs, weights_parent
 from vime.start.dry_reward import check_reward
+from vime.start.fork_call import run_in_fork
 from vime.vllm.cpu.engine import WAIT_VARIABLE
 
 LOG_LINES = 15
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:
         if isinstance(error, ValueError) and not isinstance(error, RayTaskError):
             raise
-        print(_told(error, Path(run_dir).resolve() / "logs"), file=sys.stderr)
+        print(_describe_error(error, Path(run_dir).resolve() / "logs"), file=sys.stderr)
         return leave(1)
     return leave(0)
 
@@ -137,10 +137,10 @@ def _read(config: Config) -> Inputs:
 
     # in a separate process, because the driver does not need the imports later: transformers, datasets, pandas
     with said("reading the prompts"):
-        return apart(read, "reading the prompts")
+        return run_in_fork(read, "reading the prompts")
 
 
-def _told(error: Exception, logs: Path) -> str:
+def _describe_error(error: Exception, logs: Path) -> str:
     """Describes an error for a person: an actor's last log lines first, and the file with the traceback."""
     shown = ""
     if isinstance(error, calls.ActorError):
@@ -177,7 +177,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
     """Starts everything, trains, and stops everything."""
     run_dir = Path(config.logging.run_dir)
     with ExitStack() as stack:
-        lock_all(folders_of(config), stack)
+        lock_all(written_folders(config), stack)
         journal = stack.enter_context(recorded(run_dir, config.data.num_rollout))
         memory = _watch_memory(config, stack)
         temporary, private = make_folder(), _private_weight_dir(config, stack)
@@ -243,7 +243,7 @@ def _watch_memory(config: Config, stack: ExitStack) -> MemoryWatch:
 def _gives_up(journal: Events, logs: Path, lost: Exception) -> None:
     """Records the error. The process ends after this call, without the rest of the run."""
     record_error(journal, logs.parent, lost)
-    print(_told(lost, logs), file=sys.stderr, flush=True)
+    print(_describe_error(lost, logs), file=sys.stderr, flush=True)
 
 
 def _saved_first(config: Config) -> Iterator[signal.Signals]:
@@ -260,7 +260,7 @@ def _end_by_signal(config: Config, start: int, first: int) -> None:
     if first < config.rollouts:
         done = f"saved the checkpoint of rollout {first - 1}" if first > start else "no rollout was trained"
         print(f"{done}, rollout {first} is the next", flush=True)
-        raise interrupts.asked()
+        raise interrupts.interrupt_error()
 
 
 def _close(report: Reporter, kind: type[BaseException] | None, error: object, trace: object) -> None:

@@ -156,7 +156,7 @@ def token_loss_step(
     problem: Problem, *, mib: float, main_grad: bool, rounding: str, entropy: str, loss: str | None
 ) -> Callable[[], Outputs]:
     def loss_of(
-        log_probs: Tensor, entropies: Tensor | None, rows: slice, of_ids: Tensor | None = None
+        log_probs: Tensor, entropies: Tensor | None, rows: slice, id_log_probs: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if loss is not None:
             return problem.losses[loss](log_probs, rows)
@@ -164,8 +164,8 @@ def token_loss_step(
         if entropy == "gradient":
             assert entropies is not None
             total = total + (entropies * problem.entropy_gain[rows]).sum()
-        if of_ids is not None:
-            total = total + (of_ids * problem.ids_gain[rows]).sum()
+        if id_log_probs is not None:
+            total = total + (id_log_probs * problem.ids_gain[rows]).sum()
         return total, {}
 
     options = _options(rounding, entropy, mib) | {"weight_grad": problem.main_grad if main_grad else None}

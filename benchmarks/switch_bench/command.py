@@ -36,7 +36,7 @@ from switch_bench.running import execute
 from switch_bench.settings import ARITHMETIC, Benchmark, read_settings
 from vime.backends import parse_config
 from vime.memory.lines import memory_in_short
-from vime.memory.sizes import GPU_MEMORY, GivenSizes, for_gpus, gib, machine_of
+from vime.memory.sizes import GPU_MEMORY, RequestedSizes, for_gpus, gib, machine_sizes
 from vime.run.prompts import prompts
 
 
@@ -196,7 +196,8 @@ def _checked(plan: BenchPlan, model: Path | None, size: float | None) -> Iterato
         for note in config.notes:
             found.setdefault(note, []).append(name)
         yield from (
-            f"# {name}: {line}" for line in memory_in_short(config, machine_of(config, GivenSizes(size)))
+            f"# {name}: {line}"
+            for line in memory_in_short(config, machine_sizes(config, RequestedSizes(size)))
         )
     for note, names in found.items():
         whose = "" if len(names) == len(runs) else f" ({', '.join(names)})"

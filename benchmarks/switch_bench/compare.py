@@ -1,7 +1,7 @@
 """Checks whether the runs of a record can be compared, by configurations and environments, and pairs the repeats.
 
 Runs that differ in more than the switch, or in hardware, drivers, versions or code, are a ValueError that lists every
-difference. EXCEPTED, PER_PAIR and OF_A_RUN have the allowed differences.
+difference. EXCEPTED, PER_PAIR and RUN_FLAGS have the allowed differences.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from switch_bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat, Switch, by_order
-from vime.view.measures import EXCEPTED, OF_A_RUN, flags_of, flatten
+from vime.view.measures import EXCEPTED, RUN_FLAGS, config_flags, flatten
 
 PER_PAIR = ("seed", "rollout_seed")
 """Configuration fields that may differ between pairs of repeats, but not between the two runs of a pair."""
@@ -117,7 +117,7 @@ def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
 def _unusable(repeat: Repeat) -> str | None:
     if not repeat.finished:
         return f"{repeat.run} did not finish ({len(repeat.steps)} steps)"
-    on_gpus = flags_of(repeat.config).get("device") == "cuda"
+    on_gpus = config_flags(repeat.config).get("device") == "cuda"
     if on_gpus and repeat.environment and not repeat.environment.get("gpus"):
         return f"{repeat.run} does not say on which GPUs it ran (nvidia-smi did not answer)"
     return None
@@ -131,7 +131,7 @@ def _switch_problems(switch: Switch, pairs: Sequence[Pair]) -> list[str]:
         return ["no configuration at all"]
     found = []
     for side, repeat in ((side, repeat) for pair in pairs for side, repeat in zip(SIDES, pair, strict=True)):
-        flags = flags_of(repeat.config)
+        flags = config_flags(repeat.config)
         if flags.get(field, _ABSENT) != switch.of(side):
             found.append(
                 f"{field}: {_said(flags, field)} in {repeat.run}, {switch.of(side)!r} is the switch's"
@@ -155,7 +155,7 @@ def _environment_problems(pairs: Sequence[Pair]) -> list[str]:
     first, *others = in_order(pairs)
     if unknown := [repeat.run for repeat in (first, *others) if not repeat.environment]:
         return [f"no environment (hardware, versions) of {', '.join(unknown)}"]
-    found = [_unequal(first, repeat, _environment, lambda path: path not in OF_A_RUN) for repeat in others]
+    found = [_unequal(first, repeat, _environment, lambda path: path not in RUN_FLAGS) for repeat in others]
     return [problem for of_one in found for problem in of_one]
 
 
@@ -176,7 +176,7 @@ def _unequal(
 
 def _comparable_config(repeat: Repeat) -> dict[str, object]:
     """Returns the leaves of the configuration. Directories of the run are replaced by their purpose."""
-    run_dir: str = flags_of(repeat.config).get("run_dir") or ""
+    run_dir: str = config_flags(repeat.config).get("run_dir") or ""
 
     def told(path: str, value: object) -> object:
         if (name := _name(path)) in EXCEPTED:

@@ -32,7 +32,7 @@ from switch_bench.record import BASELINE, SIDES, Repeat, Switch
 from switch_bench.settings import ARITHMETIC, Benchmark, tokens
 from vime.backends import parse_config
 from vime.pool.engine_server import pair_up
-from vime.view.measures import flags_of
+from vime.view.measures import config_flags
 
 ENTRY = (sys.executable, "-m", "vime", "train")
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,7 +203,7 @@ def refuse_unlike_runs(
 def switch_of(switch: Switch, sides: Mapping[str, Sequence[Repeat]]) -> Switch:
     """Returns the switch as the runs resolved it, or the file's value for a side without a run."""
     for side, repeats in sides.items():
-        values = (flags_of(repeat.config)[switch.field] for repeat in repeats if repeat.config)
+        values = (config_flags(repeat.config)[switch.field] for repeat in repeats if repeat.config)
         value = next(values, switch.of(side))
         switch = replace(switch, baseline=value) if side == BASELINE else replace(switch, rl_kernel=value)
     return switch

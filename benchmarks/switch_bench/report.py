@@ -24,7 +24,7 @@ from switch_bench.pictures import draw_pictures
 from switch_bench.record import BASELINE, OPERATORS_FILE, RL_KERNEL, SIDES, Record
 from switch_bench.tables import evaluation_lines, percentile_lines
 from switch_bench.verdicts import WHOLE_OF, Comparison, amount, bare, compared, metric_of, verdict, with_unit
-from vime.view.measures import EXCEPTED, METRICS, PASS_TIME, flags_of, flatten, number
+from vime.view.measures import EXCEPTED, METRICS, PASS_TIME, config_flags, flatten, number
 from vime.view.statistics import LEVEL, MIN_PAIRS, Difference, Summary
 
 TIERS = {
@@ -148,7 +148,7 @@ def _facts(record: Record, pairs: Sequence[Pair]) -> Iterator[tuple[str, str]]:
     typed = {side: ",".join(map(str, v)) if isinstance(v := switch.of(side), list) else v for side in SIDES}
     sides = ", ".join(f"`{value}` in {side}" for side, value in typed.items())
     yield "Benchmark", f"{record.name}{preset}; `{switch.field}` is {sides}"
-    flags = flags_of(first.config)
+    flags = config_flags(first.config)
     if flags.get("prompt_data"):
         values = flags["prompt_data"]
         paths = [values] if isinstance(values, str) else values
@@ -179,7 +179,7 @@ def _facts(record: Record, pairs: Sequence[Pair]) -> Iterator[tuple[str, str]]:
 
 def used_hardware(environment: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Returns the hardware that a run used. The host may have more GPUs, also for a run on a CPU."""
-    flags = flags_of(config)
+    flags = config_flags(config)
     if flags["device"] == "cpu":
         cpu = environment["cpu"]
         return f"CPU, {cpu['usable_cores']} of {cpu['cores']} cores of {cpu['model']}"

@@ -20,7 +20,7 @@ from slime.tracking.trackers import METRICS_FILE, RESERVED, MetricLines
 from switch_bench.planning import UNFINISHED, BenchPlan, Planned, switch_of
 from switch_bench.record import SIDES, Record, Repeat
 from vime.pool.process import tail
-from vime.view.measures import flags_of
+from vime.view.measures import config_flags
 
 COUNTERS = ("rollout/step", "train/step")
 FALLBACKS = ("rl_kernel/", "/fallbacks")
@@ -55,7 +55,7 @@ def read_steps(run_dir: Path, *, trained: bool = True) -> Steps:
     rollouts: dict[int, dict[str, float]] = {}
     optimizer: dict[int, dict[str, float]] = {}
     broken = []
-    told = flags_of(read_saved(run_dir / "config.json")).get("num_steps_per_rollout")
+    told = config_flags(read_saved(run_dir / "config.json")).get("num_steps_per_rollout")
     each = told if is_whole_number(told) and told > 0 else 1
     for line in MetricLines(run_dir / METRICS_FILE):
         if line["step_key"] == "eval/step":

@@ -20,7 +20,7 @@ from switch_bench.run_dirs import collect, ended_well, how_it_ended, is_whole, r
 from vime.pool.process import SupervisedProcess, sigterm_interrupts, tail
 from vime.run.interrupts import exit_code
 from vime.run.lock import lock
-from vime.view.measures import flags_of
+from vime.view.measures import config_flags
 
 GRACE_S = 120.0
 """Seconds in which a run may end regularly, with a trainer in the middle of a step, engines and Ray."""
@@ -53,8 +53,8 @@ def whats_missing(plan: BenchPlan) -> list[Planned]:
     missing = []
     for run in plan.all_runs():
         # Every run is resolved here, so that wrong flags raise before the first run starts.
-        expected = flags_of(resolved(run))
-        found = flags_of(read_saved(run.run_dir / "config.json"))
+        expected = config_flags(resolved(run))
+        found = config_flags(read_saved(run.run_dir / "config.json"))
         steps = len(read_steps(run.run_dir, trained=run.side is not None).values)
         # The run may be complete for its own --num-rollout, which can be smaller than the present one.
         if steps >= found.get("num_rollout", run.steps):
@@ -63,7 +63,7 @@ def whats_missing(plan: BenchPlan) -> list[Planned]:
             missing.append(run)
     finished = [run for run in plan.runs if run not in missing]
     if missing:
-        _refuse_unnamed_gpus(flags_of(resolved(missing[0])))
+        _refuse_unnamed_gpus(config_flags(resolved(missing[0])))
         refuse_unlike_runs(plan, {run.name: read_saved(run.run_dir / ENVIRONMENT_FILE) for run in finished})
     if plan.rollouts in missing and finished:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Combines the value of a function with the gradient of another, because the exact operators have no backward.
 
-`with_gradient_of` computes the other function in the backward. `with_value` takes a result of the other function that
-was already computed.
+`with_plain_gradient` computes the other function in the backward. `with_value` takes a result of the other function
+that was already computed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 
-def with_gradient_of(plain: Callable[..., Tensor], value: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def with_plain_gradient(
+    plain: Callable[..., Tensor], value: Callable[..., Tensor], *tensors: Tensor
+) -> Tensor:
     """Returns `value(*tensors)` with the gradient of `plain(*tensors)`, which the backward computes again.
 
     Both functions must be equal except for rounding. Autograd keeps `tensors` only. The gradient is deterministic if
@@ -59,6 +61,6 @@ class _Value(torch.autograd.Function):
         ]
         with torch.enable_grad():
             again = ctx.plain(*inputs)
-        of = [x for x, needed in zip(inputs, wanted, strict=True) if needed]
-        gradients = iter(torch.autograd.grad(again, of, upstream))
+        differentiated = [x for x, needed in zip(inputs, wanted, strict=True) if needed]
+        gradients = iter(torch.autograd.grad(again, differentiated, upstream))
         return None, None, *(next(gradients) if needed else None for needed in wanted)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rl_kernel.invariant import exact
-from rl_kernel.invariant.autograd import with_gradient_of
+from rl_kernel.invariant.autograd import with_plain_gradient
 
 _SCORES = 2**21
 """Number of scores in one piece of queries. The scores of a piece are in memory at once, with some copies."""
@@ -41,7 +41,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: fl
         some = seen | ~seen.any(-1, keepdim=True)
         return scaled_dot_product_attention(query, key, value, some, scale=scale, enable_gqa=True)
 
-    return with_gradient_of(plain, by_pieces, query, key, value)
+    return with_plain_gradient(plain, by_pieces, query, key, value)
 
 
 def packed_attention(
@@ -138,10 +138,10 @@ def _exactly(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: flo
     top = scores.amax(-1, keepdim=True)
     top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
     shares = exact.exp(scores - top)
-    total = exact.sum_of_fractions(shares)[..., None]
+    total = exact.sum_fractions(shares)[..., None]
     # The scale of a value is multiplied into its share, so that no slice depends on keys that this query does not see.
-    of_value = exact.exponents(value)
-    unit = value.double() * exact.power_of_two(-of_value)
-    weighed = shares * exact.power_of_two(of_value).mT
+    value_exponents = exact.exponents(value)
+    unit = value.double() * exact.power_of_two(-value_exponents)
+    weighed = shares * exact.power_of_two(value_exponents).mT
     out = exact.product(weighed, unit.mT, torch.zeros_like(unit[..., :1, :]).mT.to(torch.int64))
     return torch.where(total > 0, out / total.clamp(min=2.0**-exact.FRACTION_BITS), 0.0).to(query.dtype)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 FRACTION_BITS = 34
-"""Fraction bits per term of `sum_of_fractions`."""
+"""Fraction bits per term of `sum_fractions`."""
 MOST_TERMS = 2**18
 """Largest number of terms in a sum of fractions: MOST_TERMS * 2**FRACTION_BITS is below 2**53."""
 SLICE_BITS = 18
@@ -52,11 +52,11 @@ def exp(x: Tensor) -> Tensor:
     """Returns `x.exp()` for float64 x up to 700, with a relative error below 1e-15; 0 below -700 and for -inf."""
     small = x < -700
     x = torch.where(small, torch.zeros_like(x), x)
-    turns = (x * (1 / math.log(2))).round()
-    rest = x - turns * _LN2_HIGH
-    rest = rest - turns * _LN2_LOW
+    doublings = (x * (1 / math.log(2))).round()
+    rest = x - doublings * _LN2_HIGH
+    rest = rest - doublings * _LN2_LOW
     value = _polynomial(rest, [1 / math.factorial(k) for k in range(13, -1, -1)])
-    finite = torch.where(turns.isnan(), torch.zeros_like(turns), turns.clamp(-1022, 1023))
+    finite = torch.where(doublings.isnan(), torch.zeros_like(doublings), doublings.clamp(-1022, 1023))
     return torch.where(small, torch.zeros_like(value), value * power_of_two(finite))
 
 
@@ -79,20 +79,20 @@ def log(x: Tensor) -> Tensor:
 
 def cos_and_sin(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns `(x.cos(), x.sin())` for float64 x with abs(x) below 1e6, with an error below 1e-14."""
-    turns = (x * (2 / math.pi)).round()
-    rest = x - turns * _HALF_PI_HIGH
-    rest = rest - turns * _HALF_PI_LOW
+    doublings = (x * (2 / math.pi)).round()
+    rest = x - doublings * _HALF_PI_HIGH
+    rest = rest - doublings * _HALF_PI_LOW
     square = rest * rest
     even = _polynomial(square, [(-1) ** k / math.factorial(2 * k) for k in range(9, -1, -1)])
     odd = rest * _polynomial(square, [(-1) ** k / math.factorial(2 * k + 1) for k in range(9, -1, -1)])
-    quarter = turns.to(torch.int64) & 3
+    quarter = doublings.to(torch.int64) & 3
     swapped = quarter % 2 == 1
     cos, sin = torch.where(swapped, odd, even), torch.where(swapped, even, odd)
     cos = torch.where((quarter == 1) | (quarter == 2), -cos, cos)
     return cos, torch.where(quarter >= 2, -sin, sin)
 
 
-def sum_of_fractions(x: Tensor) -> Tensor:
+def sum_fractions(x: Tensor) -> Tensor:
     """Returns `x.sum(-1)` for float64 x in [0, 1], with each term rounded to a multiple of 2**-34.
 
     Raises ValueError for more than 2**18 terms, whose sum might be rounded.
@@ -134,10 +134,10 @@ def product(a: Tensor, b: Tensor, exponent: Tensor | None = None) -> Tensor:
         raise ValueError(
             f"products of one sum must be at most {MOST_PRODUCTS}, got {a.shape[-1]}; the sum would be rounded"
         )
-    of_a = exponents(a)
-    of_b = exponents(b) if exponent is None else exponent
-    (a_high, a_low), (b_high, b_low) = slices(a.double(), of_a), slices(b.double(), of_b)
+    a_exponents = exponents(a)
+    b_exponents = exponents(b) if exponent is None else exponent
+    (a_high, a_low), (b_high, b_low) = slices(a.double(), a_exponents), slices(b.double(), b_exponents)
     high = a_high @ b_high.mT
     cross = torch.cat((a_high, a_low), -1) @ torch.cat((b_low, b_high), -1).mT
     total = high * 2.0**SLICE_BITS + cross
-    return total * power_of_two(of_a - 3 * SLICE_BITS) * power_of_two(of_b.mT)
+    return total * power_of_two(a_exponents - 3 * SLICE_BITS) * power_of_two(b_exponents.mT)

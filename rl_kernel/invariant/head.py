@@ -38,4 +38,4 @@ def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
 def _exactly(logits: Tensor) -> Tensor:
     wide = logits.double()
     shifted = wide - wide.amax(-1, keepdim=True)
-    return (shifted - exact.log(exact.sum_of_fractions(exact.exp(shifted)))[:, None]).float()
+    return (shifted - exact.log(exact.sum_fractions(exact.exp(shifted)))[:, None]).float()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rl_kernel.invariant import exact
-from rl_kernel.invariant.autograd import with_gradient_of
+from rl_kernel.invariant.autograd import with_plain_gradient
 from rl_kernel.ops.rotary.reference import rotary_reference
 
 
@@ -55,11 +55,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return (
-            upstream @ weight if of_x else None,
-            upstream.T @ x if of_weight else None,
-            upstream.sum(0) if of_bias else None,
+            upstream @ weight if needs_x else None,
+            upstream.T @ x if needs_weight else None,
+            upstream.sum(0) if needs_bias else None,
         )
 
 
@@ -77,14 +77,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             return kernels.rms_norm(rows, weight, eps)[0].view(x.shape)
         wide, scale = x.double(), exact.power_of_two(exact.exponents(x))
         share = wide / scale  # at most 1
-        squares = exact.sum_of_fractions(share * share)[..., None]
+        squares = exact.sum_fractions(share * share)[..., None]
         mean = squares * scale * scale / x.shape[-1]
         return (wide / (mean + eps).sqrt() * weight.double()).to(x.dtype)
 
     def plain(x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, eps)
 
-    return with_gradient_of(plain, value, x, weight)
+    return with_plain_gradient(plain, value, x, weight)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def swiglu(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
-    return with_gradient_of(plain, value, x)
+    return with_plain_gradient(plain, value, x)
 
 
 def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,4 +141,4 @@ def rotate(x: Tensor, angles: Tensor, positions: Tensor) -> Tensor:
         return rotary_reference(x, *angles[:, positions])
     from rl_kernel.ops.rotary import kernels
 
-    return kernels.rotate(x, *angles, back=False, places=positions)
+    return kernels.rotate(x, *angles, back=False, positions=positions)

@@ -78,8 +78,8 @@ class _RowParallel(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.scatter:
             upstream = gather_stack(upstream, ctx.group).flatten(0, 1)
-        of_x, of_weight = ctx.needs_input_grad[:2]
-        return upstream @ weight if of_x else None, upstream.T @ x if of_weight else None, None, None
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        return upstream @ weight if needs_x else None, upstream.T @ x if needs_weight else None, None, None
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -96,17 +96,19 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # the sum over ranks overlaps with the product for the weight
-        grad, added = _start_sum(upstream @ weight, ctx.group, scatter=ctx.gather) if of_x else (None, None)
-        of_rows = None
-        if of_weight:
+        grad, added = (
+            _start_sum(upstream @ weight, ctx.group, scatter=ctx.gather) if needs_x else (None, None)
+        )
+        grad_weight = None
+        if needs_weight:
             if ctx.gather:  # gather again, so that only this rank's rows are kept from forward to backward
                 x = gather_stack(x, ctx.group).flatten(0, 1)
-            of_rows = upstream.T @ x
+            grad_weight = upstream.T @ x
         if added is not None:
             added.wait()
-        return grad, of_rows, upstream.sum(0) if of_bias else None, None, None
+        return grad, grad_weight, upstream.sum(0) if needs_bias else None, None, None
 
 
 def _start_sum(grad: Tensor, group: dist.ProcessGroup, *, scatter: bool) -> tuple[Tensor, dist.Work | None]:

@@ -27,83 +27,83 @@ def _operators(device: torch.device | str, dtype: torch.dtype) -> dict[str, tupl
     """Returns name -> (rows, operator) for each operator."""
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(*shape: int, of: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, of)
+    def draw(*shape: int, as_dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, as_dtype)
 
-    rows, weight, gain = drawn(ROWS, WIDTH), drawn(OUTPUTS, WIDTH), drawn(WIDTH)
-    frequencies = drawn(SIZE // 2, of=torch.float32).abs()
-    places = torch.arange(ROWS, device=device) * 1000
+    rows, weight, gain = draw(ROWS, WIDTH), draw(OUTPUTS, WIDTH), draw(WIDTH)
+    frequencies = draw(SIZE // 2, as_dtype=torch.float32).abs()
+    positions = torch.arange(ROWS, device=device) * 1000
 
-    def turned(places: Tensor) -> Tensor:
-        cos, sin = layers.angles(places, frequencies)
+    def angle_table(positions: Tensor) -> Tensor:
+        cos, sin = layers.angles(positions, frequencies)
         return torch.cat((cos, sin), -1)
 
-    table = torch.stack(layers.angles(places, frequencies))
+    table = torch.stack(layers.angles(positions, frequencies))
     found: dict[str, tuple[Tensor, Rows]] = {
         "linear": (rows, lambda x: layers.linear(x, weight)),
         "linear_over_ranks": (rows, lambda x: _by_two_ranks(x, weight)),
         "rms_norm": (rows, lambda x: layers.rms_norm(x, gain, 1e-6)),
         "swiglu": (rows, layers.swiglu),
-        "angles": (places, turned),
+        "angles": (positions, angle_table),
         "rotate": (
-            drawn(ROWS, HEADS, SIZE),
-            lambda x: layers.rotate(x, table, places.new_full((len(x),), ROWS - 1)),
+            draw(ROWS, HEADS, SIZE),
+            lambda x: layers.rotate(x, table, positions.new_full((len(x),), ROWS - 1)),
         ),
-        "log_softmax": (drawn(ROWS, OUTPUTS, of=torch.float32) * 8, log_softmax),
+        "log_softmax": (draw(ROWS, OUTPUTS, as_dtype=torch.float32) * 8, log_softmax),
     }
-    of_queries = _queries if torch.device(device).type == "cpu" else _packed_queries
-    found["attention"] = (torch.arange(ROWS, device=device), of_queries(drawn))
+    query_rows = _queries if torch.device(device).type == "cpu" else _packed_queries
+    found["attention"] = (torch.arange(ROWS, device=device), query_rows(draw))
     return found
 
 
 def _by_two_ranks(x: Tensor, weight: Tensor) -> Tensor:
     """Computes the product of two ranks with half of the inputs each, on one device."""
-    (first, second), (of_first, of_second) = x.chunk(2, 1), weight.chunk(2, 1)
+    (first, second), (first_weight, second_weight) = x.chunk(2, 1), weight.chunk(2, 1)
     return linear_over_ranks(
         first,
-        of_first,
-        lambda part: torch.stack((part, layers.product(second, of_second, dtype=part.dtype))),
+        first_weight,
+        lambda part: torch.stack((part, layers.product(second, second_weight, dtype=part.dtype))),
     )
 
 
-def _queries(drawn: Callable[..., Tensor]) -> Rows:
+def _queries(draw: Callable[..., Tensor]) -> Rows:
     """Returns the attention of one sequence as a function of positions: their queries are in the call, and the keys end
     at the last of these positions."""
     query, key, value = (
-        drawn(1, HEADS, ROWS, SIZE),
-        drawn(1, GROUPS, ROWS, SIZE),
-        drawn(1, GROUPS, ROWS, SIZE),
+        draw(1, HEADS, ROWS, SIZE),
+        draw(1, GROUPS, ROWS, SIZE),
+        draw(1, GROUPS, ROWS, SIZE),
     )
 
-    def of(places: Tensor) -> Tensor:
-        end = int(places.max()) + 1
-        seen = (places[:, None] >= torch.arange(end, device=places.device))[None, None]
-        out = attention(query[:, :, places], key[:, :, :end], value[:, :, :end], seen, SIZE**-0.5)
+    def attend(positions: Tensor) -> Tensor:
+        end = int(positions.max()) + 1
+        seen = (positions[:, None] >= torch.arange(end, device=positions.device))[None, None]
+        out = attention(query[:, :, positions], key[:, :, :end], value[:, :, :end], seen, SIZE**-0.5)
         return out[0].transpose(0, 1)
 
-    return of
+    return attend
 
 
-def _packed_queries(drawn: Callable[..., Tensor]) -> Rows:
+def _packed_queries(draw: Callable[..., Tensor]) -> Rows:
     """Returns `_queries` for packed sequences: all positions in order form one sequence, any other positions form one
     sequence each."""
-    query, key, value = drawn(ROWS, HEADS, SIZE), drawn(ROWS, GROUPS, SIZE), drawn(ROWS, GROUPS, SIZE)
+    query, key, value = draw(ROWS, HEADS, SIZE), draw(ROWS, GROUPS, SIZE), draw(ROWS, GROUPS, SIZE)
     whole = torch.arange(ROWS, device=query.device)
 
-    def of(places: Tensor) -> Tensor:
+    def attend(positions: Tensor) -> Tensor:
         from rl_kernel.invariant import kernels
 
-        if torch.equal(places, whole):
+        if torch.equal(positions, whole):
             first, lengths, most = whole.new_tensor([0, ROWS]), whole.new_tensor([ROWS]), ROWS
         else:
-            first, lengths, most = torch.arange(len(places) + 1, device=places.device), places + 1, 1
-        rows = query[places].contiguous()
+            first, lengths, most = torch.arange(len(positions) + 1, device=positions.device), positions + 1, 1
+        rows = query[positions].contiguous()
         return kernels.attention(
             *(rows, key, value, torch.empty_like(rows), first, lengths, most, SIZE**-0.5),
             first_key=torch.zeros_like(lengths),
         )
 
-    return of
+    return attend
 
 
 def refusal(device: torch.device | str) -> str | None:

@@ -14,10 +14,10 @@ from rl_kernel.ops.linear_logp.cases import (
     LARGE,
     LinearCase,
     acceptance_violations,
+    compute_truth,
     contract_violations,
     evaluate,
     plain,
-    truth_of,
 )
 
 pytestmark = pytest.mark.gpu
@@ -71,7 +71,7 @@ def one_pass(layer, targets, *, weight_grad=None, workspace_bytes=1536 * MIB):
 def test_accuracy_of_outputs_and_gradients(case, dtype):
     layer, targets = layer_of(case, dtype)
     options = {"vocab_size": case.vocab_size, "temperature": 0.7}
-    truth = truth_of(layer, targets, **options)
+    truth = compute_truth(layer, targets, **options)
     exact = evaluate(fast, layer, targets, logits_dtype="float32", **options)
     rounded = evaluate(fast, layer, targets, **options)
     assert not contract_violations(exact, truth, dtype, None)
@@ -152,7 +152,7 @@ def test_overflow_is_repaired_without_the_host():
     hidden, weight, targets = WIDE.inputs(BF16, "cuda")
     layer = {"hidden": hidden[:256] * 60, "weight": weight}
     targets = targets[:256]
-    truth = truth_of(layer, targets, vocab_size=WIDE.vocab_size)
+    truth = compute_truth(layer, targets, vocab_size=WIDE.vocab_size)
     assert truth["log_probs"].min() < -150
     actual = evaluate(fast, layer, targets, vocab_size=WIDE.vocab_size, logits_dtype="float32")
     error = (actual["log_probs"] - truth["log_probs"]).abs().max()

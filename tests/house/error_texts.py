@@ -88,7 +88,7 @@ def readers(modules: dict[str, ast.Module]) -> list[Reader]:
         for node in ast.walk(tree)
         if isinstance(node, Function) and node.returns and _is_error_type(_inner(ast.unparse(node.returns)))
     }
-    places = [place for path, tree in modules.items() for place in _places(path, tree, of_errors)]
+    places = [place for path, tree in modules.items() for place in _slots(path, tree, of_errors)]
     by_name: dict[str, list[_Place]] = defaultdict(list)
     for place in places:
         by_name[place.name].append(place)
@@ -109,7 +109,7 @@ def _calls(value: ast.expr, names: set[str]) -> bool:
     return isinstance(value, ast.Call) and getattr(value.func, "id", "") in names
 
 
-def _places(path: str, tree: ast.Module, of_errors: set[str]) -> Iterator[_Place]:
+def _slots(path: str, tree: ast.Module, of_errors: set[str]) -> Iterator[_Place]:
     """The functions of a module, and the module. `of_errors`: functions that return errors."""
     for node in [tree, *(n for n in ast.walk(tree) if isinstance(n, Function))]:
         nodes = list(_own(node))

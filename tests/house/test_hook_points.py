@@ -23,7 +23,7 @@ from slime.config.megatron_flags import HISTORICAL
 from slime.rules.flags import own_flags
 from slime.rules.listing import unsupported_flags
 from vime.backends import BACKENDS
-from vime.switch import FLAG_OF
+from vime.switch import FLAG_NAMES
 from vime.vllm.server_flags import router_parser
 
 MATRIX, SWITCH = "docs/hooks.md", "docs/design/rl-kernel-integration.md"
@@ -163,11 +163,11 @@ def test_flags_and_variables_exist(page: str) -> None:
         unknown -= {*HISTORICAL, *core_flags()}
         unknown -= {f"router_{action.dest}" for action in router_parser()._actions}
     assert not unknown, f"{page} must name flags of slime.config, got {sorted(unknown)}"
-    assert set(re.findall(r"\bVIME_\w+", text)) <= set(FLAG_OF)
+    assert set(re.findall(r"\bVIME_\w+", text)) <= set(FLAG_NAMES)
 
 
 def test_every_variable_of_the_switch_is_told() -> None:
-    assert set(re.findall(r"\bVIME_\w+", (ROOT / SWITCH).read_text())) == set(FLAG_OF)
+    assert set(re.findall(r"\bVIME_\w+", (ROOT / SWITCH).read_text())) == set(FLAG_NAMES)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -80,9 +80,9 @@ def layer(dtype: torch.dtype, **options: object) -> Callable[[Batch], None]:
         )
         with torch.no_grad():
             call()
-        log_probs, entropy, *of_ids = call()
-        upstream = [batch.column(), batch.column(), *(batch.column(x.shape[1]) for x in of_ids)]
-        torch.autograd.backward([log_probs, entropy, *of_ids], upstream)
+        log_probs, entropy, *id_log_probs = call()
+        upstream = [batch.column(), batch.column(), *(batch.column(x.shape[1]) for x in id_log_probs)]
+        torch.autograd.backward([log_probs, entropy, *id_log_probs], upstream)
         backward(call()[0], batch.column())
 
     return step
@@ -193,7 +193,7 @@ def bitwise_layer(batch: Batch) -> None:
     invariant.rms_norm(x, gain, 1e-6, x)
     invariant.rms_norm(batch.column(6, HIDDEN, dtype=BF16)[:, :4], gain, 1e-6)
     table, places = torch.ones(2, 50, 1, HIDDEN // 2, device=DEVICE), batch.column(dtype=torch.int64)
-    rotate(batch.column(6, HIDDEN, dtype=BF16)[:, :4], *table, back=False, places=places)
+    rotate(batch.column(6, HIDDEN, dtype=BF16)[:, :4], *table, back=False, positions=places)
     invariant.log_softmax(torch.ones(batch.tokens, 3 * 8192 - 5, device=DEVICE))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from slime.config import Config
 from vime.audit.prefill import PrefillEngine
 from vime.audit.report import LogProbDifference, active, as_json, compare, draw, table
-from vime.audit.source import AuditSource, one_rank, read_config, read_source, weights_of
+from vime.audit.source import AuditSource, find_weights, one_rank, read_config, read_source
 from vime.pool.engine_flags import engine_dtype
 from vime.vllm.fp8 import quantises
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as scratch:
         # Megatron and torch warn about packages that are not installed and about their own deprecations.
         warnings.simplefilter("ignore")
-        weights = given.weights or weights_of(config, source.version, Path(scratch))
+        weights = given.weights or find_weights(config, source.version, Path(scratch))
         pairs = audit(config, source, weights, Path(scratch))
     report(given.run_dir, config, source, weights, pairs)
     return 0
@@ -71,10 +71,10 @@ def audit(config: Config, source: AuditSource, weights: str, scratch: Path) -> l
     found = replay_log_probs(one_rank(config), weights, source.samples, layouts)
     trainer = {name: row(values) for name, values in found.items()}
     decode = row([torch.tensor(s.rollout_log_probs, dtype=torch.float32) for s in source.samples])
-    return pairs_of(trainer, engine, decode)
+    return table_rows(trainer, engine, decode)
 
 
-def pairs_of(
+def table_rows(
     trainer: dict[str, Tensor], engine: dict[str, Tensor], decode: Tensor
 ) -> list[LogProbDifference]:
     """Returns the lines of the table. Without engine prefill (a temperature other than 1), lines that need it are left

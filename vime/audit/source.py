@@ -132,7 +132,7 @@ def micro_batches(config: Config, samples: list[Sample]) -> list[list[int]]:
     return [[data["partition"][i] for i in row] for data in ranks for row in data["micro_batch_indices"]]
 
 
-def weights_of(config: Config, version: int, scratch: Path) -> str:
+def find_weights(config: Config, version: int, scratch: Path) -> str:
     """Returns an HF directory with the weights after `version` rollouts. If needed, exports a checkpoint into
     `scratch`.
 

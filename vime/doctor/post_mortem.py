@@ -116,23 +116,23 @@ def _end(summary: RunSummary) -> Finding:
     if summary.rollouts:
         done += f" of {summary.rollouts}"
     if summary.state == "failed":
-        cause = cause_of(summary)
+        cause = find_cause(summary)
         place = re.search(r"\(at ([^(),\n]+:\d+)[),]", summary.cause)
         first = f"look at {place[1]}; " if place else ""
         return problem(
             _END,
             f"{cause.name}: {one_line(summary.cause, _LONGEST)} ({done})",
-            f"{first}{cause.remedy}; {resume_of(summary)}",
+            f"{first}{cause.remedy}; {describe_resume(summary)}",
         )
     if summary.state == "interrupted":
-        return warning(_END, f"interrupted by its user ({done})", resume_of(summary))
+        return warning(_END, f"interrupted by its user ({done})", describe_resume(summary))
     if summary.state == "finished":
         return ok(_END, f"finished ({done})")
     silent = time.time() - summary.updated
     return ok(_END, f"it goes on ({done}); newest event {silent:.0f} s ago")
 
 
-def resume_of(summary: RunSummary) -> str:
+def describe_resume(summary: RunSummary) -> str:
     """Returns whether the run can be resumed, from which rollout, and which rollouts are lost."""
     save, trained = _save_folder(summary.run_dir), summary.rollout
     if trained is None:
@@ -212,7 +212,7 @@ def _memory(summary: RunSummary) -> list[Finding]:
     return [ok("memory", "at most " + ", and ".join(told))]
 
 
-def cause_of(summary: RunSummary) -> Cause:
+def find_cause(summary: RunSummary) -> Cause:
     """Returns the cause of a failed run: the first cause of the table that matches its error."""
     for cause in CAUSES:
         if re.search(cause.said, f"{summary.error_type}: {summary.cause[:_LOOKED_AT]}", re.DOTALL):

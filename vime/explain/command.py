@@ -13,7 +13,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from vime.explain.messages import ErrorMessage, entries, words_of
+from vime.explain.messages import ErrorMessage, entries, split_words
 
 SHOWN = 5
 ENOUGH = 0.5
@@ -58,7 +58,7 @@ def search(text: str, messages: Sequence[ErrorMessage]) -> list[ErrorMessage]:
 
 def _by_words(text: str, messages: Sequence[ErrorMessage]) -> list[ErrorMessage]:
     """Returns the messages that have most of the words of the text, best first."""
-    given = list(dict.fromkeys(words_of(text)))
+    given = list(dict.fromkeys(split_words(text)))
     count = Counter(word for m in messages for word in m.words)
     near = nearest_words(given, count)
     # A word in few messages has a high weight. A word in no message is often a value or the user's own word.
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     text = " ".join(argv)
-    if not words_of(text):
+    if not split_words(text):
         raise ValueError("explain must have words of a message, got none; give a part of the message")
     found = search(text, entries())
     if not found:

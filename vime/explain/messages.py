@@ -34,7 +34,7 @@ class ErrorMessage:
 
     @cached_property
     def words(self) -> frozenset[str]:
-        return frozenset(words_of(f"{self.rule} {self.remedy}"))
+        return frozenset(split_words(f"{self.rule} {self.remedy}"))
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -44,8 +44,8 @@ class ErrorMessage:
 
     def is_quoted_in(self, text: str) -> bool:
         """Return True if the text has a printed part of this symptom, or is such a part. One word is no proof."""
-        wanted = " ".join(words_of(text))
-        phrases = (" ".join(words_of(part)) for part in self.quoted)
+        wanted = " ".join(split_words(text))
+        phrases = (" ".join(split_words(part)) for part in self.quoted)
         return any(
             " " in phrase and (phrase in wanted or (" " in wanted and wanted in phrase)) for phrase in phrases
         )
@@ -56,7 +56,7 @@ class ErrorMessage:
         return len(re.findall(r"\w", self.rule))
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Splits a text into words in lower case. A flag is one word, however its parts are joined."""
     return [word.strip("-_").replace("_", "-") for word in re.findall(r"\w[\w-]*", text.lower())]
 

@@ -66,7 +66,7 @@ class Message:
         return (before, after) if has_remedy else (self.text, "")
 
 
-def text_of(node: ast.AST, constants: dict[str, str]) -> str | None:
+def expression_text(node: ast.AST, constants: dict[str, str]) -> str | None:
     """Returns the text of a string expression, with HOLE for values, or None for other expressions. `constants` are the
     string constants at the top of the file."""
     if isinstance(node, ast.Constant):
@@ -80,18 +80,18 @@ def text_of(node: ast.AST, constants: dict[str, str]) -> str | None:
     if isinstance(node, ast.Name):
         return constants.get(node.id)
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _WITH_FIELDS:
-        return _text_of_fields(node, constants)
+        return _join_fields(node, constants)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left, right = text_of(node.left, constants), text_of(node.right, constants)
+        left, right = expression_text(node.left, constants), expression_text(node.right, constants)
         return None if left is None and right is None else f"{left or HOLE}{right or HOLE}"
     return None
 
 
-def _text_of_fields(call: ast.Call, constants: dict[str, str]) -> str:
+def _join_fields(call: ast.Call, constants: dict[str, str]) -> str:
     """The text of an error that has fields, as its class builds it."""
     given = dict(zip(("flag", "rule", "got", "advice"), call.args, strict=False))
     given |= {str(keyword.arg): keyword.value for keyword in call.keywords}
-    fields = {name: text_of(node, constants) or HOLE for name, node in given.items()}
+    fields = {name: expression_text(node, constants) or HOLE for name, node in given.items()}
     name = getattr(call.func, "id", "")
     if name == "UnknownFlag":
         return re.sub(
@@ -109,7 +109,7 @@ def _name(part: ast.expr) -> str:
     return value.id if isinstance(value, ast.Name) else ""
 
 
-def messages_of(path: Path, root: Path = ROOT) -> list[Message]:
+def find_messages(path: Path, root: Path = ROOT) -> list[Message]:
     """Returns texts that a file raises as ValueError, RuntimeError or similar errors, and texts "... must ..., got
     ...".
 
@@ -140,9 +140,9 @@ def _texts(tree: ast.Module, constants: dict[str, str]) -> Iterator[str]:
         if isinstance(node, ast.Raise):
             if isinstance(node.exc, ast.Call) and node.exc.args and raises_to_the_user(node.exc):
                 with_fields = getattr(node.exc.func, "id", "") in _WITH_FIELDS
-                yield text_of(node.exc if with_fields else node.exc.args[0], constants) or ""
+                yield expression_text(node.exc if with_fields else node.exc.args[0], constants) or ""
         elif not part_of_text and (inside or isinstance(node, ast.Constant | ast.Call)):
-            text = text_of(node, constants)
+            text = expression_text(node, constants)
             if text and _RULE.search(text):
                 yield text
         # An expression that stands alone is a docstring, or a call whose arguments may be texts.
@@ -169,7 +169,7 @@ def collected(root: Path = ROOT, folders: tuple[str, ...] = PACKAGES) -> tuple[M
     """Returns all messages, each text once."""
     found: dict[str, Message] = {}
     for file in files(root, folders):
-        for message in messages_of(file, root):
+        for message in find_messages(file, root):
             found.setdefault(message.text, message)
     return tuple(found.values())
 
@@ -179,7 +179,7 @@ def notes(root: Path = ROOT) -> dict[str, str]:
     return tomllib.loads((root / NOTES).read_text(encoding="utf-8"))
 
 
-def note_of(message: Message, written: dict[str, str]) -> str:
+def find_note(message: Message, written: dict[str, str]) -> str:
     """Returns the handwritten text of a message, from the longest key that fits."""
     return written.get(max((k for k in written if fits(k, message)), key=len, default=""), "")
 
@@ -189,13 +189,13 @@ def fits(key: str, message: Message) -> bool:
     return message.text.startswith(key) if key.startswith(HOLE) else key in message.text
 
 
-def remedy_of(message: Message, written: dict[str, str]) -> str:
+def find_remedy(message: Message, written: dict[str, str]) -> str:
     """Returns the remedy: the handwritten text, or else the remedy in the message."""
     own = message.remedy.removeprefix("or ")
     if re.match(r"(?!vLLM)[a-zA-Z]+\b(?![-_./])", own):
         own = own[0].upper() + own[1:]
     own = f"{own}." if own else ""
-    return note_of(message, written) or own
+    return find_note(message, written) or own
 
 
 def plain(text: str) -> str:
@@ -239,7 +239,7 @@ def page(root: Path = ROOT) -> str:
     """Returns the file's text: the key, and one line per message or symptom, in the order of the text."""
     made_from, written = key(root), notes(root)
     messages: list[list[object]] = [
-        [" ".join(m.rule.split()), plain(remedy_of(m, written)), str(m.path)] for m in collected(root)
+        [" ".join(m.rule.split()), plain(find_remedy(m, written)), str(m.path)] for m in collected(root)
     ]
     rows = sorted(
         [*messages, *symptoms(root)],

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from slime.roles.served import POLICY
 from slime.tracking.run_engines import RunEngines
-from vime.members.table import read_fleet, table
+from vime.members.table import read_engines, table
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns exit code 0, or 1 if the run could not serve the request. Raises ValueError for an error that the user
     can correct."""
     args = _parser().parse_args(argv)
-    fleet = read_fleet(args.run_dir)
+    fleet = read_engines(args.run_dir)
     if args.action == "list":
         return _list(fleet)
     asked: dict[str, object] = {"do": args.action}

@@ -29,7 +29,7 @@ _LONGEST = 65536
 _SEND_S = 5.0
 
 
-class Asked(TypedDict, total=False):
+class ControlRequest(TypedDict, total=False):
     """The request of the command. `model`: the served model that gets engines."""
 
     do: str
@@ -91,7 +91,7 @@ class ControlSocket:
     def _serve(self, connection: socket.socket) -> None:
         """Serves one request. A client that disconnects does not stop its request."""
         with connection, contextlib.suppress(OSError):
-            if _user_of(connection) not in (os.getuid(), 0):
+            if _peer_user_id(connection) not in (os.getuid(), 0):
                 return
             connection.settimeout(_SEND_S)
             with connection.makefile("rb") as lines:
@@ -114,13 +114,13 @@ class ControlSocket:
             else:
                 send("done", done)
 
-    def _do(self, asked: Asked, say: Callable[[str], None]) -> str:
+    def _do(self, asked: ControlRequest, say: Callable[[str], None]) -> str:
         if not self._is_started:
             raise ValueError(
                 "a run must serve before its engines change, got one that starts; try again later"
             )
         if asked["do"] == "remove":
-            pool = self._pools[self._model_of(asked["engine"])]
+            pool = self._pools[self._find_model(asked["engine"])]
             return pool.changes.remove(asked["engine"], asked["wait_s"], say)
         if asked["model"] not in self._pools:
             raise ValueError(
@@ -130,7 +130,7 @@ class ControlSocket:
         titles = changes.add(asked["count"], say) if address is None else changes.take_in(address, say)
         return f"{' and '.join(titles)} joined; a run that resumes has its configured engines alone"
 
-    def _model_of(self, engine: str) -> str:
+    def _find_model(self, engine: str) -> str:
         """Returns the model of an engine, or the policy for an unknown engine, because the policy's pool then reports
         the error."""
         for name, pool in self._pools.items():
@@ -139,7 +139,7 @@ class ControlSocket:
         return POLICY
 
 
-def _user_of(connection: socket.socket) -> int:
+def _peer_user_id(connection: socket.socket) -> int:
     """Returns the user id of the process at the other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     user: int = struct.unpack("3i", raw)[1]

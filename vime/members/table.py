@@ -15,7 +15,7 @@ ENDED = "ended"
 _LONGEST = 120
 
 
-def read_fleet(run_dir: Path) -> RunEngines:
+def read_engines(run_dir: Path) -> RunEngines:
     """Reads the engines of a run that has ended or is running. Raises ValueError for a directory without a run, or a
     run without engines."""
     if not run_dir.is_dir():

@@ -30,7 +30,7 @@ from slime.plan.advice import longest_sample, offloading, recomputation
 from slime.plan.fit import Fit, MachineSizes, shortage
 from vime.backends import parse_config
 from vime.memory.lines import remedies, whole_fit
-from vime.memory.sizes import for_gpus, machine_of, take_sizes
+from vime.memory.sizes import for_gpus, machine_sizes, take_sizes
 from vime.vllm.backend import engine_facts
 from vime.vllm.memory import engine_need
 
@@ -39,7 +39,7 @@ PLAN, RUN = "--plan", "--run"
 why."""
 _TOKENS = (32768, 24576, 20480, 16384, 12288, 8192, 6144, 4096, 2048, 1024)
 _USUAL_TOKENS = 8192
-_OF_ENGINE: dict[str, Callable[[str], float | str]] = {
+_ENGINE_FLAGS: dict[str, Callable[[str], float | str]] = {
     "gpu_memory_utilization": float,
     "kv_cache_memory_bytes": int,
     "max_model_len": int,
@@ -88,7 +88,7 @@ def choose(c: Config, hf: Hf, machine: MachineSizes, given: set[str]) -> list[Ch
         return []
     last = list(last_resorts(c, given))
     for resorts, floor in itertools.product(([], last) if last else ([],), (_USUAL_TOKENS, 0)):
-        knobs = [*resorts, *knobs_of(c, given, floor), *share_of(c, hf, card, given)]
+        knobs = [*resorts, *list_knobs(c, given, floor), *share_knobs(c, hf, card, given)]
         if (found := _choice(c, hf, machine, knobs)) is not None:
             return found
     flags = "; ".join(remedies(c, hf, machine)) or "no flag alone helps"
@@ -143,7 +143,7 @@ def last_resorts(c: Config, given: set[str]) -> Iterator[Knob]:
         yield Knob((0, 1), lambda c, _: recomputation(c)[0].config, lambda _: full[0].flag)
 
 
-def knobs_of(c: Config, given: set[str], least_tokens: int) -> Iterator[Knob]:
+def list_knobs(c: Config, given: set[str], least_tokens: int) -> Iterator[Knob]:
     """Yields the knobs that the user did not set. The first value of a knob is the layout's value."""
     adam = {"optimizer_cpu_offload", "no_optimizer_cpu_offload", "optimizer_offload_fraction"}
     if not adam & given and c.megatron.use_distributed_optimizer and not c.megatron.optimizer_cpu_offload:
@@ -169,7 +169,7 @@ def knobs_of(c: Config, given: set[str], least_tokens: int) -> Iterator[Knob]:
         )
 
 
-def share_of(c: Config, hf: Hf, device: float, given: set[str]) -> Iterator[Knob]:
+def share_knobs(c: Config, hf: Hf, device: float, given: set[str]) -> Iterator[Knob]:
     """Yields the engine's share of a card. Its weights and one sequence must fit in the share."""
     facts = c.engine.engine_facts
     flag, share = facts.flag("memory_share"), facts.memory_share
@@ -195,8 +195,8 @@ def light_config(argv: Sequence[str]) -> Config:
     own, engine = list[str](), dict[str, float | str]()
     for group in with_config_files(split_argv(argv)):
         prefix, _, name = group.name.partition("_")
-        if prefix == "vllm" and name in _OF_ENGINE and group.values:
-            engine[name] = _OF_ENGINE[name](group.values[-1])
+        if prefix == "vllm" and name in _ENGINE_FLAGS and group.values:
+            engine[name] = _ENGINE_FLAGS[name](group.values[-1])
         if prefix not in ("vllm", "router"):
             own += [spelled(group.name), *group.values]
     c = parse_config(own)
@@ -212,10 +212,10 @@ def main(argv: Sequence[str]) -> int:
         flags, sizes = take_sizes([*layout, *user])
         c = light_config(for_gpus(flags, sizes.gpu))
         given = {group.name for group in with_config_files(split_argv(take_sizes(user)[0]))}
-        machine = machine_of(c, sizes)
+        machine = machine_sizes(c, sizes)
         if not plans and sizes.gpu is None:
             # A layout names the GPU for which it was made with --gpu. The run starts on the GPUs of this machine.
-            here = machine_of(c, sizes, here_only=True)
+            here = machine_sizes(c, sizes, here_only=True)
             machine = machine if here.device is None else here
         found = choose(c, read_hf_config(c.rollout.hf_checkpoint), machine, given)
     except ValueError as error:

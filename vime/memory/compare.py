@@ -37,7 +37,7 @@ def compare_run(argv: Sequence[str]) -> int:
             f"RUN_DIR must have events of the kind memory, got none in {run_dir}; runs of this version write them"
         )
     config = read_run_config(run_dir)
-    planned = plan_of(config, found)
+    planned = plan_measured(config, found)
     print("\n".join([*lines(planned, found), *_allocator(run_dir)]))
     more = {name: part for name, part in ratios(planned, found).items() if part > 1 + CLOSE}
     off = ", ".join(f"{name} {part:.2f} of the plan" for name, part in more.items())
@@ -55,7 +55,7 @@ def read_run_config(run_dir: Path) -> Config:
     return Config.from_dict(saved)
 
 
-def plan_of(config: Config, found: Mapping[str, Measured]) -> Fit:
+def plan_measured(config: Config, found: Mapping[str, Measured]) -> Fit:
     """Returns the plan for the machine on which the run was measured."""
     card = next((each.card_total for each in found.values() if each.card_total is not None), None)
     host = next((each.host_total for each in found.values() if each.host_total is not None), None)

@@ -19,7 +19,7 @@ from slime.plan.fit import DOING, MachineSizes, fit
 from slime.plan.host_phases import USABLE
 from slime.plan.units import GIB, amount
 
-OF_MEMORY = re.compile(
+MEMORY_ERROR = re.compile(
     r"out of (device )?memory|OutOfMemory|MemoryError|Cannot allocate memory|"
     r"Cuda failure 2|killed",
     re.IGNORECASE,
@@ -39,7 +39,7 @@ def full_host(config: Config) -> Callable[[Peaks, HostMemory], str]:
             f"of {host.limit} ({host.share:.1%}, without page cache) while {DOING[peaks.phase]}; vime has ended the "
             "run before a process is killed"
         )
-        return "\n".join([first, *_of_host(peaks), *_host_flags(config, host)])
+        return "\n".join([first, *_host_processes(peaks), *_host_flags(config, host)])
 
     return explain
 
@@ -63,7 +63,7 @@ def explained(config: Config, watch: MemoryWatch) -> Iterator[None]:
 
 
 def _may_come_from_memory(error: RuntimeError) -> bool:
-    return (isinstance(error, ActorError) and error.died) or OF_MEMORY.search(str(error)) is not None
+    return (isinstance(error, ActorError) and error.died) or MEMORY_ERROR.search(str(error)) is not None
 
 
 def _report(config: Config, watch: MemoryWatch, killed: int) -> Iterator[str]:
@@ -75,14 +75,14 @@ def _report(config: Config, watch: MemoryWatch, killed: int) -> Iterator[str]:
             f"host: {amount(peaks.host.used)} of the {amount(peaks.host.total)} of {peaks.host.limit} in use, without "
             f"page cache; {amount(peaks.shared_memory)} in /dev/shm"
         )
-    yield from _of_host(peaks)
+    yield from _host_processes(peaks)
     if killed > 0:
         yield f"the kernel has killed {killed} process{'es' * (killed > 1)} for memory since the run began (see dmesg)"
         if peaks.host is not None:
             yield from _host_flags(config, peaks.host)
 
 
-def _of_host(peaks: Peaks) -> Iterator[str]:
+def _host_processes(peaks: Peaks) -> Iterator[str]:
     """Yields the processes with the most private memory."""
     by_size = sorted(peaks.processes.items(), key=lambda pair: -pair[1].anonymous)[:_SHOWN]
     shown = [f"{role} {amount(memory.anonymous)}" for role, memory in by_size]

@@ -17,9 +17,9 @@ from slime.plan.model_shape import Shape
 from slime.plan.units import GIB, amount
 from slime.roles.groups import build_groups
 from slime.tracking.phases import PHASES
-from vime.backends import models_of
-from vime.memory.sizes import machine_of
-from vime.pool.served import in_spelling_of
+from vime.backends import served_engines
+from vime.memory.sizes import machine_sizes
+from vime.pool.served import spelled_for
 from vime.vllm.memory import engine_memory, engine_need, engine_verdict, scored_logits
 
 
@@ -47,7 +47,9 @@ def trainer_memory(c: Config, hf: Hf, gpu_bytes: float | None) -> Iterator[str]:
     yield from decide_residence(c, e, gpu_bytes).lines
 
 
-def memory_of_engine(c: Config, hf: Hf, gpu_bytes: float | None, *, scores: bool = False) -> Iterator[str]:
+def describe_engine_memory(
+    c: Config, hf: Hf, gpu_bytes: float | None, *, scores: bool = False
+) -> Iterator[str]:
     """Yields weights and KV cache, and, if the GPU's size is known, whether the GPU is large enough. `scores`: also the
     logits of given tokens."""
     yield from memory_lines(engine_memory(c, Shape.of(hf)))
@@ -60,13 +62,13 @@ def memory_of_engine(c: Config, hf: Hf, gpu_bytes: float | None, *, scores: bool
 def frozen_models(c: Config, gpu_bytes: float | None) -> dict[str, list[str]]:
     """Returns title -> lines: each frozen model's engine memory, and the flags that are given for the model."""
     parts: dict[str, list[str]] = {}
-    for engines in models_of(c):
+    for engines in served_engines(c):
         own = engines.settings
         if engines.model.frozen:
             try:
-                with in_spelling_of(engines.model):
+                with spelled_for(engines.model):
                     hf = read_hf_config(own.rollout.hf_checkpoint)
-                    found = memory_of_engine(own, hf, gpu_bytes, scores=True)
+                    found = describe_engine_memory(own, hf, gpu_bytes, scores=True)
                     lines = [engines.spelled(line) for line in found]
             except ValueError as error:  # a family that only the engine supports
                 lines = [f"not estimated: {error}"]
@@ -106,7 +108,7 @@ def phase_lines(found: Fit) -> Iterator[str]:
         yield f"{phase:<14}" + "".join(f"{cell:>26}" for cell in cells) + host
 
 
-def needs_of_engine(hf: Hf, machine: MachineSizes) -> Also:
+def engine_needs(hf: Hf, machine: MachineSizes) -> Also:
     """Returns the needs of the policy's engine in its share, for `slime.plan.fit`."""
 
     def needs(c: Config) -> Iterable[Need]:
@@ -119,12 +121,12 @@ def needs_of_engine(hf: Hf, machine: MachineSizes) -> Also:
 
 def whole_fit(c: Config, hf: Hf, machine: MachineSizes) -> Fit:
     """Returns the needs of trainer, engines and host."""
-    return fit(c, hf, machine, needs_of_engine(hf, machine))
+    return fit(c, hf, machine, engine_needs(hf, machine))
 
 
 def remedies(c: Config, hf: Hf, machine: MachineSizes) -> list[str]:
     """Returns changes that would make a run fit. The list is empty if it fits."""
-    return advice_lines(c, hf, machine, needs_of_engine(hf, machine))
+    return advice_lines(c, hf, machine, engine_needs(hf, machine))
 
 
 def require_fit(c: Config, hf: Hf, machine: MachineSizes) -> None:
@@ -142,7 +144,7 @@ def require_fit(c: Config, hf: Hf, machine: MachineSizes) -> None:
 
 def memory_in_short(c: Config, machine: MachineSizes | None = None) -> Iterator[str]:
     """Yields the estimates in one line, then the decisions from them, for `machine` or this machine."""
-    machine = machine or machine_of(c)
+    machine = machine or machine_sizes(c)
     hf, gpu_bytes = read_hf_config(c.rollout.hf_checkpoint), machine.device
     estimates, decisions = [], list[str]()
     for group in () if c.debug.debug_rollout_only else build_groups(c):

@@ -17,21 +17,21 @@ from slime.plan.units import GIB
 
 GPU_MEMORY, HOST_MEMORY = "--gpu-memory-gib", "--host-memory-gib"
 """Options of `vime plan` that are not flags of a run."""
-_OF = {
+_MEANING = {
     GPU_MEMORY: "memory of one GPU",
     HOST_MEMORY: "memory of one host, or the limit of its container",
 }
 
 
 @dataclass(frozen=True)
-class GivenSizes:
+class RequestedSizes:
     """The values of the two options, in GiB."""
 
     gpu: float | None = None
     host: float | None = None
 
 
-def take_sizes(argv: Sequence[str]) -> tuple[list[str], GivenSizes]:
+def take_sizes(argv: Sequence[str]) -> tuple[list[str], RequestedSizes]:
     """Splits the two options off the flags of a run: (the flags, their values). The last use counts.
 
     Raises ValueError unless a value is a number above 0.
@@ -41,11 +41,11 @@ def take_sizes(argv: Sequence[str]) -> tuple[list[str], GivenSizes]:
     for token in tokens:
         written, equals, value = token.partition("=")
         name = written.replace("_", "-")
-        if name in _OF:
+        if name in _MEANING:
             given[name] = gib(value if equals else next(tokens, ""), name)
         else:
             flags.append(token)
-    return flags, GivenSizes(given.get(GPU_MEMORY), given.get(HOST_MEMORY))
+    return flags, RequestedSizes(given.get(GPU_MEMORY), given.get(HOST_MEMORY))
 
 
 def gib(given: str, name: str = GPU_MEMORY) -> float:
@@ -56,7 +56,7 @@ def gib(given: str, name: str = GPU_MEMORY) -> float:
         size = math.nan
     if not 0 < size < math.inf:
         raise ValueError(
-            f"{name} must be a number above 0, got {given or 'none'}; give the GiB of {_OF[name]}"
+            f"{name} must be a number above 0, got {given or 'none'}; give the GiB of {_MEANING[name]}"
         )
     return size
 
@@ -67,7 +67,7 @@ def for_gpus(flags: Sequence[str], size: float | None) -> list[str]:
     return [*flags, *(() if size is None or named else ("--device", "cuda"))]
 
 
-def asked_bytes(c: Config, size: float | None) -> float | None:
+def requested_bytes(c: Config, size: float | None) -> float | None:
     """Returns the bytes of GPUs of `size` GiB, or of the GPU of --gpu, or None without both. Raises ValueError for a
     run without GPUs."""
     if size is None:
@@ -86,11 +86,11 @@ def device_memory(c: Config) -> int | None:
     return min((card.total for card in Cards().read()), default=None)
 
 
-def machine_of(c: Config, sizes: GivenSizes | None = None, *, here_only: bool = False) -> MachineSizes:
+def machine_sizes(c: Config, sizes: RequestedSizes | None = None, *, here_only: bool = False) -> MachineSizes:
     """Returns the requested sizes. Without them, or with `here_only`, returns the sizes of this machine, if it has a
     GPU."""
-    sizes = sizes or GivenSizes()
-    asked, here = None if here_only else asked_bytes(c, sizes.gpu), device_memory(c)
+    sizes = sizes or RequestedSizes()
+    asked, here = None if here_only else requested_bytes(c, sizes.gpu), device_memory(c)
     if sizes.host is not None:
         return MachineSizes(asked or here, sizes.host * GIB)
     if here is None:

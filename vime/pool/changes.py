@@ -25,7 +25,7 @@ from vime.pool.member import Member
 from vime.pool.state import PoolState
 
 if TYPE_CHECKING:
-    from vime.pool.places import Places
+    from vime.pool.engine_slots import EngineSlots
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 0.5
@@ -45,11 +45,11 @@ class Changes:
     def add(self, count: int, say: Say) -> list[str]:
         """Start that many engines on free places; returns their names when they serve. ValueError, before anything
         starts, if there are too few places; RuntimeError if a server does not serve."""
-        return self._join(self._places().take(count), say)
+        return self._join(self._slots().take(count), say)
 
     def take_in(self, address: str, say: Say) -> list[str]:
         """An engine that was started apart joins; returns its name. ValueError if it cannot be used."""
-        places = self._places()
+        places = self._slots()
         where = external.split(address, "--address")
         url = f"http://{where['host']}:{where['port']}"
         if any(member.control.url == url for member in self.state.members):
@@ -64,7 +64,7 @@ class Changes:
     def remove(self, title: str, wait_s: float, say: Say) -> str:
         """The engine with this name or address leaves, after at most `wait_s` seconds for its requests; returns what
         was done. ValueError if it does not serve, or if no other one does."""
-        places = self._places()
+        places = self._slots()
         with self.state.transfer.lock:
             member = self._find(title)
             others = sum(other.serving and not other.leaving for other in self.state.members) - 1
@@ -82,7 +82,7 @@ class Changes:
             member.serving = False
             self.state.members.remove(member)
         member.stop()
-        apart = places.is_apart(member.spec.index)
+        apart = places.is_external(member.spec.index)
         places.give_back(member.spec.index)
         self.state.record(member, "removed")
         kept = "it was started apart, and runs on" if apart else "its server has ended, and its place is free"
@@ -92,7 +92,7 @@ class Changes:
         """Whether an engine of this pool has that name or address."""
         return any(_is(member, title) for member in self.state.members)
 
-    def _places(self) -> Places:
+    def _slots(self) -> EngineSlots:
         if self.state.places is None:
             raise ValueError(
                 "engines must have places to join and leave, got a pool without them; report this as a bug"
@@ -134,7 +134,7 @@ class Changes:
             time.sleep(_LOOK_S)
         return ""
 
-    def _require_model(self, places: Places, url: str) -> None:
+    def _require_model(self, places: EngineSlots, url: str) -> None:
         checkpoint = places.config.rollout.hf_checkpoint
         try:
             served = places.control(url, places.make_spec(0).run_key).model()
@@ -182,7 +182,7 @@ class Changes:
                 member.serving = False
                 self.state.members.remove(member)
             member.stop()
-            self._places().give_back(member.spec.index)
+            self._slots().give_back(member.spec.index)
             self.state.record(member, "failed")
             return f"{member.title} did not join: {error}"
         finally:

@@ -30,7 +30,7 @@ ROUTER_RESERVED = {
 }
 
 DEADLINE = "one request may take --rollout-deadline-s"
-OF_SLIMES_ROUTER = {
+SLIME_ROUTER_FLAGS = {
     "slime_router_middleware_paths": Unsupported(
         None, "the router runs no middleware; write a --custom-generate-function-path"
     ),
@@ -159,17 +159,17 @@ def _plain(value: object) -> Any:
         return None
 
 
-def given_parallel(config: Config, name: str) -> int | None:
+def requested_parallel(config: Config, name: str) -> int | None:
     return config.engine.backend_args.get(name)
 
 
 def engine_tensor_parallel(config: Config) -> int:
     """Returns the number of GPUs over which an engine splits each layer. The default is the engine's GPUs divided by
     the data and pipeline parallel sizes."""
-    other = (given_parallel(config, "data_parallel_size") or 1) * (
-        given_parallel(config, "pipeline_parallel_size") or 1
+    other = (requested_parallel(config, "data_parallel_size") or 1) * (
+        requested_parallel(config, "pipeline_parallel_size") or 1
     )
-    return given_parallel(config, "tensor_parallel_size") or max(
+    return requested_parallel(config, "tensor_parallel_size") or max(
         config.cluster.rollout_num_gpus_per_engine // other, 1
     )
 

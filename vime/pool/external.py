@@ -43,7 +43,7 @@ def uses(config: Config) -> bool:
     return bool(config.rollout.rollout_external_engine_addrs or config.engine.router_ip)
 
 
-def given_key() -> str:
+def read_run_key() -> str:
     """Returns the run's key from VIME_RUN_KEY. Raises ValueError if it is missing or too short."""
     key = os.environ.get(KEY_VARIABLE, "")
     if len(key) < LEAST_KEY:
@@ -54,9 +54,9 @@ def given_key() -> str:
     return key
 
 
-def key_of(config: Config) -> str:
+def resolve_run_key(config: Config) -> str:
     """Returns the run's key: VIME_RUN_KEY if it is set or external servers need it, else a new random key."""
-    return given_key() if uses(config) or KEY_VARIABLE in os.environ else secrets.token_hex(32)
+    return read_run_key() if uses(config) or KEY_VARIABLE in os.environ else secrets.token_hex(32)
 
 
 def split(address: str, typed: str) -> Address:
@@ -138,7 +138,7 @@ def require_joinable(config: Config, url: str, *, trained: bool) -> None:
             f"--update-weight-transport {transport}{' and --colocate' if config.cluster.colocate else ''}",
             "start the run with --update-weight-transport disk",
         )
-    if (problem := _problem(url, given_key(), "/health", "the engine of --address")) is not None:
+    if (problem := _problem(url, read_run_key(), "/health", "the engine of --address")) is not None:
         raise ValueError(problem)
 
 
@@ -147,7 +147,7 @@ def require_reachable(config: Config, path: str = "/health") -> None:
     Raises one ValueError, within 15 s, for the servers that do not answer."""
     if not uses(config) or not config.num_engines:
         return
-    key = given_key()
+    key = read_run_key()
     checks: list[Callable[[], str | None]] = []
     for each in addresses(config):
         url = f"http://{each['host']}:{each['port']}"

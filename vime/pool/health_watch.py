@@ -36,7 +36,7 @@ class HealthWatch:
         self._record = record
         self._loads: dict[str, tuple[float, Load]] = {}
         self._good: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._thread = threading.Thread(target=self._watch, name="engine-health-watch", daemon=True)
 
     def start(self) -> None:
@@ -58,13 +58,13 @@ class HealthWatch:
         if answers and not stopped:
             self._good[name] = now
             self._look_at_load(member, now)
-            if name in self._told:
-                self._told.remove(name)
+            if name in self._reported:
+                self._reported.remove(name)
                 logger.warning(
                     "engine %s at %s works again after %.0f s", name, member.control.url, now - since
                 )
-        elif now - since >= SAY_AFTER_S and name not in self._told and member.serving:
-            self._told.add(name)
+        elif now - since >= SAY_AFTER_S and name not in self._reported and member.serving:
+            self._reported.add(name)
             what = "is stopped" if answers else "has not answered"
             then = (
                 "requests wait until --rollout-deadline-s"

@@ -16,7 +16,7 @@ from slime.roles.served import ServedModel
 from slime.tracking.events import Events
 from vime.pool import external
 from vime.pool.engine_server import EngineSpec
-from vime.pool.places import LOOPBACK, EnginePlace, Places
+from vime.pool.engine_slots import LOOPBACK, EngineSlot, EngineSlots
 from vime.pool.pool import ServerPool
 from vime.pool.router import RouterSpec
 from vime.pool.state import Kind
@@ -39,7 +39,7 @@ def make_pool(
 ) -> ServerPool:
     """The engines of `model` and their router. `config` is the `settings` of `vime.pool.served.ServedEngines`.
     `make_spec` gets the fields that the specs of all engines have. See ServerPool for the other parameters."""
-    run_key = external.key_of(config)
+    run_key = external.resolve_run_key(config)
     logs = Path(config.logging.run_dir).resolve() / "logs"
     prefix = f"{model.name}-" if model.frozen else ""
     # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
@@ -47,7 +47,7 @@ def make_pool(
     node_address: Callable[[], str] = ray.util.get_node_ip_address
     host = node_address() if joined else LOOPBACK
 
-    def spec_of(index: int) -> EngineSpec:
+    def spec_for_index(index: int) -> EngineSpec:
         return make_spec(
             run_key=run_key,
             host=host,
@@ -60,8 +60,8 @@ def make_pool(
         )
 
     parts, colocated = kind or pool.kind, config.cluster.colocate
-    places = Places(config, model.name, spec_of, parts.server, parts.control, joined, colocated)
-    own = [EnginePlace(placed, bundles) for bundles in placed.engine_bundles[model.name]]
+    places = EngineSlots(config, model.name, spec_for_index, parts.server, parts.control, joined, colocated)
+    own = [EngineSlot(placed, bundles) for bundles in placed.engine_bundles[model.name]]
     router = RouterSpec(
         run_key=run_key,
         log_path=str(logs / f"{prefix}router.log"),

@@ -39,7 +39,7 @@ _REMEDIES = (
 )
 
 
-def cause_of(log: str) -> str | None:
+def first_error(log: str) -> str | None:
     """Returns the first error in `log` that is not a consequence of another process's error, as one line, with the
     remedy if one is known. Returns None without an error."""
     plain = [_PREFIX.sub("", line).strip() for line in log.splitlines()]

@@ -30,7 +30,7 @@ from vime.pool.router import RouterSpec
 from vime.pool.state import Kind, PoolState, each
 
 if TYPE_CHECKING:
-    from vime.pool.places import Places
+    from vime.pool.engine_slots import EngineSlots
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.25
@@ -61,7 +61,7 @@ class ServerPool:
         pause_mode: PauseMode = "keep",
         gives_memory: bool = False,
         source: WeightSource | None = None,
-        places: Places | None = None,
+        places: EngineSlots | None = None,
         events: Events | None = None,
         model: str = POLICY,
         kind: Kind | None = None,

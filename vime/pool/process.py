@@ -26,7 +26,7 @@ from slime.cluster.watchdog import descendants, is_stopped
 from slime.import_path import ROOT, SAFE_PATH, UTF8, entries
 from vime.pool.asgi import KEY_VARIABLE
 from vime.pool.control import answers
-from vime.pool.log_cause import cause_of
+from vime.pool.log_cause import first_error
 from vime.run.surroundings import without_proxies
 
 TAIL_LINES = 30
@@ -160,7 +160,7 @@ class SupervisedProcess:
         """Returns the cause of a failure from the log, or None; see vime.pool.log_cause."""
         with contextlib.suppress(OSError), open(self.log_path, "rb") as file:
             file.seek(self._log_begins)
-            return cause_of(file.read(_SEARCHED_BYTES).decode(errors="replace"))
+            return first_error(file.read(_SEARCHED_BYTES).decode(errors="replace"))
         return None
 
     def stop(self) -> None:

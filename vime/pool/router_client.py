@@ -106,13 +106,13 @@ class RouterClient:
             self._session = aiohttp.ClientSession(
                 headers={"Authorization": f"Bearer {self._run_key}"},
                 # The callers limit how many requests run. A second limit would only keep requests from the engine.
-                connector=ProvenConnector(self._key_of, limit=0, keepalive_timeout=60),
+                connector=ProvenConnector(self._proof_key, limit=0, keepalive_timeout=60),
                 timeout=aiohttp.ClientTimeout(total=None),
                 trust_env=False,
             )
         return self._session
 
-    def _key_of(self, request: aiohttp.ClientRequest) -> RunKey:
+    def _proof_key(self, request: aiohttp.ClientRequest) -> RunKey:
         return RunKey(self._run_key, self._held and str(request.url.origin()) == self.router_url)
 
     async def _request(

@@ -33,7 +33,7 @@ class ServedEngines:
     checkpoint, devices and flags."""
 
     @classmethod
-    def of(cls, config: Config, model: ServedModel, backend: RolloutBackend) -> ServedEngines:
+    def from_model(cls, config: Config, model: ServedModel, backend: RolloutBackend) -> ServedEngines:
         """The engines of `model` in the run. Raises ValueError for a flag that the engine does not know."""
         return cls(model, backend, _settings(config, model, backend) if model.frozen else config)
 
@@ -43,18 +43,18 @@ class ServedEngines:
 
     def check(self) -> None:
         """Raise ValueError unless the engines fit their model and their devices."""
-        with in_spelling_of(self.model):
+        with spelled_for(self.model):
             for rule in self.backend.engine_rules:
                 rule(self.settings)
 
     def require_reachable(self) -> None:
         """See `RolloutBackend.require_reachable`."""
-        with in_spelling_of(self.model):
+        with spelled_for(self.model):
             self.backend.require_reachable(self.settings)
 
 
 @contextmanager
-def in_spelling_of(model: ServedModel) -> Iterator[None]:
+def spelled_for(model: ServedModel) -> Iterator[None]:
     """Raise the errors of the block with the flags of `model` in place of the policy's."""
     try:
         yield

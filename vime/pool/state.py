@@ -23,7 +23,7 @@ from vime.pool.member import Member, Spawn
 from vime.pool.router import RouterServer, RouterSpec
 
 if TYPE_CHECKING:
-    from vime.pool.places import Places
+    from vime.pool.engine_slots import EngineSlots
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class PoolState:
     router: RouterServer
     spawn: Spawn
     pause_mode: PauseMode
-    places: Places | None
+    places: EngineSlots | None
     events: Events
     model: str
     patience_s: float

@@ -76,7 +76,7 @@ def asks_first(*numbers: signal.Signals) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def asked() -> KeyboardInterrupt:
+def interrupt_error() -> KeyboardInterrupt:
     """Returns the exception for the signal that set `stop`."""
     return KeyboardInterrupt(*(name for name in _asked_by[:1] if name != "SIGINT"))
 

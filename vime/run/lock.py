@@ -126,7 +126,7 @@ def lock_all(flags: Mapping[str, str | None], stack: ExitStack) -> None:
             lock(flag, directory, stack)
 
 
-def folders_of(config: Config) -> dict[str, str | None]:
+def written_folders(config: Config) -> dict[str, str | None]:
     """Maps each flag to the directory that the run writes to."""
     saved = {role.save_flag: role.saves_to(config) for role in get_roles(config) if role.trained}
     return {"--run-dir": config.logging.run_dir, **saved}

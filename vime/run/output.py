@@ -18,14 +18,14 @@ class _LastingFile(io.FileIO):
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__(descriptor, "w", closefd=False)
-        self._name, self._said = name, False
+        self._name, self._reported = name, False
 
     def write(self, data) -> int:  # type: ignore[no-untyped-def]  # any buffer
         try:
             return super().write(data)
         except OSError as error:
-            if not self._said:
-                self._said = True
+            if not self._reported:
+                self._reported = True
                 other = sys.stdout if self._name == "standard error" else sys.stderr
                 print(
                     f"note: {self._name} cannot be written ({error.strerror}); the command goes on without it",

@@ -82,11 +82,11 @@ def prompts(c: Config, score: Score | None = None) -> Iterator[str]:
         size = len(found) + found.unread
         if held_out(c):
             what = plural(size, "pair" if loss_for(c.algorithm).pairs else "conversation")
-            yield f"held-out set {data.name}: {what}, in micro-batches as large as in training{_part_of(found)}"
+            yield f"held-out set {data.name}: {what}, in micro-batches as large as in training{_unread_note(found)}"
             continue
         number = plural(size, "prompt")
         yield (
-            f"evaluation {data.name}: {number} x {data.n_samples_per_eval_prompt} responses{_part_of(found)}"
+            f"evaluation {data.name}: {number} x {data.n_samples_per_eval_prompt} responses{_unread_note(found)}"
         )
     if bare:
         yield (
@@ -114,7 +114,7 @@ def _training(c: Config, read: Config, score: Score | None) -> Iterator[str]:
     if c.data.data_source_path == DataConfig.data_source_path:
         found = load_training_prompts(read, training_label_check(read), most_bytes=PLANNED_BYTES)
         sizes = [len(its) + its.unread for _, its in found]
-        number, part = sum(sizes), _part_of(found[0][1])
+        number, part = sum(sizes), _unread_note(found[0][1])
         if (note := _cells(read, found)) is not None:
             yield note
         if read.rollout.hf_checkpoint and (note := _training_reward(c, found[0][1], score)):
@@ -152,7 +152,7 @@ def _mixed(found: Sequence[tuple[DataSet, Prompts]], sizes: Sequence[int], batch
         share = weight / sum(weights)
         yield (
             f"{one.name} {one.path}: {plural(size, 'prompt')}, {share:.3g} of each batch, again after "
-            f"{size / (share * batch):.4g} rollouts{_part_of(its)}"
+            f"{size / (share * batch):.4g} rollouts{_unread_note(its)}"
         )
 
 
@@ -179,7 +179,7 @@ def _tokenizer(c: Config) -> PreTrainedTokenizerBase:
     return load_tokenizer(c.rollout.hf_checkpoint, trust_remote_code=c.train.trust_remote_code)
 
 
-def _part_of(found: Prompts) -> str:
+def _unread_note(found: Prompts) -> str:
     if not found.unread:
         return ""
     return (

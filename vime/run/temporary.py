@@ -50,7 +50,7 @@ def use_folder(folder: Path, stack: ExitStack) -> None:
     """
     before = os.environ.get("TMPDIR"), tempfile.tempdir
     if _INDUCTOR not in os.environ:
-        os.environ[_INDUCTOR] = str(_kernels_beside(folder))
+        os.environ[_INDUCTOR] = str(_kernel_cache(folder))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
     def restore() -> None:
@@ -64,7 +64,7 @@ def use_folder(folder: Path, stack: ExitStack) -> None:
     stack.callback(restore)
 
 
-def _kernels_beside(folder: Path) -> Path:
+def _kernel_cache(folder: Path) -> Path:
     """Returns the folder in which torch keeps compiled kernels."""
     kernels = folder.parent / f"torchinductor_{os.getuid()}"
     with contextlib.suppress(FileExistsError):

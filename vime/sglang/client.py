@@ -28,7 +28,7 @@ from slime.protocols import (
 )
 from slime.rollout.sampling import checked
 from vime.pool.router_client import RouterClient, Transient, check_start, require_finite, require_ok, scored
-from vime.sglang.control import UNNAMED, number_of
+from vime.sglang.control import UNNAMED, parse_version
 
 PARAMETERS = frozenset(
     {
@@ -99,7 +99,7 @@ class SglangEngineClient(RouterClient):
         answer = await self._until(
             deadline_s, lambda: self._send(body, session), prompt_tokens=len(token_ids)
         )
-        return result_of(answer)
+        return parse_result(answer)
 
     async def score(
         self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
@@ -115,7 +115,7 @@ class SglangEngineClient(RouterClient):
         }
         body = msgspec.json.encode(asked)
         answer = await self._until(deadline_s, lambda: self._send(body, None), prompt_tokens=len(token_ids))
-        return scores_of(answer, token_ids[start:], top_k)
+        return parse_scores(answer, token_ids[start:], top_k)
 
     async def abort_all(self) -> None:
         """Aborts every running request on every engine of the router, because the router has no route for that."""
@@ -181,7 +181,7 @@ def request_params(sampling_params: dict[str, object]) -> dict[str, object]:
     return {"no_stop_trim": True, **given}
 
 
-def result_of(answer: Answer) -> GenerateResult:
+def parse_result(answer: Answer) -> GenerateResult:
     """Converts an engine's answer. `Transient` for a request that the engine gave up for an internal reason, ValueError
     if a token has no log-prob, DivergedError if a log-prob is NaN."""
     meta = answer.meta_info
@@ -215,8 +215,8 @@ def result_of(answer: Answer) -> GenerateResult:
     )
 
 
-def scores_of(answer: Answer, token_ids: list[int], top_k: int) -> ScoreResult:
-    """The log-probs of `token_ids`, the last ones of the prompt. `Transient` and errors: see `result_of`."""
+def parse_scores(answer: Answer, token_ids: list[int], top_k: int) -> ScoreResult:
+    """The log-probs of `token_ids`, the last ones of the prompt. `Transient` and errors: see `parse_result`."""
     meta, count = answer.meta_info, len(token_ids)
     if meta.finish_reason.get("type") == "abort":
         raise Transient(f"the engine gave the request up: {meta.finish_reason}")
@@ -242,6 +242,6 @@ def _values(rows: list[_Row]) -> npt.NDArray[np.float32]:
 
 def _versions(meta: _Meta) -> list[int]:
     """The versions that the tokens come from, oldest first."""
-    return [number_of(span["version"]) for span in meta.weight_versions or ()] or [
-        number_of(meta.weight_version)
+    return [parse_version(span["version"]) for span in meta.weight_versions or ()] or [
+        parse_version(meta.weight_version)
     ]

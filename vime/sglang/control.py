@@ -80,7 +80,7 @@ class SglangControl:
     def weight_version(self) -> int:
         """Version of the live weights; -1 means the weights of the checkpoint."""
         _, answer = request(self.url, self._run_key, "GET", "/model_info", timeout_s=_QUICK_S)
-        return number_of(json.loads(answer)["weight_version"])
+        return parse_version(json.loads(answer)["weight_version"])
 
     def is_healthy(self, timeout_s: float) -> bool:
         """Whether /health answers 200 within `timeout_s`. SGLang generates a token for it when it is idle."""
@@ -98,6 +98,6 @@ class SglangControl:
         return request(self.url, self._run_key, "POST", path, body, timeout_s=timeout_s)[1]
 
 
-def number_of(version: str | int) -> int:
+def parse_version(version: str | int) -> int:
     """A version as SGLang spells it; that of the checkpoint is -1."""
     return CHECKPOINT_VERSION if version == UNNAMED else int(version)

@@ -64,14 +64,14 @@ class SglangRouter(RouterServer):
         url = self._worker(engine_url)
         self._request("POST", "/workers", {"url": url, "api_key": self.spec.run_key})
         self._wait(
-            lambda: any(worker["is_healthy"] for worker in self._of(engine_url)),
+            lambda: any(worker["is_healthy"] for worker in self._workers_at(engine_url)),
             f"add the engine {engine_url}",
         )
 
     def remove(self, engine_url: str) -> None:
-        for worker in self._of(engine_url):
+        for worker in self._workers_at(engine_url):
             self._request("DELETE", f"/workers/{worker['id']}")
-        self._wait(lambda: not self._of(engine_url), f"remove the engine {engine_url}")
+        self._wait(lambda: not self._workers_at(engine_url), f"remove the engine {engine_url}")
 
     def engines(self) -> list[str]:
         return [_origin(worker["url"]) for worker in self._workers()]
@@ -86,7 +86,7 @@ class SglangRouter(RouterServer):
         workers: list[_RouterWorker] = json.loads(self._request("GET", "/workers"))["workers"]
         return workers
 
-    def _of(self, engine_url: str) -> list[_RouterWorker]:
+    def _workers_at(self, engine_url: str) -> list[_RouterWorker]:
         return [worker for worker in self._workers() if _origin(worker["url"]) == engine_url]
 
     def _wait(self, holds: Callable[[], bool], what: str) -> None:

@@ -19,8 +19,8 @@ from slime.records.errors import FlagError
 from vime.pool.engine_flags import (
     DEADLINE,
     KEY,
-    OF_SLIMES_ROUTER,
     ROUTER_RESERVED,
+    SLIME_ROUTER_FLAGS,
     WITHOUT_ROUTER,
     PrefixOwner,
     RaisingParser,
@@ -50,7 +50,7 @@ UNSUPPORTED = {
     "sglang_router_ip": Unsupported(
         None, "with --rollout-backend sglang, the run starts its own sglang-router"
     ),
-    **OF_SLIMES_ROUTER,
+    **SLIME_ROUTER_FLAGS,
 }
 NO_EFFECT = {
     "sglang_router_request_timeout_secs": FlagSpec("sglang_router_request_timeout_secs", str, None, DEADLINE),

@@ -39,7 +39,7 @@ from vime.sglang_api.request import WRAPPED, parse
 _TO_ALL = ("/abort_request", "/abort_requests", "/flush_cache")
 _OLDER_NAMES = {"/model_info": "/get_model_info", "/server_info": "/get_server_info"}
 """Maps paths that vllm-router forwards without the caller's key to older names, which it forwards with the key."""
-_OF_CONNECTION = {"connection", "content-length", "expect", "host", "keep-alive", "transfer-encoding"}
+_CONNECTION_HEADERS = {"connection", "content-length", "expect", "host", "keep-alive", "transfer-encoding"}
 _SGLANGS_SESSION = "x-smg-routing-key"
 """Header that sglang-router's sticky policies read. vllm-router's policies read x-session-id."""
 _ALL_S = 60.0
@@ -209,7 +209,9 @@ class Gateway:
 
 def _forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """Returns the headers that do not belong to the connection."""
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _OF_CONNECTION)
+    return CIMultiDict(
+        (name, value) for name, value in headers.items() if name.lower() not in _CONNECTION_HEADERS
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:

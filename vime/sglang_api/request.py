@@ -199,7 +199,7 @@ def parse(body: bytes) -> GenerateRequest:
             own = params if copy == 0 or "seed" not in params else {**params, "seed": params["seed"] + copy}
             named = name if name is None or count == 1 else f"{name}-{copy}"
             each.append(OneRequest(prompt, own, named, scored=given.max_new_tokens == 0))
-    return GenerateRequest(each, _wanted(fields), bool(fields.stream), batched, fields.lora_path or "")
+    return GenerateRequest(each, _wanted_output(fields), bool(fields.stream), batched, fields.lora_path or "")
 
 
 def translate(given: SamplingFields) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def _one_each(name: str, given: object, count: int) -> list[Any]:
     return given
 
 
-def _wanted(fields: GenerateFields) -> WantedOutput:
+def _wanted_output(fields: GenerateFields) -> WantedOutput:
     start = fields.logprob_start_len
     asked = bool(fields.return_logprob)
     return WantedOutput(

@@ -29,10 +29,10 @@ from slime.run_start import check_start, finished
 from slime.tracking import check_trackers
 from vime.backends import parse_config, require_reachable
 from vime.memory.lines import require_fit
-from vime.memory.sizes import GivenSizes, device_memory, machine_of
+from vime.memory.sizes import RequestedSizes, device_memory, machine_sizes
 from vime.pool.process import ServerSpec, require_free_port
 from vime.run.disk_space import require_disk_space
-from vime.run.lock import folders_of, require_free
+from vime.run.lock import require_free, written_folders
 from vime.run.temporary import SHARED_MEMORY, left_weights
 
 _SHAPE = "make_model.json"
@@ -97,13 +97,13 @@ def _check_hook(config: Config, name: str, path: str) -> None:
     check_call(spelled(name), path, function, CALLS[name], scores=name == "custom_rm_path", **keys)
 
 
-def is_for_others(config: Config, sizes: GivenSizes) -> bool:
+def plans_other_machine(config: Config, sizes: RequestedSizes) -> bool:
     """Returns True if a plan is for another machine.
 
     This is the case if it names GPUs or sizes, if the run needs GPUs and this machine has no GPU, or if the model is a
     shape without weights.
     """
-    asked = sizes != GivenSizes() or config.cluster.gpu is not None
+    asked = sizes != RequestedSizes() or config.cluster.gpu is not None
     return asked or lacks_gpu(config) or _is_shape(config)
 
 
@@ -172,7 +172,9 @@ def _require_weights(config: Config) -> None:
 
 def _require_fit(config: Config) -> None:
     if not os.environ.get("RAY_ADDRESS"):  # the GPUs belong to a cluster
-        require_fit(config, read_hf_config(config.rollout.hf_checkpoint), machine_of(config, here_only=True))
+        require_fit(
+            config, read_hf_config(config.rollout.hf_checkpoint), machine_sizes(config, here_only=True)
+        )
 
 
 def _require_kernels(config: Config) -> None:
@@ -181,7 +183,7 @@ def _require_kernels(config: Config) -> None:
 
 
 def _require_folders(config: Config) -> None:
-    for flag, directory in folders_of(config).items():
+    for flag, directory in written_folders(config).items():
         if directory is not None:
             require_free(flag, directory)
 

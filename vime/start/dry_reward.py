@@ -25,7 +25,7 @@ from slime.hooks import load_function
 from slime.rollout.rewards import REWARDS, RewardError, async_rm, batched_async_rm, unknown_type
 from slime.run_start import finished
 from slime.types import Prompt, Sample
-from vime.start.apart import OverLimit, apart
+from vime.start.fork_call import OverLimit, run_in_fork
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -149,19 +149,19 @@ def _called_as_runs_do(config: Config, sample: Sample, key: str | None, flag: st
     A generate function may return samples or lists, so a reward that fails with a sample is called with a list, too.
     """
     of_group = config.reward.group_rm and sample.custom_rm_path is None
-    call = _called_apart(config, sample, key, flag, of_group=of_group, guarded=is_own)
+    call = _call_in_fork(config, sample, key, flag, of_group=of_group, guarded=is_own)
     path = sample.custom_rm_path is None and config.reward.custom_rm_path
     lists = path and config.rollout.custom_generate_function_path and not of_group
     if not lists or call.leaves or call.returned or call.problem is None:
         return call
-    of_list = _called_apart(config, sample, key, flag, of_group=True, guarded=is_own)
+    of_list = _call_in_fork(config, sample, key, flag, of_group=True, guarded=is_own)
     if of_list.problem is None or of_list.leaves:
         return of_list
     call.problem = f"{call.problem} (with a list of one sample: {of_list.problem})"
     return call
 
 
-def _called_apart(
+def _call_in_fork(
     config: Config, sample: Sample, key: str | None, flag: str, *, of_group: bool, guarded: bool
 ) -> _Call:
     """Calls the reward in a separate process, with a list of the sample if `of_group`.
@@ -171,7 +171,7 @@ def _called_apart(
     with tempfile.TemporaryDirectory(prefix="vime-reward-", ignore_cleanup_errors=True) as folder:
         guard = _guard(folder) if guarded else _silent()
         try:
-            return apart(lambda: _called(config, sample, guard, key, of_group), flag, limit_s=LIMIT_S)
+            return run_in_fork(lambda: _called(config, sample, guard, key, of_group), flag, limit_s=LIMIT_S)
         except OverLimit:
             return _Call([f"it needs more than {LIMIT_S:g} s"])
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from vime.doctor.finding import one_line
 from vime.view.compare_curves import curve_lines, score_lines
-from vime.view.compare_runs import SEEDS, ComparedRun, differing, pair_up, runs_of
-from vime.view.measures import EXCEPTED, OF_A_RUN
+from vime.view.compare_runs import SEEDS, ComparedRun, differing, find_runs, pair_up
+from vime.view.measures import EXCEPTED, RUN_FLAGS
 from vime.view.statistics import LEVEL, MIN_PAIRS
 
 _LONGEST = 80
@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def comparison(one: str, other: str) -> Iterator[str]:
     """Yields the lines of the Markdown text."""
-    sides = (runs_of(one), runs_of(other))
+    sides = (find_runs(one), find_runs(other))
     pairs, paired = pair_up(*sides)
     yield from (f"# A: {code(one)}, B: {code(other)}", "")
     yield from _runs(sides)
@@ -89,7 +89,7 @@ def _environment(sides: tuple[list[ComparedRun], list[ComparedRun]]) -> list[str
     rows = {
         path: values
         for path, values in found.items()
-        if path not in (*OF_A_RUN, *_NOT_COMPARED) and not path.startswith("command.")
+        if path not in (*RUN_FLAGS, *_NOT_COMPARED) and not path.startswith("command.")
     }
     return list(_table("what", rows)) if rows else ["No version and nothing of the machine differs."]
 

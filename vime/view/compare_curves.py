@@ -72,11 +72,11 @@ def _row(pairs: Pairs, name: str, unit: str, begin: int, end: int) -> str:
     logged = np.concatenate([run.series[name].steps for pair in pairs for run in pair])
     steps = np.unique(logged[(logged >= begin) & (logged <= end)])
 
-    def weights_of(run: ComparedRun) -> Array:
+    def step_weights(run: ComparedRun) -> Array:
         return np.ones(len(steps)) if over is None else _values(run, over, steps)
 
     values: list[Sides] = [(_values(a, name, steps), _values(b, name, steps)) for a, b in pairs]
-    weights: list[Sides] = [(weights_of(a), weights_of(b)) for a, b in pairs]
+    weights: list[Sides] = [(step_weights(a), step_weights(b)) for a, b in pairs]
     flat = np.concatenate([side for pair in values for side in pair])
     relative = unit in WORDS and bool((flat[np.isfinite(flat)] > 0).all())
     difference = paired_difference(values, weights, relative=relative)
@@ -84,7 +84,9 @@ def _row(pairs: Pairs, name: str, unit: str, begin: int, end: int) -> str:
         summarise([pair[i] for pair in values], [pair[i] for pair in weights], geometric=relative)
         for i in (0, 1)
     ]
-    return f"| {begin} to {end} | {' | '.join(map(_said, sides))} | {told(difference)} |"
+    return (
+        f"| {begin} to {end} | {' | '.join(map(_format_summary, sides))} | {format_difference(difference)} |"
+    )
 
 
 def _values(run: ComparedRun, name: str, steps: np.ndarray) -> Array:
@@ -97,7 +99,7 @@ def _values(run: ComparedRun, name: str, steps: np.ndarray) -> Array:
     return found
 
 
-def _said(summary: Summary | None) -> str:
+def _format_summary(summary: Summary | None) -> str:
     """Formats the mean and the standard deviation over a side's runs."""
     if summary is None:
         return "-"
@@ -105,7 +107,7 @@ def _said(summary: Summary | None) -> str:
     return f"{number(summary.mean)}{spread}"
 
 
-def told(difference: Difference | None) -> str:
+def format_difference(difference: Difference | None) -> str:
     """Formats a difference with its interval, in bold if the interval excludes 0."""
     if difference is None:
         return "-"

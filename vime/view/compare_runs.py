@@ -16,7 +16,7 @@ from slime.tracking.run_files import Line, is_there, is_whole_number, read_objec
 from slime.tracking.run_summary import RunSummary, run_summary
 from slime.tracking.trackers import METRICS_FILE
 from vime.run_metrics import RunMetrics, Series, load_run
-from vime.view.measures import flags_of, flatten
+from vime.view.measures import config_flags, flatten
 
 SEEDS = ("seed", "rollout_seed")
 RUN_FILES = ("config.json", METRICS_FILE, EVENTS_FILE)
@@ -46,7 +46,7 @@ class ComparedRun:
         return "unknown" if self.summary is None else self.summary.state
 
 
-def runs_of(pattern: str) -> list[ComparedRun]:
+def find_runs(pattern: str) -> list[ComparedRun]:
     """Returns the runs of a side: one directory, or a pattern such as 'runs/a-seed-*', in the order of their names.
 
     Raises ValueError if no directory matches, or if a directory is not a run.
@@ -89,17 +89,17 @@ def _read(path: Path, name: str) -> Line:
 
 def _placed(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the configuration with `<run_dir>` instead of the run's own directory."""
-    given = flags_of(config).get("run_dir")
+    given = config_flags(config).get("run_dir")
     run_dir = given if isinstance(given, str) else ""
 
-    def told(value: object) -> object:
+    def without_run_dir(value: object) -> object:
         if isinstance(value, dict):
-            return {name: told(one) for name, one in value.items()}
+            return {name: without_run_dir(one) for name, one in value.items()}
         if isinstance(value, str) and run_dir and (value == run_dir or value.startswith(f"{run_dir}/")):
             return _OWN_DIR + value[len(run_dir) :]
         return value
 
-    return {name: told(value) for name, value in config.items()}
+    return {name: without_run_dir(value) for name, value in config.items()}
 
 
 def pair_up(
@@ -124,11 +124,11 @@ def differing(
     paths = dict.fromkeys(path for side in sides for leaves in side for path in leaves)
     found = {}
     for path in paths:
-        values = [dict.fromkeys(_said(leaves, path) for leaves in side) for side in sides]
+        values = [dict.fromkeys(_format_value(leaves, path) for leaves in side) for side in sides]
         if set(values[0]) != set(values[1]):
             found[path] = (", ".join(values[0]), ", ".join(values[1]))
     return found
 
 
-def _said(leaves: dict[str, object], path: str) -> str:
+def _format_value(leaves: dict[str, object], path: str) -> str:
     return str(leaves[path]) if path in leaves else "(absent)"

@@ -61,14 +61,14 @@ EXCEPTED = (
     *("prometheus_run_name", "prometheus_port"),
 )
 """Configuration: where a run writes, names and remarks. A value may differ; that there is one at all may not."""
-OF_A_RUN = (
+RUN_FLAGS = (
     *("time", "command", "directory", "host.name"),
     *("variables.VIME_RL_KERNEL", "variables.VIME_RLK_FAST", "variables.RL_KERNEL_MODE"),
 )
 """Environment: what differs from run to run by itself, or is the switch, which the configuration says."""
 
 
-def flags_of(config: Mapping[str, object]) -> dict[str, Any]:
+def config_flags(config: Mapping[str, object]) -> dict[str, Any]:
     """A run's config.json without its sections, and without remarks."""
     sections = (section for section in config.values() if isinstance(section, dict))
     return {name: value for section in sections for name, value in section.items()}

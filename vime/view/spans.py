@@ -61,7 +61,7 @@ class Tracks:
         self._lanes: dict[tuple[str, str, int], int] = {}
 
     def span(self, span: TraceSpan) -> TraceEvent:
-        pid, tid = self._place(span.process, span.track, span.lane)
+        pid, tid = self._position(span.process, span.track, span.lane)
         begin, end = self._us(span.begin), self._us(span.end)
         found = {"ph": "X", "name": span.title, "cat": span.process, "pid": pid, "tid": tid}
         return found | {"ts": begin, "dur": max(end - begin, 0), "args": dict(span.fields)}
@@ -102,7 +102,7 @@ class Tracks:
     def _process(self, process: str) -> int:
         return self._processes.setdefault(process, len(self._processes) + 1)
 
-    def _place(self, process: str, track: str, lane: int) -> tuple[int, int]:
+    def _position(self, process: str, track: str, lane: int) -> tuple[int, int]:
         pid = self._process(process)
         return pid, self._lanes.setdefault((process, track, lane), len(self._lanes) + 1)
 

@@ -99,15 +99,15 @@ def paired_difference(
     elif all(np.array_equal(first[0], second[0]) for first, second in usable):
         half = 0.0  # nothing to estimate
 
-    def told(x: float) -> float:
+    def from_log(x: float) -> float:
         return math.expm1(x) if relative else x
 
     return Difference(
         relative=relative,
-        value=told(value),
-        pairs=tuple(told(float(x)) for x in each),
-        low=None if half is None else told(value - half),
-        high=None if half is None else told(value + half),
+        value=from_log(value),
+        pairs=tuple(from_log(float(x)) for x in each),
+        low=None if half is None else from_log(value - half),
+        high=None if half is None else from_log(value + half),
     )
 
 

@@ -103,7 +103,7 @@ class WatchApp(App[None]):
 
     async def on_mount(self) -> None:
         self.query_one("#head", Static).update("reading the run ...")
-        self._place()
+        self._arrange()
         self.set_interval(self._every_s, self.look)
         self.call_after_refresh(self.look)
 
@@ -129,24 +129,24 @@ class WatchApp(App[None]):
         for view in self.query(CurveView):
             view.show(look)
         parts = {
-            "engines": draw.engines(look.summary, self._width_of("engines")),
-            "slow": draw.slow_samples(look.slow, self._width_of("slow")),
-            "warnings": draw.warnings(look.summary, self._width_of("warnings")),
+            "engines": draw.engines(look.summary, self._part_width("engines")),
+            "slow": draw.slow_samples(look.slow, self._part_width("slow")),
+            "warnings": draw.warnings(look.summary, self._part_width("warnings")),
         }
         for name, lines in parts.items():
             self.query_one(f"#{name}", Listing).show(lines)
 
-    def _width_of(self, part: str) -> int:
+    def _part_width(self, part: str) -> int:
         return self.query_one(f"#{part}", Listing).scrollable_content_region.width
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._rearrange)
 
     def _rearrange(self) -> None:
-        self._place()
+        self._arrange()
         self.call_after_refresh(self._show)
 
-    def _place(self) -> None:
+    def _arrange(self) -> None:
         large = self.size.width >= LARGE and self.size.height >= HIGH
         self.screen.set_class(large, "large")
         self.screen.set_class(large and self.size.width >= WIDE, "wide")

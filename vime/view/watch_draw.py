@@ -12,7 +12,7 @@ from slime.roles.served import POLICY
 from slime.tracking.run_engines import EngineRecord
 from slime.tracking.run_summary import RunSummary
 from vime.doctor.finding import one_line
-from vime.doctor.post_mortem import cause_of
+from vime.doctor.post_mortem import find_cause
 from vime.members.table import ENDED, GONE
 from vime.view.watch_data import Curve, Look, Points, SlowSample
 
@@ -73,7 +73,7 @@ def _cause(summary: RunSummary) -> list[Text]:
         return []
     if summary.state != "failed":
         return [Text(one_line(summary.cause), "yellow")]
-    cause = cause_of(summary)
+    cause = find_cause(summary)
     said = Text.assemble((f"{cause.name}: ", "bold red"), one_line(summary.cause))
     return [said, Text(f"remedy: {cause.remedy}", "red")]
 

@@ -19,7 +19,7 @@ from slime.rules.listing import Row
 from vime.pool import external
 from vime.pool.engine_flags import (
     DEADLINE,
-    OF_SLIMES_ROUTER,
+    SLIME_ROUTER_FLAGS,
     WITHOUT_ROUTER,
     check_engine_heads,
     engine_dtype,
@@ -30,7 +30,7 @@ from vime.vllm import fp8
 from vime.vllm import server_flags as flags
 from vime.vllm.peer_names import VLLM_PEER_NAMES
 from vime.vllm.server import VllmServer, VllmSpec
-from vime.vllm.worker.adapter import name_of
+from vime.vllm.worker.adapter import adapter_name
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -71,7 +71,7 @@ NO_EFFECT = {
     ),
     **WITHOUT_ROUTER,
 }
-FLAG_OF = {
+FLAG_NAMES = {
     "memory_share": "--vllm-gpu-memory-utilization",
     "cache_bytes": "--vllm-kv-cache-memory-bytes",
     "context": "--vllm-max-model-len",
@@ -98,7 +98,7 @@ def engine_facts(backend_args: Mapping[str, Any]) -> EngineFacts:
         context=_context(backend_args.get("max_model_len")),
         data_parallel_size=backend_args.get("data_parallel_size") or 1,
         pipeline_parallel_size=backend_args.get("pipeline_parallel_size") or 1,
-        flag_of=FLAG_OF,
+        flag_of=FLAG_NAMES,
     )
 
 
@@ -122,7 +122,7 @@ class VllmBackend:
     name = "vllm"
     specs = {spec.name: spec for spec in (CONCURRENCY, INVARIANT, ROUTER_IP, ROUTER_PORT)}
     owners = (flags.VLLM, flags.ROUTER)
-    unsupported = OF_SLIMES_ROUTER
+    unsupported = SLIME_ROUTER_FLAGS
     no_effect = NO_EFFECT
     peer_names = VLLM_PEER_NAMES
     foreign = PREFIX
@@ -151,7 +151,7 @@ class VllmBackend:
         concurrency = own.get(CONCURRENCY.name, CONCURRENCY.default)
         if adapts := concurrency == "auto":
             concurrency = CONCURRENCY.default  # a number, because hooks compute with it
-        hooks = {name: entry.default for name, entry in OF_SLIMES_ROUTER.items()}
+        hooks = {name: entry.default for name, entry in SLIME_ROUTER_FLAGS.items()}
         hooks |= {name: spec.default for name, spec in NO_EFFECT.items() if spec.default is not None}
         hooks |= {
             CONCURRENCY.name: concurrency,
@@ -233,5 +233,5 @@ class VllmBackend:
             functools.partial(VllmSpec, **flags.engine_settings(config) | own),
             dtype=engine_dtype(config),
             gives_memory=flags.gives_memory(config),
-            kind=kind_for("" if model.frozen else name_of(config)),
+            kind=kind_for("" if model.frozen else adapter_name(config)),
         )

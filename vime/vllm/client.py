@@ -51,7 +51,7 @@ class VllmEngineClient(RouterClient):
 
     def __init__(self, router_url: str, run_key: str, adapter: str = "", *, held: bool = False) -> None:
         super().__init__(router_url, run_key, held=held)
-        self._of_adapter: dict[str, object] = {ADAPTER_FIELD: adapter} if adapter else {}
+        self._adapter_fields: dict[str, object] = {ADAPTER_FIELD: adapter} if adapter else {}
         self._headers = {ADAPTER_HEADER: adapter} if adapter else {}
         self._waiting: dict[bytes, _Request] = {}
         self._sending: set[asyncio.Task[None]] = set()
@@ -82,7 +82,7 @@ class VllmEngineClient(RouterClient):
         answer, for any other status.
         """
         shared, own = request_fields(sampling_params, seed)
-        shared |= self._of_adapter
+        shared |= self._adapter_fields
         if columns:
             shared[COLUMNS_FIELD] = dict(columns)
         if on_tokens is not None:
@@ -92,7 +92,7 @@ class VllmEngineClient(RouterClient):
             lambda: self._join(token_ids, shared, own, session, on_tokens),
             prompt_tokens=len(token_ids),
         )
-        return result_of(answer, len(token_ids), columns)
+        return parse_result(answer, len(token_ids), columns)
 
     async def score(
         self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
@@ -103,7 +103,7 @@ class VllmEngineClient(RouterClient):
         --max-logprobs tokens per position. `generate` describes the errors.
         """
         check_start(start, token_ids)
-        shared: dict[str, object] = {SCORE_FIELD: start, COLUMNS_FIELD: {TOP: top_k}} | self._of_adapter
+        shared: dict[str, object] = {SCORE_FIELD: start, COLUMNS_FIELD: {TOP: top_k}} | self._adapter_fields
         answer = await self._until(
             deadline_s,
             lambda: self._join(token_ids, shared, {"max_tokens": 1}, None),
@@ -241,7 +241,7 @@ def request_fields(
     return {"include_stop_str_in_output": True, **given}, own
 
 
-def result_of(answer: SampleAnswer, prompt_tokens: int, asked: Mapping[str, int]) -> GenerateResult:
+def parse_result(answer: SampleAnswer, prompt_tokens: int, asked: Mapping[str, int]) -> GenerateResult:
     """Converts an engine's answer.
 
     Raises ValueError when the engine refused the sample, when a token has no log-prob, or when the finish reason is

@@ -47,7 +47,7 @@ class VllmSpec(EngineSpec):
     chunked prefill, which an engine on CPUs does not use."""
     sleeps: bool = False
     """True if the engine must be able to free its device memory and allocate the memory again."""
-    tells_experts: bool = False
+    reports_experts: bool = False
     """True if the answers must contain each token's experts."""
     top_tokens: int = 0
     """Maximum number of ids with log-probs per token in an answer."""
@@ -101,7 +101,7 @@ class VllmServer(EngineServer):
             argv += ["--max-num-batched-tokens", str(SCORED_TOKENS)]
         if spec.top_tokens:
             argv += ["--max-logprobs", str(max(spec.top_tokens, 20))]  # 20 is vLLM's default
-        if spec.tells_experts:
+        if spec.reports_experts:
             argv += [routed_experts.FLAG]
         if spec.bitwise and spec.device == "cuda":
             argv += ["--compilation-config", bitwise.compilation(given)]
@@ -122,7 +122,7 @@ class VllmServer(EngineServer):
         return EngineSettings(
             gate=str(self._gate) if spec.waits else None,
             temperature=spec.temperature,
-            routed_experts=spec.tells_experts,
+            routed_experts=spec.reports_experts,
             bitwise=tuple(spec.bitwise),
         )
 

@@ -26,7 +26,7 @@ from vime.pool.engine_flags import (
     RaisingParser,
     common_settings,
     engine_tensor_parallel,
-    given_parallel,
+    requested_parallel,
 )
 from vime.vllm import fp8, versions
 from vime.vllm.cpu import engine as cpu_engine
@@ -132,7 +132,7 @@ def remarks(config: Config) -> Iterator[str]:
 def check_engine_size(config: Config) -> None:
     """Checks that the parallel sizes given to vLLM multiply to --rollout-num-gpus-per-engine."""
     names = ("data_parallel_size", "pipeline_parallel_size")
-    data, pipeline = (given_parallel(config, name) or 1 for name in names)
+    data, pipeline = (requested_parallel(config, name) or 1 for name in names)
     tensor = engine_tensor_parallel(config)
     if data * pipeline * tensor != config.cluster.rollout_num_gpus_per_engine:
         raise FlagError(
@@ -153,7 +153,7 @@ def check_engine_nodes(config: Config) -> None:
         raise FlagError(
             "--vllm-distributed-executor-backend", f"be mp with {spread}", backend, "leave the flag out"
         )
-    if (replicas := given_parallel(config, "data_parallel_size") or 1) > 1:
+    if (replicas := requested_parallel(config, "data_parallel_size") or 1) > 1:
         raise FlagError(
             "--vllm-data-parallel-size",
             f"be 1 with {spread}",
@@ -170,7 +170,9 @@ def check_weight_channel(config: Config) -> None:
     worker needs no rank to find the files or the shared GPU memory. A pipeline stage loads only its own layers, but
     --check-weight-update-equal compares every tensor of an update on every worker.
     """
-    data, pipeline = (given_parallel(config, f"{name}_parallel_size") or 1 for name in ("data", "pipeline"))
+    data, pipeline = (
+        requested_parallel(config, f"{name}_parallel_size") or 1 for name in ("data", "pipeline")
+    )
     transport = config.weight_update.update_weight_transport
     if CHANNELS[transport].tensor_parallel_only and data * pipeline > 1:
         raise FlagError(
@@ -210,7 +212,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "sleeps": gives_memory(config),
         **adapter.settings(config),
         "bitwise": operators.bitwise(config),
-        "tells_experts": config.off_policy.use_rollout_routing_replay,
+        "reports_experts": config.off_policy.use_rollout_routing_replay,
         "top_tokens": count_policy_top_tokens(config),
         "cache_bytes": _cache_bytes(config),
         # GPUs also serve frozen models of families that are not trained here

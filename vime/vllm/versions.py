@@ -188,12 +188,12 @@ def server_module() -> str:
     is the oldest module.
     """
     for module in SERVER_MODULES:
-        if _file_of(module) is not None:
+        if _module_file(module) is not None:
             return module
     return SERVER_MODULES[-1]
 
 
-def _file_of(module: str) -> Path | None:
+def _module_file(module: str) -> Path | None:
     """Returns the source file of a module of vLLM without an import, or None."""
     spec = find_spec("vllm")
     folders = [] if spec is None else spec.submodule_search_locations or []
@@ -204,7 +204,7 @@ def _file_of(module: str) -> Path | None:
 def token_routes() -> list[str]:
     """Returns the flag that newer servers need to serve /inference/v1/generate, to which plug-ins of upstream vime
     post."""
-    files = [file for module in _PARSER_MODULES if (file := _file_of(module)) is not None]
+    files = [file for module in _PARSER_MODULES if (file := _module_file(module)) is not None]
     return (
         ["--enable-scale-out"]
         if any("enable_scale_out" in file.read_text(encoding="utf-8") for file in files)
@@ -225,7 +225,7 @@ def speculation_counts(argv: Sequence[str]) -> list[str]:
     the flag.
     """
     speculates = any(token.split("=")[0] == "--speculative-config" for token in argv)
-    file = _file_of("vllm.config.observability")
+    file = _module_file("vllm.config.observability")
     known = file is not None and "per_request_spec_decode_metrics" in file.read_text(encoding="utf-8")
     return ["--per-request-spec-decode-metrics", "summary"] if speculates and known else []
 

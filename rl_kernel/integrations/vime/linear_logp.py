@@ -166,7 +166,7 @@ def _by_layer(
 def _by_logits(request: Request, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | None]:
     start, size = _start(request, group), getattr(request, "real_vocab_size", None)
 
-    def of(logits: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def compute(logits: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
         out = logp(
             logits,
             request.target_ids,
@@ -178,10 +178,10 @@ def _by_logits(request: Request, group: dist.ProcessGroup | None) -> tuple[Tenso
         return (out, None) if isinstance(out, Tensor) else out
 
     if request.log_prob_keep_mask is None:
-        return of(request.logits, request.with_entropy)
-    kept = request.logits.masked_fill(~request.log_prob_keep_mask.bool(), -torch.inf)
+        return compute(request.logits, request.with_entropy)
+    masked = request.logits.masked_fill(~request.log_prob_keep_mask.bool(), -torch.inf)
     # The entropy covers all columns, so it needs a second call.
-    return of(kept, False)[0], of(request.logits, True)[1] if request.with_entropy else None
+    return compute(masked, False)[0], compute(request.logits, True)[1] if request.with_entropy else None
 
 
 def _start(request: Request, group: dist.ProcessGroup | None) -> int:

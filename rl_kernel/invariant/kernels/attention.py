@@ -40,7 +40,7 @@ def attention_kernel(
         lane, step = tl.arange(0, SIZE), tl.arange(0, KEYS)
         here = (number < count)[:, None]
         q = tl.load(Q + row[:, None] * q_stride + head[:, None] * q_head + lane, here, other=0.0)
-        place = length - count + number
+        position = length - count + number
         end = min(length, length - count + (start_row + ROWS - 1) // SHARED + 1)
         top = tl.full((ROWS,), -float("inf"), tl.float32)
         # A product with ones adds the shares of a row. tl.sum adds in an order that depends on ROWS.
@@ -60,7 +60,7 @@ def attention_kernel(
             k = tl.load(K + at_k[:, None] + group * k_head + lane, there[:, None], other=0.0)
             v = tl.load(V + at_v[:, None] + group * v_head + lane, there[:, None], other=0.0)
             scores = tl.dot(q, tl.trans(k)) * scale
-            seen = (key[None, :] <= place[:, None]) & there[None, :]
+            seen = (key[None, :] <= position[:, None]) & there[None, :]
             scores = tl.where(seen, scores, -float("inf"))
             highest = tl.maximum(top, tl.max(scores, 1))
             finite = tl.where(highest == -float("inf"), 0.0, highest)

@@ -56,7 +56,7 @@ GROUP = 16
 
 
 @functools.lru_cache(1024)
-def tile_of(rows: int, outputs: int, processors: int, itemsize: int = 2) -> Tile:
+def choose_tile(rows: int, outputs: int, processors: int, itemsize: int = 2) -> Tile:
     """Returns the tile that computes a result [rows, outputs], of elements of `itemsize` bytes, in the shortest
     time."""
     times = next(times for most, times in TIMES.items() if rows <= most)
@@ -122,7 +122,7 @@ def linear(
     out = x.new_empty(rows, _whole(outputs, dtype), dtype=dtype)[:, :outputs]
     if out.numel():
         processors = _processors(x.device)
-        tile = tile or tile_of(rows, outputs, processors, dtype.itemsize)
+        tile = tile or choose_tile(rows, outputs, processors, dtype.itemsize)
         parts = _parts(tile, rows, outputs)
         with torch.cuda.device_of(x):
             linear_kernel[(min(parts, processors) if tile.persistent else parts,)](

@@ -22,8 +22,8 @@ def rms_norm_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     token, head = row // heads, row % heads
     lane = tl.arange(0, BLOCK)[None, :]
-    of_row = lane < K
-    inside = (row < rows) & of_row
+    in_row = lane < K
+    inside = (row < rows) & in_row
     x = tl.load(X + token * x_stride + head * x_head + lane, inside, other=0.0).to(tl.float32)
     if ADD:
         at = RESIDUAL + token * residual_stride + head * residual_head + lane
@@ -32,7 +32,7 @@ def rms_norm_kernel(
         x = total.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / K + eps)
     normed = (x * scale).to(OUT.dtype.element_ty).to(tl.float32)
-    weight = tl.load(W + lane, of_row, other=0.0).to(tl.float32)
+    weight = tl.load(W + lane, in_row, other=0.0).to(tl.float32)
     tl.store(OUT + row * K + lane, (normed * weight).to(OUT.dtype.element_ty), inside)
 
 
@@ -44,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     residual = x if residual is None else readable_rows(residual)
     total = torch.empty_like(out) if added else x
     heads = x.shape[1] if x.dim() == 3 else 1
-    rows, block = len(x) * heads, power_of_two(x.shape[-1])
+    rows, block = len(x) * heads, next_power_of_two(x.shape[-1])
     together = max(
         1, NORMED // block
     )  # follows from K only, because the order of a sum follows from the tile
@@ -102,7 +102,9 @@ def log_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
             part_sums_kernel[(rows, parts)](
                 logits, tops, sums, logits.stride(0), parts, columns, LANES=LANES, num_warps=8
             )
-            log_sums_kernel[(rows,)](tops, sums, top, log_sum, parts, PARTS=power_of_two(parts), num_warps=1)
+            log_sums_kernel[(rows,)](
+                tops, sums, top, log_sum, parts, PARTS=next_power_of_two(parts), num_warps=1
+            )
     return top, log_sum
 
 
@@ -119,7 +121,7 @@ def log_softmax(logits: Tensor) -> Tensor:
     return out
 
 
-def power_of_two(least: int) -> int:
+def next_power_of_two(least: int) -> int:
     """Returns the smallest power of two that is not below `least`. Triton's own function costs the time of a launch."""
     return 1 << (least - 1).bit_length()
 

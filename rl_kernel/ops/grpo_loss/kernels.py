@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_kernel.ops.grpo_loss.reference import Columns, LossTerms
 from rl_kernel.ops.masked.blocks import add_rows, counts, load, store
-from rl_kernel.ops.ratio_kl.kernels import kl_of, ratio_of
+from rl_kernel.ops.ratio_kl.kernels import clamped_ratio, kl_estimate
 
 ONE_PROGRAM, ONE_PROGRAM_WARPS = 4096, 16
 BLOCK, WARPS = 1024, 4
@@ -86,7 +86,7 @@ def _block(
     new = load(NEW, lane, left, FULL).to(tl.float32)
     log_ratio = tl.where(counted, new - load(OLD, lane, left, FULL).to(tl.float32), 0.0)
     advantage = load(ADVANTAGES, lane, left, FULL).to(tl.float32)
-    ratio, ratio_slope = ratio_of(log_ratio)
+    ratio, ratio_slope = clamped_ratio(log_ratio)
     loss, slope, clipped = _policy_loss(ratio, ratio_slope, advantage, low, high, ceiling, DUAL)
     if HAS_TIS:
         tis = load(TIS, lane, left, FULL).to(tl.float32)
@@ -98,7 +98,7 @@ def _block(
     store(RATIO, lane, ratio, left, FULL)
     if HAS_REF:
         base = load(REF, lane, left, FULL).to(tl.float32)
-        kl, kl_slope = kl_of(tl.where(counted, new - base, 0.0), ratio, ratio_slope, KL_TYPE, UNBIASED)
+        kl, kl_slope = kl_estimate(tl.where(counted, new - base, 0.0), ratio, ratio_slope, KL_TYPE, UNBIASED)
         store(KL, lane, kl, left, FULL)
         if USE_KL:
             loss += kl_coef * kl

@@ -94,7 +94,7 @@ class LinearLogpOnDevice(torch.autograd.Function):
             hidden, weight, bias, rows.log_probs, rows.lse, rows.entropy, *rows.extra.values()
         )
         ctx.extra, ctx.task, ctx.budget = tuple(rows.extra), task, budget
-        return rows.log_probs, rows.entropy, rows.of_ids
+        return rows.log_probs, rows.entropy, rows.id_log_probs
 
     @staticmethod
     @once_differentiable
@@ -127,9 +127,9 @@ class LinearLogpOnDevice(torch.autograd.Function):
 
 def _log_probs_only(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns log-probs, entropy and log-probs of the ids, without gradients."""
-    found = [(rows.log_probs, rows.entropy, rows.of_ids) for rows in _forward_only(problem)]
-    log_probs, entropy, of_ids = (joined(column) for column in zip(*found, strict=True))
-    return log_probs, entropy, of_ids
+    found = [(rows.log_probs, rows.entropy, rows.id_log_probs) for rows in _forward_only(problem)]
+    log_probs, entropy, id_log_probs = (joined(column) for column in zip(*found, strict=True))
+    return log_probs, entropy, id_log_probs
 
 
 def linear_top_on_device(

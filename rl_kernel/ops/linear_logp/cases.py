@@ -142,7 +142,9 @@ def evaluate(
     return results | {f"d_{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
-def truth_of(layer: Mapping[str, Tensor], targets: Tensor, uses: str = "both", **options: Any) -> Results:
+def compute_truth(
+    layer: Mapping[str, Tensor], targets: Tensor, uses: str = "both", **options: Any
+) -> Results:
     """Returns outputs and gradients of the formula in float64."""
     wide = {name: tensor.double() for name, tensor in layer.items()}
     return evaluate(formula, wide, targets, uses, **options)

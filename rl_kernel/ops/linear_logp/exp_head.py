@@ -106,13 +106,13 @@ class ExpHead(VocabularyHead):
         return Rows(log_probs, lse, entropy, tile, extra=extra)
 
     def row_side(
-        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None, room: Tensor | None
+        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None, scratch: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         hidden = self.problem.hidden
         if grad_entropy is not None:
             return hidden, None
         assert grad is not None
-        scaled = hidden.new_empty(hidden.shape) if room is None else room
+        scaled = hidden.new_empty(hidden.shape) if scratch is None else scratch
         factor = torch.empty_like(rows.lse)
         tokens, width = hidden.shape
         if tokens:

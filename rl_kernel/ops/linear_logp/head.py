@@ -41,7 +41,7 @@ class Problem:
 @dataclass
 class Rows:
     """Statistics of the rows, [N] float32 each, and the tile that is kept for the backward. `entropy` and the ids'
-    log-probs `of_ids` [N, K] are None unless requested.
+    log-probs `id_log_probs` [N, K] are None unless requested.
 
     `extra` holds further tensors for the backward of the same head. The first backward overwrites the kept tile.
     """
@@ -50,7 +50,7 @@ class Rows:
     lse: Tensor
     entropy: Tensor | None
     kept: Tensor | None
-    of_ids: Tensor | None = None
+    id_log_probs: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     def upstream(self, grad: Tensor | None, grad_ids: Tensor | None, task: Task) -> Tensor | None:
@@ -93,10 +93,10 @@ class VocabularyHead(ABC):
 
     @abstractmethod
     def row_side(
-        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None, room: Tensor | None
+        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None, scratch: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the right factor [N, H] of the products `tile.T @ ...` for the weight gradient, and the factor [N]
-        that multiplies the rows of the summed d_hidden. The first may use the memory `room` [N, H] until
+        that multiplies the rows of the summed d_hidden. The first may use the memory `scratch` [N, H] until
         `finish_hidden`."""
 
     @abstractmethod

@@ -233,7 +233,7 @@ def _target_entries_kernel(
 
 @triton.jit(do_not_specialize=["GRAD", "GRAD_ENTROPY", "CENTER"])
 def _entropy_gradient_kernel(
-    TILE, HIDDEN, WEIGHT, GRAD, GRAD_ENTROPY, SCALE, CENTER, LSE, ENTROPY_OF, V, H, stride, stride_h, stride_w,
+    TILE, HIDDEN, WEIGHT, GRAD, GRAD_ENTROPY, SCALE, CENTER, LSE, ENTROPY, V, H, stride, stride_h, stride_w,
     HAS_GRAD: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Computes in place, from e, for all columns except the target: -p * (grad + grad_entropy * (log p + entropy)) /
@@ -254,7 +254,7 @@ def _entropy_gradient_kernel(
     grad = tl.load(GRAD + row).to(tl.float32) if HAS_GRAD else 0.0
     grad_entropy = tl.load(GRAD_ENTROPY + row).to(tl.float32)
     factor = -inverse_temperature * tl.exp2(exponent)
-    constant = factor * (grad + grad_entropy * (exponent * LN2 + tl.load(ENTROPY_OF + row)))
+    constant = factor * (grad + grad_entropy * (exponent * LN2 + tl.load(ENTROPY + row)))
     slope = factor * grad_entropy * LN2
     # Use the log2 of the smallest normal number instead of log2(0): the product with e = 0 is then 0.
     value = e * (constant + slope * tl.log2(tl.maximum(e, 1.2e-38)))
@@ -276,7 +276,7 @@ def _entropy_gradient_kernel(
 
 @triton.jit(do_not_specialize=["TARGETS", "GRAD", "GRAD_ENTROPY", "C", "real"])
 def _entropy_target_entries_kernel(
-    TILE, TARGETS, GRAD, GRAD_ENTROPY, SCALE, LOG_PROBS, ENTROPY_OF, C, stride, first, real,
+    TILE, TARGETS, GRAD, GRAD_ENTROPY, SCALE, LOG_PROBS, ENTROPY, C, stride, first, real,
     HAS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradient at the target, where log p is already computed: (grad * (1 - p) - grad_entropy * p * (log p
@@ -287,7 +287,7 @@ def _entropy_target_entries_kernel(
     log_p = tl.load(LOG_PROBS + rows, mask=owned, other=0.0)
     value = -_expm1(log_p) * tl.load(GRAD + rows, mask=owned, other=0.0).to(tl.float32) if HAS_GRAD else 0.0
     grad_entropy = tl.load(GRAD_ENTROPY + rows, mask=owned, other=0.0).to(tl.float32)
-    entropy = tl.load(ENTROPY_OF + rows, mask=owned, other=0.0)
+    entropy = tl.load(ENTROPY + rows, mask=owned, other=0.0)
     value = value - grad_entropy * tl.exp2(log_p * LOG2E) * (log_p + entropy)
     value = value * tl.load(SCALE + rows, mask=owned, other=0.0) * LN2
     tl.store(TILE + rows.to(tl.int64) * stride + column, value.to(TILE.dtype.element_ty), mask=owned)

@@ -91,13 +91,13 @@ class PlainHead(VocabularyHead):
         rows = Rows(*merge(parts), kept)
         if picked is not None and self.task.ids is not None:
             rows.extra["ids_logits"] = largest(picked.view(self.task.ids.shape), self.task.shard.group)
-            rows.of_ids = rows.extra["ids_logits"] - rows.lse[:, None]
+            rows.id_log_probs = rows.extra["ids_logits"] - rows.lse[:, None]
         if keys is not None:
             rows.extra["top_keys"] = keys
         return rows
 
     def row_side(
-        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None, room: Tensor | None
+        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None, scratch: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         return self.problem.hidden, None
 

@@ -94,7 +94,7 @@ def block_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int, su
 
     Raises ValueError, which names the least workspace, if no choice fits.
     """
-    best, rows_of_best = float("inf"), tokens
+    best, best_rows = float("inf"), tokens
     for parts in range(1, -(-tokens // SMALL_BLOCK) + 1):
         rows = tokens if parts == 1 else _rounded_rows(-(-tokens // parts))
         blocks = -(-tokens // rows)
@@ -104,13 +104,13 @@ def block_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int, su
             continue
         cost = RECOMPUTED * max(0.0, 1 - fits / columns) + (blocks - 1) * BLOCK_OVERHEAD / tokens
         if cost < best:
-            best, rows_of_best = cost, rows
+            best, best_rows = cost, rows
     if tokens and best == float("inf"):
         # Without a sum, the error names the workspace of the smallest block. With a sum, which alone is too large, the
         # error names the workspace for all tokens at once.
         least = tokens if sum_bytes else min(tokens, SMALL_BLOCK)
         plan(least, columns, costs, workspace_bytes, ADVICE if sum_bytes else "")
-    return max(rows_of_best, 1)
+    return max(best_rows, 1)
 
 
 def _rounded_rows(rows: int) -> int:

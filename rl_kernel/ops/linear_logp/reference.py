@@ -22,8 +22,8 @@ from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.token_ids import (
     Top,
     add_ids_grad_,
+    gather_id_logits,
     ids_log_probs,
-    logits_of_ids,
     merge_top,
     top_keys,
     with_ids,
@@ -83,15 +83,15 @@ class LinearLogp(torch.autograd.Function):
         for rows in row_tiles(len(hidden), shard.real):
             logits = tile_logits(hidden[rows], wide, wide_bias, take(temperature, rows), task)
             stats[:, rows] = kept_stats(logits, targets[rows], shard, with_entropy, take(keep, rows))
-            picked.append(logits_of_ids(logits, take(task.ids, rows), shard))
+            picked.append(gather_id_logits(logits, take(task.ids, rows), shard))
             if keeps_logits:
                 kept.append(logits)
         log_probs, lse, entropy, whole_lse = merge_stats(stats, targets, shard)
-        of_ids = ids_log_probs(task.ids, picked, whole_lse, shard)
+        id_log_probs = ids_log_probs(task.ids, picked, whole_lse, shard)
         ctx.save_for_backward(hidden, weight, bias, lse, whole_lse, entropy, *kept)
         ctx.task, ctx.temperature = task, temperature
         ctx.set_materialize_grads(False)
-        return log_probs, entropy, of_ids
+        return log_probs, entropy, id_log_probs
 
     @staticmethod
     @in_own_dtypes

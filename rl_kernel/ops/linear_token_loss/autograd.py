@@ -132,11 +132,13 @@ def _block(
     values = state.log_probs, state.entropy
     log_probs = state.log_probs.detach().requires_grad_(wanted)
     entropy = None if state.entropy is None else state.entropy.detach().requires_grad_(wanted)
-    of_ids = None if state.of_ids is None else state.of_ids.detach().requires_grad_(wanted)
+    id_log_probs = None if state.id_log_probs is None else state.id_log_probs.detach().requires_grad_(wanted)
     with torch.set_grad_enabled(wanted):
-        loss, metrics = token_loss(log_probs, entropy, rows, *(() if of_ids is None else (of_ids,)))
+        loss, metrics = token_loss(
+            log_probs, entropy, rows, *(() if id_log_probs is None else (id_log_probs,))
+        )
     if wanted:
-        grad, grad_entropy, grad_ids = _upstream(loss, log_probs, entropy, of_ids)
+        grad, grad_entropy, grad_ids = _upstream(loss, log_probs, entropy, id_log_probs)
         grad = state.upstream(grad, grad_ids, problem.task)
         if grad is None and grad_entropy is None:
             grad = torch.zeros_like(state.log_probs)
@@ -146,10 +148,10 @@ def _block(
 
 def _upstream(loss: Tensor, *inputs: Tensor | None) -> list[Tensor | None]:
     """Returns the gradients of the loss in the inputs; None for an input that is None or that the loss does not use."""
-    given = [x for x in inputs if x is not None]
+    present = [x for x in inputs if x is not None]
     if not loss.requires_grad:
         return [None] * len(inputs)
-    found = iter(torch.autograd.grad(loss, given, allow_unused=True))
+    found = iter(torch.autograd.grad(loss, present, allow_unused=True))
     grads = [None if x is None else next(found) for x in inputs]
     return [None if g is None else g.contiguous() for g in grads]
 

@@ -48,8 +48,8 @@ def linear_token_loss_reference(
             None if x is None else x.detach().requires_grad_(x.requires_grad)
             for x in (hidden, weight.to(dtype), bias)
         )
-    log_probs, entropy, of_ids = LinearLogp.apply(*layer, task)
-    more = () if of_ids is None else (of_ids,)
+    log_probs, entropy, id_log_probs = LinearLogp.apply(*layer, task)
+    more = () if id_log_probs is None else (id_log_probs,)
     loss, metrics = token_loss(log_probs, entropy, slice(0, len(hidden)), *more)
     loss = loss + log_probs[:0].sum()  # a loss that uses no log-prob has gradients of zero
     if takes and weight_grad is not None:

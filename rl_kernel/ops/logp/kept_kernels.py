@@ -35,7 +35,7 @@ IDS_BLOCK = 256
 
 
 @triton.jit
-def _ids_of(OFFSETS, row, count):
+def _ids_range(OFFSETS, row, count):
     """Returns the start and the end of a row's ids. Both are within the ids, even if the offsets are wrong."""
     return tl.maximum(tl.load(OFFSETS + row), 0), tl.minimum(tl.load(OFFSETS + row + 1), count)
 
@@ -46,7 +46,7 @@ def _pick_kernel(
     PER_TOKEN: tl.constexpr, ROUND: tl.constexpr, CAPPED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    first, stop = _ids_of(OFFSETS, row, count)
+    first, stop = _ids_range(OFFSETS, row, count)
     base = TILE + row * row_stride
     inverse = tl.load(INVERSE + row).to(tl.float32) if PER_TOKEN else INVERSE
     for begin in range(first, stop, BLOCK):
@@ -62,7 +62,7 @@ def _kept_stats_kernel(
     Z, AGAIN, IDS, OFFSETS, TARGETS, OUT, out_stride, start, real, limit, count, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    first, stop = _ids_of(OFFSETS, row, count)
+    first, stop = _ids_range(OFFSETS, row, count)
     target = tl.load(TARGETS + row).to(tl.int64)
     at_target = tl.full([], -float("inf"), tl.float32)  # of a target that was not kept
     top = tl.full([], LOWEST, tl.float32)
@@ -103,7 +103,7 @@ def _kept_grad_kernel(
     PER_TOKEN: tl.constexpr, CAPPED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    first, stop = _ids_of(OFFSETS, row, count)
+    first, stop = _ids_range(OFFSETS, row, count)
     inverse = tl.load(INVERSE + row).to(tl.float32) if PER_TOKEN else INVERSE
     grad = tl.load(GRAD + row * grad_stride).to(tl.float32) * inverse
     target = tl.load(TARGETS + row).to(tl.int64)

@@ -43,12 +43,12 @@ LARGE = (MaskedCase("many_blocks", (2**20,)), MaskedCase("long_programs_ragged",
 
 def formula(name: str, values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """Computes the operator `name` in float64."""
-    kept = values.double()[mask]
+    selected = values.double()[mask]
     if name == "masked_sum":
-        return kept.sum()
-    mean = kept.sum() / max(len(kept), 1)
+        return selected.sum()
+    mean = selected.sum() / max(len(selected), 1)
     if name == "masked_mean":
         return mean
-    variance = (kept - mean).square().sum() / max(len(kept) - 1, 1)
-    white = (kept - mean) * (variance + 1e-8).rsqrt() + (0 if shift_mean else mean)
+    variance = (selected - mean).square().sum() / max(len(selected) - 1, 1)
+    white = (selected - mean) * (variance + 1e-8).rsqrt() + (0 if shift_mean else mean)
     return torch.zeros_like(values, dtype=torch.float64).masked_scatter(mask, white)

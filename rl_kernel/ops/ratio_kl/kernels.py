@@ -18,7 +18,7 @@ BLOCK, WARPS = 1024, 4
 
 
 @triton.jit
-def ratio_of(log_ratio):
+def clamped_ratio(log_ratio):
     """Returns exp(log_ratio), with the exponent clamped to MAX_EXPONENT, and its derivative."""
     over = log_ratio > _TOP
     ratio = tl.exp(tl.where(over, _TOP, log_ratio))
@@ -26,7 +26,7 @@ def ratio_of(log_ratio):
 
 
 @triton.jit
-def _k3_of(log_ratio):
+def _k3_estimate(log_ratio):
     """Returns exp(x) - 1 - x with x = -log_ratio, at most MAX_EXPONENT, and its derivative in log_ratio, 1 - exp(x)."""
     over = -log_ratio > _TOP
     x = tl.where(over, _TOP, -log_ratio)
@@ -41,7 +41,7 @@ def _k3_of(log_ratio):
 
 
 @triton.jit
-def kl_of(log_ratio, ratio, ratio_slope, KL_TYPE: tl.constexpr, UNBIASED: tl.constexpr):
+def kl_estimate(log_ratio, ratio, ratio_slope, KL_TYPE: tl.constexpr, UNBIASED: tl.constexpr):
     """Returns the estimate for `log_probs - ref_log_probs`, weighted and clamped, and its derivative in log_probs."""
     if KL_TYPE == "k1":
         kl = log_ratio
@@ -50,7 +50,7 @@ def kl_of(log_ratio, ratio, ratio_slope, KL_TYPE: tl.constexpr, UNBIASED: tl.con
         kl = log_ratio * log_ratio * 0.5
         slope = log_ratio
     else:
-        kl, slope = _k3_of(log_ratio)
+        kl, slope = _k3_estimate(log_ratio)
     if UNBIASED:  # a ratio of 0 times an infinite estimate is 0, not NaN
         gone = ratio == 0
         slope = tl.where(gone, 0.0, ratio * slope + kl * ratio_slope)
@@ -83,12 +83,12 @@ def _forward_block(
     counted = lane < left
     if HAS_MASK:
         counted = counts(MASK, lane, left, FULL)
-    ratio, ratio_slope = ratio_of(tl.where(counted, log_ratio, 0.0))
+    ratio, ratio_slope = clamped_ratio(tl.where(counted, log_ratio, 0.0))
     store(RATIO, lane, ratio, left, FULL)
     kl = tl.zeros([BLOCK], tl.float32)
     if HAS_REF:
         base = load(REF, lane, left, FULL).to(tl.float32)
-        kl, _ = kl_of(tl.where(counted, new - base, 0.0), ratio, ratio_slope, KL_TYPE, UNBIASED)
+        kl, _ = kl_estimate(tl.where(counted, new - base, 0.0), ratio, ratio_slope, KL_TYPE, UNBIASED)
     store(KL, lane, kl, left, FULL)
 
 
@@ -145,13 +145,13 @@ def _backward_block(
     counted = lane < left
     if HAS_MASK:
         counted = counts(MASK, lane, left, FULL)
-    ratio, ratio_slope = ratio_of(tl.where(counted, log_ratio, 0.0))
+    ratio, ratio_slope = clamped_ratio(tl.where(counted, log_ratio, 0.0))
     grad = tl.zeros([BLOCK], tl.float32)
     if HAS_RATIO:
         grad += load(D_RATIO, lane, left, FULL, ratio_stride).to(tl.float32) * ratio_slope
     if HAS_KL:
         base = load(REF, lane, left, FULL).to(tl.float32)
-        _, slope = kl_of(tl.where(counted, new - base, 0.0), ratio, ratio_slope, KL_TYPE, UNBIASED)
+        _, slope = kl_estimate(tl.where(counted, new - base, 0.0), ratio, ratio_slope, KL_TYPE, UNBIASED)
         grad += load(D_KL, lane, left, FULL, kl_stride).to(tl.float32) * slope
     store(D_NEW, lane, tl.where(counted, grad, 0.0).to(D_NEW.dtype.element_ty), left, FULL)
 

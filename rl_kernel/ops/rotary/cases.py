@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RotaryCase:
-    """A shape: x [tokens, heads, size], a view of fused rows. Each row holds `beside` further values before the
+    """A shape: x [tokens, heads, size], a view of fused rows. Each row holds `extra` further values before the
     heads."""
 
     name: str
     tokens: int
     heads: int
     size: int
-    beside: int = 0
+    extra: int = 0
 
     def inputs(
         self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
@@ -30,7 +30,7 @@ class RotaryCase:
             return torch.randn(self.tokens, width, generator=generator, device=device)
 
         row = self.heads * self.size
-        x = normal(row + self.beside).to(dtype)[:, self.beside :].unflatten(1, (self.heads, self.size))
+        x = normal(row + self.extra).to(dtype)[:, self.extra :].unflatten(1, (self.heads, self.size))
         upstream = normal(row).to(dtype).view(x.shape)
         positions = torch.randint(2**15, (self.tokens,), generator=generator, device=device)
         steps = torch.arange(self.size // 2, device=device) / max(self.size // 2, 1)
@@ -44,14 +44,14 @@ CASES = (
     RotaryCase("no_size", 3, 2, 0),
     RotaryCase("one_pair", 1, 1, 2),
     RotaryCase("ragged", 5, 3, 10),
-    RotaryCase("heads_of_a_row", 7, 4, 16, beside=24),
-    RotaryCase("odd_heads", 9, 5, 32, beside=3),
+    RotaryCase("heads_of_a_row", 7, 4, 16, extra=24),
+    RotaryCase("odd_heads", 9, 5, 32, extra=3),
 )
 """Cases that are small enough for Triton's interpreter. A program rotates all heads of a token."""
 
 LARGE = (
-    RotaryCase("qwen3_4b_query", 16384, 32, 128, beside=2048),
-    RotaryCase("qwen3_4b_key", 16384, 8, 128, beside=5120),
+    RotaryCase("qwen3_4b_query", 16384, 32, 128, extra=2048),
+    RotaryCase("qwen3_4b_key", 16384, 8, 128, extra=5120),
     RotaryCase("ragged_heads", 4099, 7, 96),
 )
 

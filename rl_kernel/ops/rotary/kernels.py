@@ -13,27 +13,27 @@ def rotate_kernel(
     X,
     COS,
     SIN,
-    PLACES,
+    POSITIONS,
     OUT,
     token_stride,
     head_stride,
     heads,
     half,
     BACK: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
     """Rotates both halves of a token's heads by the angles in the token's row, or in row PLACES[token]. BACK
     reverses the rotation. HEADS and HALF are powers of two, at least `heads` and `half`."""
     token = tl.program_id(0).to(tl.int64)
-    place = tl.load(PLACES + token).to(tl.int64) if HAS_PLACES else token
+    position = tl.load(POSITIONS + token).to(tl.int64) if HAS_POSITIONS else token
     head = tl.arange(0, HEADS)[:, None]
     lane = tl.arange(0, HALF)[None, :]
     inside = (head < heads) & (lane < half)
     kind = X.dtype.element_ty
-    cos = tl.load(COS + place * half + lane, lane < half, other=0.0).to(kind).to(tl.float32)
-    sin = tl.load(SIN + place * half + lane, lane < half, other=0.0).to(kind).to(tl.float32)
+    cos = tl.load(COS + position * half + lane, lane < half, other=0.0).to(kind).to(tl.float32)
+    sin = tl.load(SIN + position * half + lane, lane < half, other=0.0).to(kind).to(tl.float32)
     if BACK:
         sin = -sin
     at = X + token * token_stride + head * head_stride + lane
@@ -44,9 +44,9 @@ def rotate_kernel(
     tl.store(to + half, (x2 * cos + x1 * sin).to(kind), inside)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool, places: Tensor | None = None) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool, positions: Tensor | None = None) -> Tensor:
     """Returns x [T, heads, D] rotated by the angles of its tokens, contiguous. `back` reverses the rotation. With
-    `places` [T], cos and sin [P, ...] are tables, and token t uses row `places[t]`."""
+    `positions` [T], cos and sin [P, ...] are tables, and token t uses row `positions[t]`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     tokens, heads, size = x.shape
@@ -57,14 +57,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool, places: Tensor | 
                 x,
                 cos,
                 sin,
-                cos if places is None else places,
+                cos if positions is None else positions,
                 out,
                 x.stride(0),
                 x.stride(1),
                 heads,
                 size // 2,
                 BACK=back,
-                HAS_PLACES=places is not None,
+                HAS_POSITIONS=positions is not None,
                 HEADS=triton.next_power_of_2(heads),
                 HALF=triton.next_power_of_2(size // 2),
                 num_warps=WARPS,

@@ -30,8 +30,8 @@ class Swiglu(Function):
         rows, factors = ctx.saved_tensors
         shape = upstream.shape[:-1]
         with timed("swiglu", rows.device):
-            of_rows = upstream.reshape(len(rows), upstream.shape[-1])
+            grad_rows = upstream.reshape(len(rows), upstream.shape[-1])
             if factors is None:
-                return kernels.backward(rows, of_rows).view(*shape, rows.shape[-1]), None
-            grad, of_factors = kernels.weighted_backward(rows, factors, of_rows)
-        return grad.view(*shape, rows.shape[-1]), of_factors.view(shape)
+                return kernels.backward(rows, grad_rows).view(*shape, rows.shape[-1]), None
+            grad, grad_factors = kernels.weighted_backward(rows, factors, grad_rows)
+        return grad.view(*shape, rows.shape[-1]), grad_factors.view(shape)

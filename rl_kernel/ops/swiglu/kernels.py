@@ -93,16 +93,16 @@ def weighted_backward(x: Tensor, factors: Tensor, upstream: Tensor) -> tuple[Ten
     """Returns the gradients [N, 2 F] and [N] from the output's gradient [N, F]."""
     x, upstream, factors = _rows(x), _rows(upstream), factors.contiguous()
     rows, width = upstream.shape
-    grad, of_factors = x.new_empty(rows, 2 * width), torch.zeros_like(factors)
+    grad, grad_factors = x.new_empty(rows, 2 * width), torch.zeros_like(factors)
     if grad.numel():
         block = min(triton.next_power_of_2(width), BLOCK)
         with torch.cuda.device_of(x):
             weighted_backward_kernel[(rows,)](
-                *(x, factors, upstream, grad, of_factors, x.stride(0), upstream.stride(0), width),
+                *(x, factors, upstream, grad, grad_factors, x.stride(0), upstream.stride(0), width),
                 BLOCK=block,
                 num_warps=WARPS,
             )
-    return grad, of_factors
+    return grad, grad_factors
 
 
 def _rows(x: Tensor) -> Tensor:

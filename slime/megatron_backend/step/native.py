@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from rl_kernel.kept import KeptTokens
-from rl_kernel.token_ids import Top, add_ids_grad_, largest, logits_of_ids, merge_top, top_keys, with_ids
+from rl_kernel.token_ids import Top, add_ids_grad_, gather_id_logits, largest, merge_top, top_keys, with_ids
 from rl_kernel.vocab import VocabShard
 
 EntropyUse = Literal["none", "metric", "loss"]
@@ -117,7 +117,7 @@ class VocabParallelIds(torch.autograd.Function):
         lse = _log_sum_exp(logits, shard)
         ctx.save_for_backward(logits, ids, lse)
         ctx.shard = shard
-        found = logits_of_ids(logits, ids, shard)
+        found = gather_id_logits(logits, ids, shard)
         assert found is not None
         return largest(found, shard.group).sub_(lse[:, None])
 

@@ -223,9 +223,9 @@ def test_truth_is_the_formula() -> None:
     entropy = -(log_p.exp() * log_p).sum(1)
     torch.testing.assert_close(truth.log_probs, log_probs.detach())
     torch.testing.assert_close(truth.entropy, entropy.detach())
-    of_ids = log_p.gather(1, problem.ids.long())
+    id_log_probs = log_p.gather(1, problem.ids.long())
     for kind in ("plain", "entropy", "grpo", "ids"):
-        outputs = zip((log_probs, entropy, of_ids), problem.upstream(kind), strict=True)
+        outputs = zip((log_probs, entropy, id_log_probs), problem.upstream(kind), strict=True)
         loss = sum((out * gain).sum() for out, gain in outputs if gain is not None)
         want = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
         found = truth.gradients(kind)

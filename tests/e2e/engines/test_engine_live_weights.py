@@ -206,20 +206,20 @@ def test_an_untied_head_must_be_in_the_update(worker: Any) -> None:
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     """Captures the output of vLLM's loggers."""
-    caplog.set_level(logging.INFO, "vllm.vime.live_places")
+    caplog.set_level(logging.INFO, "vllm.vime.weight_views")
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     return caplog
 
 
-def weights_of(worker: Any) -> dict[str, torch.Tensor]:
+def find_weights(worker: Any) -> dict[str, torch.Tensor]:
     return {name: x.data.clone() for name, x in worker.model_runner.model.named_parameters()}
 
 
 def learn_again(worker: Any) -> None:
     """Resets the known parameter views, as in a new engine."""
-    from vime.vllm.worker.live_places import KnownPlaces
+    from vime.vllm.worker.weight_views import ViewCache
 
-    worker.weight_transfer_engine.known = KnownPlaces()
+    worker.weight_transfer_engine.known = ViewCache()
 
 
 def the_loader_stays(worker: Any, said: pytest.LogCaptureFixture, why: str) -> None:
@@ -242,7 +242,7 @@ def test_updates_go_to_their_places_from_the_second_on(plain: Any) -> None:
         engine.known.shapes = {}
         push(plain, version)
         assert engine.places is None
-        by_loader[version] = weights_of(plain)
+        by_loader[version] = find_weights(plain)
     embedding = plain.model_runner.model.model.embed_tokens
     rows = embedding.shard_indices.num_org_elements
     assert len(embedding.weight) > rows
@@ -250,7 +250,7 @@ def test_updates_go_to_their_places_from_the_second_on(plain: Any) -> None:
         embedding.weight.data[rows:] = torch.nan
         push(plain, version)
         assert engine.places.count == 2 * 11 + (2 if plain.tied else 3)
-        found = weights_of(plain)
+        found = find_weights(plain)
         wanted = by_loader[version % 2]
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -343,9 +343,9 @@ def test_a_trial_without_memory_leaves_updates_to_the_loader(
     plain: Any, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
     """A host's allocator would end the process, so the test raises a GPU's error in the middle of the load."""
-    from vime.vllm.worker import live_places
+    from vime.vllm.worker import weight_views
 
-    right = live_places.made_up
+    right = weight_views.random_weights
 
     def too_large(*args: Any) -> Any:
         part = right(*args)
@@ -357,7 +357,7 @@ def test_a_trial_without_memory_leaves_updates_to_the_loader(
 
         return replace(part, get=get)
 
-    monkeypatch.setattr(live_places, "made_up", too_large)
+    monkeypatch.setattr(weight_views, "random_weights", too_large)
     the_loader_stays(plain, said, "a trial of the places had no memory: CUDA out of memory. Tried to")
 
 

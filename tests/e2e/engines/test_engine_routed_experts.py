@@ -61,7 +61,7 @@ class RoutedStack(Stack):
             log_path=str(root / "engine.log"),
             weight_dir=str(self.weight_dir),
             start_timeout_s=240,
-            tells_experts=True,
+            reports_experts=True,
         )
         router = RouterSpec(run_key=self.key, log_path=str(root / "router.log"))
         self.pool = VllmEnginePool([spec], router, source=self, health_check_interval_s=5)

@@ -17,7 +17,7 @@ def world() -> Iterator[World]:
     yield from make_world()
 
 
-def pairs_of(world: World, part: str) -> str:
+def table_rows(world: World, part: str) -> str:
     """Returns the file of pairs that the example makes from a part of the data."""
     pairs = world.root / f"{part}-pairs.jsonl"
     made = [str(ROOT / "examples/dpo/pairs.py"), str(world.data / f"{part}.jsonl"), str(pairs)]
@@ -35,7 +35,7 @@ def evaluations(world: World, name: str) -> dict[int, dict[str, float]]:
 
 def dpo(world: World, name: str, *flags: str) -> str:
     """Runs the example with more flags and returns its output."""
-    pairs, held_out = pairs_of(world, "train"), pairs_of(world, "test")
+    pairs, held_out = table_rows(world, "train"), table_rows(world, "test")
     command = vime(
         *("train", "--config", str(ROOT / "examples/dpo/dpo.yaml"), "--hf-checkpoint", str(world.model)),
         *("--prompt-data", pairs, "--run-dir", str(world.root / name)),

@@ -30,7 +30,7 @@ from train_fixtures import (
 )
 
 from slime.tracking.ledger import read_ledger
-from vime.members.table import read_fleet
+from vime.members.table import read_engines
 from vime.pool.control import answers, request
 from vime.pool.process import free_port
 from vime.pool.router import RouterSpec
@@ -196,7 +196,7 @@ class ChangingRun:
 
     def answer(self, launch: Launch, *names: str) -> None:
         """Checks that each named engine answers requests of the next steps."""
-        urls = [read_fleet(self.run_dir).engines[name].address for name in names]
+        urls = [read_engines(self.run_dir).engines[name].address for name in names]
         before = [answered(url, KEY) for url in urls]
         self.go_on(launch)
         after = [answered(url, KEY) for url in urls]
@@ -255,7 +255,7 @@ def test_engines_join_and_leave_a_run(world: World, transport: str) -> None:
     again = [*run.flags, "--num-rollout", str(last + 3)]
     with launched(vime("train", *again), run.run_dir.with_suffix(".again")) as launch:
         assert launch.finish(280) == 0, launch.output[-3000:]
-    assert list(read_fleet(run.run_dir).engines) == ["engine-0"]
+    assert list(read_engines(run.run_dir).engines) == ["engine-0"]
     run.assert_right_weights()
     ledger = read_ledger(run.run_dir)
     assert ledger.is_exact and ledger.starts == 2 and not ledger.dropped.total()

@@ -161,7 +161,7 @@ def test_sums_that_might_be_rounded_are_errors():
     with pytest.raises(ValueError, match=f"products of one sum must be at most {2**16}, got {2**16 + 1}"):
         exact.product(torch.ones(1, 2**16 + 1), torch.ones(1, 2**16 + 1))
     with pytest.raises(ValueError, match=f"terms must be at most {2**18}, got {2**18 + 1}"):
-        exact.sum_of_fractions(torch.ones(1, 2**18 + 1, dtype=torch.float64))
+        exact.sum_fractions(torch.ones(1, 2**18 + 1, dtype=torch.float64))
 
 
 def test_the_operators_keep_their_promise_here():

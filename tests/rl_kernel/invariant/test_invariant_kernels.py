@@ -73,9 +73,9 @@ def test_rows_of_a_product_that_a_tile_cannot_copy():
 
 def test_the_tile_follows_the_shape():
     """The shapes are those of decoding, a batch of prompts and training, on a GPU with 132 processors."""
-    chosen = [product.tile_of(rows, 6144, 132)[:2] for rows in (8, 64, 128, 8192)]
+    chosen = [product.choose_tile(rows, 6144, 132)[:2] for rows in (8, 64, 128, 8192)]
     assert chosen == [(16, 32), (64, 64), (64, 128), (128, 256)]
-    assert product.tile_of(8192, 6144, 132, 4)[:2] == (128, 128)  # in float32, a larger tile is too large
+    assert product.choose_tile(8192, 6144, 132, 4)[:2] == (128, 128)  # in float32, a larger tile is too large
 
 
 def test_rms_norm():

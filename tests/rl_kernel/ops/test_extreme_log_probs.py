@@ -37,7 +37,7 @@ def tensor(*values: float) -> Tensor:
     return torch.tensor(values, device=DEVICE)
 
 
-def kl_of(new: float, old: float, ref: float, impl: str, **flags: Any) -> tuple[float, float, float]:
+def kl_estimate(new: float, old: float, ref: float, impl: str, **flags: Any) -> tuple[float, float, float]:
     """Returns ratio, KL and the gradient of the KL for one token."""
     leaf = tensor(new).requires_grad_()
     ratio, kl = ratio_kl(leaf, tensor(old), tensor(ref), None, impl=impl, **flags)
@@ -50,16 +50,16 @@ def kl_of(new: float, old: float, ref: float, impl: str, **flags: Any) -> tuple[
 @pytest.mark.parametrize("new", [-INF, -1e30, -9999.0, -100.0])
 def test_k3_of_a_policy_without_probability_is_large_and_positive(impl, new):
     """k3 has no gradient at such a token, like the ratio. If both terms had no bound, k3 would be -inf."""
-    _, kl, slope = kl_of(new, new if new > -INF else 0.0, 0.0, impl, kl_type="k3")
+    _, kl, slope = kl_estimate(new, new if new > -INF else 0.0, 0.0, impl, kl_type="k3")
     assert kl == pytest.approx(TOP, rel=1e-5) and slope == 0
-    assert kl_of(new, 0.0, 0.0, impl, kl_type="low_var_kl")[1:] == (10.0, 0.0)
+    assert kl_estimate(new, 0.0, 0.0, impl, kl_type="low_var_kl")[1:] == (10.0, 0.0)
 
 
 @IMPLS
 @pytest.mark.parametrize("kl_type", KL_TYPES)
 def test_the_weight_of_a_policy_without_probability_takes_the_kl_away(impl, kl_type):
     """The limit of r * log(r) at 0 is 0, and not 0 * inf."""
-    found = kl_of(-INF, 0.0, -1.0, impl, kl_type=kl_type, unbiased=True)
+    found = kl_estimate(-INF, 0.0, -1.0, impl, kl_type=kl_type, unbiased=True)
     assert found == (0.0, 0.0, 0.0)
 
 

@@ -44,7 +44,7 @@ def test_a_coarser_angle_breaks_the_contract():
 
 
 def test_gradcheck():
-    x, cos, sin, _ = RotaryCase("few", 3, 2, 6, beside=4).inputs(torch.float64)
+    x, cos, sin, _ = RotaryCase("few", 3, 2, 6, extra=4).inputs(torch.float64)
     assert torch.autograd.gradcheck(lambda x: rotary(x, cos, sin), [x.detach().requires_grad_()])
 
 

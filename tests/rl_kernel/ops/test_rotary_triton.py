@@ -123,5 +123,5 @@ def test_angles_from_a_table_have_the_bits_of_given_ones():
     x = torch.randn(5, 3, 16, device=DEVICE)
     cos, sin = torch.rand(2, 9, 1, 8, device=DEVICE)
     places = torch.tensor([7, 0, 8, 0, 3], device=DEVICE)
-    found = kernels.rotate(x, cos, sin, back=False, places=places)
+    found = kernels.rotate(x, cos, sin, back=False, positions=places)
     assert torch.equal(found, kernels.rotate(x, cos[places], sin[places], back=False))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_kernel.host import output_of
+from rl_kernel.host import command_output
 from slime.cluster import ray_start
 from slime.cluster.watchdog import Watchdog
 from slime.config.child_environment import without_secrets
@@ -70,7 +70,7 @@ def test_the_watchdog():
     assert environ["PATH"] == os.environ["PATH"] and not leaked(environ)
 
 
-@pytest.mark.parametrize("output", [lambda: output_of("env"), lambda: run_command(("env",)).text])
+@pytest.mark.parametrize("output", [lambda: command_output("env"), lambda: run_command(("env",)).text])
 def test_commands_about_the_machine(output):
     environ = dict(line.split("=", 1) for line in output().splitlines() if "=" in line)
     assert environ["PATH"] == os.environ["PATH"] and not leaked(environ)

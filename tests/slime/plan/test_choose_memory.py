@@ -15,7 +15,7 @@ from slime.plan.units import GIB
 from slime.rules.experts import check_expert_layout
 from vime.memory.choose import CARD, choose, main
 from vime.memory.lines import require_fit, whole_fit
-from vime.vllm.backend import FLAG_OF, engine_facts
+from vime.vllm.backend import FLAG_NAMES, engine_facts
 
 H200, H100 = MachineSizes(139.8 * GIB, HOST), MachineSizes(79.18 * GIB, HOST)
 ALONE = {**FOUR, "tensor_model_parallel_size": 1, "sequence_parallel": False}
@@ -34,7 +34,7 @@ def test_the_30b_runs_on_four_cards(layout, machine):
         words = one.flag.replace("--", "").replace("-", "_").split()
         if words[0] == "optimizer_cpu_offload":
             values |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": float(words[2])}
-        elif words[0] == FLAG_OF["memory_share"].replace("--", "").replace("-", "_"):
+        elif words[0] == FLAG_NAMES["memory_share"].replace("--", "").replace("-", "_"):
             share = float(words[1])
             assert c.engine.engine_facts.memory_share > share >= 0.4  # the share contains 28.4 GiB of weights
             values["engine_facts"] = engine_facts({"gpu_memory_utilization": share})

@@ -172,11 +172,11 @@ def test_flags_that_are_enough_together_say_so():
 
 
 def test_a_larger_share_is_advised_where_an_engine_is_what_does_not_fit():
-    from vime.memory.lines import needs_of_engine
+    from vime.memory.lines import engine_needs
 
     small = config(engine_facts=engine_facts({"gpu_memory_utilization": 0.05}))
     machine = MachineSizes(H100)
-    (best, *_) = advise(small, QWEN3_4B, machine, needs_of_engine(QWEN3_4B, machine))
+    (best, *_) = advise(small, QWEN3_4B, machine, engine_needs(QWEN3_4B, machine))
     assert best.change.flag.startswith("--vllm-gpu-memory-utilization 0.") and best.missing <= 0
     assert best.change.config.engine.engine_facts.memory_share >= 0.1
 

@@ -9,7 +9,7 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from vime.memory.choose import PLAN, light_config, main
 from vime.memory.lines import whole_fit
-from vime.memory.sizes import for_gpus, machine_of, take_sizes
+from vime.memory.sizes import for_gpus, machine_sizes, take_sizes
 
 ONE = "--device cuda --actor-num-gpus-per-node 1 --num-gpus-per-node 1"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -23,7 +23,7 @@ def chosen(folder: Path, capsys, file: str, user: list[str], layout: str = "") -
     found = capsys.readouterr().out.strip()
     flags, sizes = take_sizes([*argv, *found.split(), *user])
     c = light_config(for_gpus(flags, sizes.gpu))
-    return found, whole_fit(c, read_hf_config(str(model)), machine_of(c, sizes)).over, c
+    return found, whole_fit(c, read_hf_config(str(model)), machine_sizes(c, sizes)).over, c
 
 
 @pytest.mark.parametrize("size", ["--gpu-memory-gib 24", "--gpu rtx4090", "--gpu l4", "--gpu a10"])

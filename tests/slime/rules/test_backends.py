@@ -31,7 +31,7 @@ def test_a_backend_is_picked_by_its_line(tmp_path, monkeypatch):
     monkeypatch.setitem(backends.BACKENDS, "added", Added())
     c = backends.parse_config([*argv, "--rollout-backend", "added"])
     assert (c.engine.engine_facts.project, c.engine.engine_facts.memory_share) == ("Added", 0.5)
-    assert backends.backend_of(c).name == "added"
+    assert backends.backend_for(c).name == "added"
     (row,) = [row for row in backends.public_rows() if row["flag"] == "--rollout-backend"]
     assert row["choices"] == ["vllm", "sglang", "added"]
 

@@ -31,7 +31,7 @@ def argv(tmp_path: Path) -> list[str]:
 
 def test_engines_are_asked_for_experts_where_the_trainer_replays_theirs(argv: list[str]) -> None:
     for flags, asked in (([], False), ([OWN], False), ([ENGINE], True), ([OWN, ENGINE], True)):
-        assert engine_settings(parse_config([*argv, *flags]))["tells_experts"] is asked
+        assert engine_settings(parse_config([*argv, *flags]))["reports_experts"] is asked
 
 
 @pytest.mark.parametrize(

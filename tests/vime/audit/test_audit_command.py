@@ -17,9 +17,9 @@ from slime.rollout.debug_data import save_debug_rollout_data
 from slime.rollout.facts import run_facts
 from slime.rules.resolve import resolve
 from slime.types import Sample
-from vime.audit.command import DECODE, PREFILL, TRAINING, pairs_of, trainer_layouts
+from vime.audit.command import DECODE, PREFILL, TRAINING, table_rows, trainer_layouts
 from vime.audit.report import LogProbDifference, active, as_json, compare, draw, table
-from vime.audit.source import one_rank, read_source, saved_rollouts, weights_of
+from vime.audit.source import find_weights, one_rank, read_source, saved_rollouts
 from vime.cli import main
 
 VOCAB = 99
@@ -144,16 +144,16 @@ def test_what_is_missing_is_said_with_what_to_add(run, tmp_path, capsys):
 
 def test_weights_of_a_version(run, tmp_path, checkpoint):
     config = run(save=str(tmp_path / "save"), save_hf=str(tmp_path / "hf-{rollout_id}"))
-    assert weights_of(config, 0, tmp_path) == str(checkpoint)
+    assert find_weights(config, 0, tmp_path) == str(checkpoint)
     other = config.with_values(ref_load=str(tmp_path / "other"))  # a trainer starts there, and no engine
-    assert weights_of(other, -1, tmp_path) == str(checkpoint)
+    assert find_weights(other, -1, tmp_path) == str(checkpoint)
     with pytest.raises(
         ValueError, match=r"version 2 of the weights .* got no checkpoint 1 .* run again with --save-hf"
     ):
-        weights_of(config, 2, tmp_path)
+        find_weights(config, 2, tmp_path)
     (tmp_path / "hf-1").mkdir()
     (tmp_path / "hf-1" / "config.json").write_text("{}")
-    assert weights_of(config, 2, tmp_path) == str(tmp_path / "hf-1")
+    assert find_weights(config, 2, tmp_path) == str(tmp_path / "hf-1")
 
 
 def test_weights_of_another_version_are_never_taken(run, tmp_path, capsys):
@@ -212,7 +212,7 @@ def made_pairs(prefill: bool = True) -> list[LogProbDifference]:
     base = -torch.arange(1.0, 101.0)
     trainer = {TRAINING: base, "trainer, each sample alone": base.clone()}
     engine = {PREFILL: base + 0.25, "engine prefill, one by one": (base + 0.25)[:10]}
-    return pairs_of(trainer, engine if prefill else {}, base + 0.375)
+    return table_rows(trainer, engine if prefill else {}, base + 0.375)
 
 
 def test_the_difference_is_split():

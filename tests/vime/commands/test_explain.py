@@ -201,7 +201,7 @@ def refusals() -> list[tuple[str, str]]:
     for file in sorted((sources.ROOT / "slime/sessions").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Refused":
-                reason, said = (sources.text_of(part, {}) for part in node.args[:2])
+                reason, said = (sources.expression_text(part, {}) for part in node.args[:2])
                 found.append((reason or "", said or ""))
     return found
 

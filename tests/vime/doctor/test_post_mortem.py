@@ -20,7 +20,7 @@ from slime.tracking.run_summary import RunSummary
 from vime.doctor.command import main
 from vime.doctor.finding import Finding, ok, problem, warning
 from vime.doctor.post_mortem import CAUSES as CAUSE_TABLE
-from vime.doctor.post_mortem import cause_of, check_end, verdict
+from vime.doctor.post_mortem import check_end, find_cause, verdict
 
 JOURNALS = Path(__file__).parent / "journals"
 CAUSES = {
@@ -85,7 +85,7 @@ ORDER = [
 @pytest.mark.parametrize(("cause", "kind", "text"), ORDER)
 def test_the_first_cause_that_fits_is_named(tmp_path: Path, cause: str, kind: str, text: str) -> None:
     """The error of a read-only run directory names metrics.jsonl, but its cause is not "wrong data"."""
-    assert cause_of(RunSummary(tmp_path, state="failed", error_type=kind, cause=text)).name == cause
+    assert find_cause(RunSummary(tmp_path, state="failed", error_type=kind, cause=text)).name == cause
 
 
 def test_each_cause_of_the_table_has_a_case() -> None:

@@ -20,10 +20,10 @@ from slime.tracking.events import Events
 from vime.backends import parse_config
 from vime.members import command
 from vime.members.control_socket import ControlSocket
-from vime.members.table import read_fleet, table
+from vime.members.table import read_engines, table
 from vime.pool.asgi import KEY_VARIABLE
 from vime.pool.control import request
-from vime.pool.places import EnginePlace, Places
+from vime.pool.engine_slots import EngineSlot, EngineSlots
 from vime.pool.process import free_port
 from vime.pool.router import RouterSpec
 from vime.vllm.control import GAUGES, VllmControl
@@ -49,9 +49,9 @@ class Run:
                 index=index,
             )
 
-        self.places = Places(self.config, "policy", spec_of, DoubleServer, VllmControl, False, False)
-        specs = [self.places.add(EnginePlace(placed, [i])) for i in range(count)]
-        self.places.free = [EnginePlace(placed, [i]) for i in range(count, 3)]
+        self.places = EngineSlots(self.config, "policy", spec_of, DoubleServer, VllmControl, False, False)
+        specs = [self.places.add(EngineSlot(placed, [i])) for i in range(count)]
+        self.places.free = [EngineSlot(placed, [i]) for i in range(count, 3)]
         router = RouterSpec(run_key=KEY * 4, log_path=str(root / "logs" / "router.log"))
         self.pool = VllmEnginePool(
             specs,
@@ -84,7 +84,7 @@ class Run:
         return [line for line in lines if not line.startswith("GET") and "/answer" not in line]
 
     def shown(self) -> list[list[str]]:
-        fleet = read_fleet(self.root)
+        fleet = read_engines(self.root)
         return [[e.name, e.state, str(e.version)] for e in fleet.engines.values()]
 
     def stop(self) -> None:
@@ -142,10 +142,10 @@ def test_an_engine_joins_with_the_present_weights_and_another_leaves(
         and run.requests(0).count(LOADED[2]) == 2
     )
     assert found == [] and run.pool._members[0].handle.poll() is None
-    wait_for(lambda: read_fleet(run.root).engines["engine-0"].running == 2, 60)
+    wait_for(lambda: read_engines(run.root).engines["engine-0"].running == 2, 60)
     assert (
-        read_fleet(run.root).engines["engine-0"].waiting,
-        read_fleet(run.root).engines["engine-0"].kv_cache,
+        read_engines(run.root).engines["engine-0"].waiting,
+        read_engines(run.root).engines["engine-0"].kv_cache,
     ) == (1, 0.25)
     run.answer(0, "/metrics", metrics_page(0, 0))
     leaving.join(60)
@@ -167,7 +167,7 @@ def test_engines_that_joined_are_supervised_and_end_with_the_run(start: Callable
     die(died, KEY * 4)
     wait_for(lambda: run.url(2) != died and ["engine-2", "serving", "4"] in run.shown(), 120)
     run.stop()
-    ended = table(read_fleet(run.root), ended=True)
+    ended = table(read_engines(run.root), ended=True)
     assert [line.split()[2] for line in ended[1:]] == ["ended"] * 3
     with pytest.raises(ValueError, match="must be that of a run that goes on, got .* whose run has ended"):
         ask(run, "add")
@@ -204,7 +204,7 @@ def test_what_may_not_join(
     with pytest.raises(ValueError, match="must serve before its engines change"):
         ask(run, "add")
     run.control.start()
-    monkeypatch.setattr("vime.pool.places.place_engine", no_place)
+    monkeypatch.setattr("vime.pool.engine_slots.place_engine", no_place)
     with pytest.raises(ValueError, match="2 devices must be free"):
         ask(run, "add", "--count", "3")  # there are two free slots
     assert len(run.places.free) == 2
@@ -275,7 +275,7 @@ def test_an_engine_that_was_started_apart_joins_and_outlives_the_run(
         assert ask(run, "add", "--address", address) == 0
         assert sorted(run.pool._router.engines()) == sorted([run.url(0), url])
         assert VllmControl(url, KEY * 4).weight_version() == 4
-        assert read_fleet(run.root).engines["engine-1"].place == "started apart, at 127.0.0.1"
+        assert read_engines(run.root).engines["engine-1"].place == "started apart, at 127.0.0.1"
         capsys.readouterr()
         assert ask(run, "remove", address) == 0
         assert "it was started apart, and runs on" in capsys.readouterr().out

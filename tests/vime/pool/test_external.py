@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from vime.backends import backend_of, parse_config
+from vime.backends import backend_for, parse_config
 from vime.pool import external
 from vime.pool.process import accepts, free_port
 from vime.pool.router import RouterSpec
@@ -63,7 +63,7 @@ def test_without_a_key_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("VIME_RUN_KEY", key)
     c = parse_config(argv(tmp_path, "--vllm-router-ip", "127.0.0.1", "--vllm-router-port", "1"))
     with pytest.raises(ValueError, match="VIME_RUN_KEY must hold the key"):
-        backend_of(c).require_reachable(c)
+        backend_for(c).require_reachable(c)
 
 
 def test_what_does_not_answer_is_one_line_within_15_s(
@@ -80,7 +80,7 @@ def test_what_does_not_answer_is_one_line_within_15_s(
         )
         began = time.monotonic()
         with pytest.raises(ValueError) as error:
-            backend_of(c).require_reachable(c)
+            backend_for(c).require_reachable(c)
         assert time.monotonic() - began < 15
     said = str(error.value)
     assert f"must answer at 127.0.0.1:{closed}, got: Connection refused" in said
@@ -104,10 +104,10 @@ def test_the_router_must_have_the_same_key(
     at = ("--vllm-router-ip", "127.0.0.1", "--vllm-router-port", str(router.spec.port))
     c = parse_config(argv(tmp_path, *at))
     monkeypatch.setenv("VIME_RUN_KEY", KEY)
-    backend_of(c).require_reachable(c)
+    backend_for(c).require_reachable(c)
     monkeypatch.setenv("VIME_RUN_KEY", "0" * 64)
     with pytest.raises(ValueError, match="must take the key in VIME_RUN_KEY, got: .*HTTP 401"):
-        backend_of(c).require_reachable(c)
+        backend_for(c).require_reachable(c)
 
 
 def test_the_gateway_of_a_router_apart(tmp_path: Path, router: VllmRouter) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from vime.pool.log_cause import cause_of
+from vime.pool.log_cause import first_error
 
 CORE = "(EngineCore pid=7) ERROR 11-25 10:58:12 [core.py:1187] "
 WORKER = "(Worker_TP0 pid=9) ERROR 11-25 10:58:11 [multiproc_executor.py:870] "
@@ -42,15 +42,15 @@ def log(cause: str, prefix: str = CORE) -> str:
 )
 @pytest.mark.parametrize("prefix", [CORE, WORKER, ""])
 def test_the_first_error_that_is_no_consequence(cause, remedy, prefix):
-    found = cause_of(log(cause, prefix))
+    found = first_error(log(cause, prefix))
     assert found is not None and found.startswith(cause.rstrip(".")) and remedy in found
     assert (";" in found) == bool(remedy) and "\n" not in found
 
 
 def test_a_log_without_a_cause():
-    assert cause_of("INFO nothing: fine\nan Error without its text\n") is None
+    assert first_error("INFO nothing: fine\nan Error without its text\n") is None
     alone = "RuntimeError: Engine core initialization failed. See root cause above."
-    assert cause_of(f"(APIServer pid=5) {alone}") == alone
+    assert first_error(f"(APIServer pid=5) {alone}") == alone
 
 
 def test_a_list_of_pydantic_gives_its_first_entry():
@@ -59,7 +59,7 @@ def test_a_list_of_pydantic_gives_its_first_entry():
 (APIServer pid=7)   Value error, User-specified max_model_len (1000000) is greater than the derived max_model_len.
 (APIServer pid=7)     For further information visit https://errors.pydantic.dev/2/v/value_error
 """
-    assert cause_of(log) == (
+    assert first_error(log) == (
         "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig: Value error, User-specified "
         "max_model_len (1000000) is greater than the derived max_model_len."
     )

@@ -19,7 +19,7 @@ from slime.plan.fit import MachineSizes
 from slime.protocols import NoEngines
 from slime.roles.served import ServedModel, teachers
 from slime.rollout_backend import RolloutBackend
-from vime.backends import models_of, parse_config, require_reachable
+from vime.backends import parse_config, require_reachable, served_engines
 from vime.plan import describe
 from vime.pool.router import RouterSpec
 from vime.pool.served import ServedModels
@@ -32,7 +32,7 @@ KEY = "served-key"
 
 def parts_of(c: Config) -> list[tuple[ServedModel, RolloutBackend, Config]]:
     """The model, the backend and the settings of the engines of each served model."""
-    return [(engines.model, engines.backend, engines.settings) for engines in models_of(c)]
+    return [(engines.model, engines.backend, engines.settings) for engines in served_engines(c)]
 
 
 def argv(root: Path, *more: str) -> list[str]:

@@ -23,7 +23,7 @@ from vime import backends, serve
 from vime.plan import topology
 from vime.pool.control import ControlError
 from vime.pool.router_client import Transient
-from vime.sglang.client import PARAMETERS, Answer, request_params, result_of
+from vime.sglang.client import PARAMETERS, Answer, parse_result, request_params
 from vime.sglang.control import SglangControl
 from vime.sglang.server import SglangServer, SglangSpec
 
@@ -126,7 +126,7 @@ def test_a_run_needs_sglang_or_servers_started_apart(tmp_path: Path, monkeypatch
 def test_the_plan_shows_the_servers_options(tmp_path: Path) -> None:
     c = parsed(tmp_path, "--sglang-page-size", "16", "--router-log-level", "info")
     assert "engines   2 SGLang servers x 1 cpu, behind one sglang-router" in list(topology(c))
-    lines = [" ".join(line.split()) for line in backends.backend_of(c).command_lines(c)]
+    lines = [" ".join(line.split()) for line in backends.backend_for(c).command_lines(c)]
     assert "--sglang-page-size SGLang --page-size 16" in lines
     assert "(set for you) SGLang --tp-size 1" in lines
     assert "--router-log-level sglang-router --log-level info" in lines
@@ -207,7 +207,7 @@ def answer(**meta: Any) -> Answer:
     ],
 )
 def test_the_versions_of_an_answer(meta: dict[str, Any], versions: list[int], of_tokens: list[int]) -> None:
-    result = result_of(answer(prompt_tokens=6, cached_tokens=2, **meta))
+    result = parse_result(answer(prompt_tokens=6, cached_tokens=2, **meta))
     assert result.weight_versions == versions
     assert result.token_columns == {"token_versions": of_tokens}
     assert (result.token_ids, result.log_probs, result.text) == ([3, 4], [-0.5, -0.25], "ab")
@@ -217,17 +217,17 @@ def test_the_versions_of_an_answer(meta: dict[str, Any], versions: list[int], of
 def test_what_an_answer_may_lack() -> None:
     empty = answer(finish_reason={"type": "abort", "message": "in the queue"}, output_token_logprobs=[])
     empty.output_ids = []
-    assert (result_of(empty).finish_reason, result_of(empty).token_ids) == ("abort", [])
+    assert (parse_result(empty).finish_reason, parse_result(empty).token_ids) == ("abort", [])
     with pytest.raises(ValueError, match="one log-prob per token, got 1 for 2 tokens"):
-        result_of(answer(output_token_logprobs=[[-0.5, 3, None]]))
+        parse_result(answer(output_token_logprobs=[[-0.5, 3, None]]))
     with pytest.raises(
         DivergedError, match="got nan at token 1 of a response with the weights after rollout 2"
     ):
-        result_of(answer(output_token_logprobs=[[-0.5, 3, None], [None, 4, None]], weight_version="3"))
+        parse_result(answer(output_token_logprobs=[[-0.5, 3, None], [None, 4, None]], weight_version="3"))
     with pytest.raises(Transient, match="gave the request up"):
-        result_of(answer(finish_reason={"type": "abort", "message": "no memory", "status_code": 503}))
+        parse_result(answer(finish_reason={"type": "abort", "message": "no memory", "status_code": 503}))
     with pytest.raises(ValueError, match="finish_reason must be one of"):
-        result_of(answer(finish_reason={"type": "odd"}))
+        parse_result(answer(finish_reason={"type": "odd"}))
 
 
 def test_the_parameters_of_a_request() -> None:

@@ -13,11 +13,11 @@ import pytest
 from make_model import main as make_model
 
 from vime.cli import main
-from vime.memory.sizes import GivenSizes
+from vime.memory.sizes import RequestedSizes
 from vime.plan import main as plan
 from vime.run.lock import lock
 from vime.start import checks
-from vime.start.checks import check_run, is_for_others
+from vime.start.checks import check_run, plans_other_machine
 from vime.train import _read
 
 Change = Callable[[Path, list[str], ExitStack], None]
@@ -245,7 +245,7 @@ def test_a_cluster_that_a_run_joins_has_devices_elsewhere(argv, tmp_path, monkey
     with ExitStack() as stack:
         default_ranks(tmp_path, argv, stack)
     assert check_run(argv, _read).world_size == 8
-    assert not is_for_others(check_run(argv, _read), GivenSizes())
+    assert not plans_other_machine(check_run(argv, _read), RequestedSizes())
 
 
 def test_a_model_of_the_hub_without_a_copy_is_one_line_and_no_request(argv, tmp_path, capsys, monkeypatch):

@@ -13,7 +13,7 @@ from switch_bench.run_dirs import read_evaluations, read_steps
 from slime.tracking.ledger import read_ledger
 from slime.tracking.run_summary import run_summary
 from vime.doctor.command import main as doctor
-from vime.members.table import read_fleet, table
+from vime.members.table import read_engines, table
 from vime.plot import main as plot
 from vime.view import watch_draw as draw
 from vime.view.compare import main as compare
@@ -33,7 +33,7 @@ def _watch(run_dir: Path) -> str:
 
 
 def _fleet(run_dir: Path) -> str:
-    return "\n".join(table(read_fleet(run_dir), ended=False))
+    return "\n".join(table(read_engines(run_dir), ended=False))
 
 
 def _bench(run_dir: Path) -> str:

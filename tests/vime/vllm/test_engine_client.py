@@ -17,7 +17,7 @@ from slime.divergence import DivergedError
 from slime.protocols import VERSIONS, GenerateResult
 from vime.pool.process import free_port
 from vime.vllm import client as client_module
-from vime.vllm.client import VllmEngineClient, request_fields, result_of
+from vime.vllm.client import VllmEngineClient, parse_result, request_fields
 from vime.vllm.group_wire import ALIVE, SampleAnswer, frame, packed
 from vime.vllm.server import VllmServer, VllmSpec
 
@@ -38,7 +38,7 @@ def changed(**fields: Any) -> SampleAnswer:
 
 
 def result(answer: SampleAnswer) -> GenerateResult:
-    return result_of(answer, 5, {})
+    return parse_result(answer, 5, {})
 
 
 def serve(handler: Callable[[web.Request], Any], ask: Callable[[VllmEngineClient], Any]) -> Any:

@@ -10,7 +10,7 @@ from architectures import ARCHITECTURES
 
 from slime.plan.card_phases import engine_weights
 from slime.plan.model_shape import Shape
-from vime.backends import backend_of, parse_config
+from vime.backends import backend_for, parse_config
 from vime.pool.engine_flags import engine_dtype
 from vime.vllm import fp8
 from vime.vllm.server_flags import engine_settings
@@ -96,4 +96,4 @@ def test_experts_are_not_compared_and_need_a_gpu(tmp_path: Path) -> None:
         parse_config(flags(tmp_path, EXPERTS, *more, "--check-weight-update-equal"))
     config = parse_config([*flags(tmp_path, EXPERTS, *more), "--device", "cpu", "--vllm-dtype", "bfloat16"])
     with pytest.raises(ValueError, match="--vllm-quantization must be left out with --device cpu"):
-        backend_of(config).require_reachable(config)
+        backend_for(config).require_reachable(config)

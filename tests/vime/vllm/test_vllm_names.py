@@ -44,7 +44,7 @@ def spec(**more: Any) -> VllmSpec:
 
 SPECS = {
     "cpu": spec(stateful=True, sleeps=True),
-    "cuda": spec(device="cuda", dtype="bfloat16", sleeps=True, tells_experts=True, trust_remote_code=True),
+    "cuda": spec(device="cuda", dtype="bfloat16", sleeps=True, reports_experts=True, trust_remote_code=True),
     "drafts": spec(vllm_argv=("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')),
     "no log": spec(vllm_argv=("--disable-log-stats",)),
     "first node": spec(device="cuda", nodes=2),

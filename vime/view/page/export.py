@@ -8,7 +8,6 @@ from pathlib import Path
 
 from slime.disk_space import DiskSpaceGuard
 from vime.view.page.html import exported_page
-from vime.view.page.kept import to_json
 from vime.view.page.run_data import Json, RunData
 
 MOST_BYTES = 32 * 2**20

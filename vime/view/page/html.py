@@ -12,7 +12,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-from vime.view.page.kept import to_json
+from vime.view.page.cached import to_json
 
 _STATIC = Path(__file__).parent / "static"
 _NONE = "base-uri 'none'; form-action 'none'; default-src 'none'; img-src data:"

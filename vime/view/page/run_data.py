@@ -20,7 +20,7 @@ from slime.tracking.samples import SAMPLES
 from slime.tracking.trackers import METRICS_FILE
 from vime.run_metrics import RunMetrics, load_run
 from vime.view.measures import flatten
-from vime.view.page.kept import Kept, Stamp, stamp
+from vime.view.page.cached import CachedValue, Stamp, stamp
 from vime.view.page.lanes import Timeline, read_timeline
 from vime.view.page.sample_rows import COLUMNS, SampleRows
 
@@ -40,9 +40,11 @@ class RunData:
         self.dir, self.name = run_dir, name
         self._lock = threading.Lock()
         self._goes_on = False
-        self._summary = Kept(self._read_summary, lambda: (self._journal_stamp(), self._alive_stamp()))
-        self._curves = Kept(lambda: _curves(load_run(self.dir)), lambda: stamp([self.dir / METRICS_FILE]))
-        self._timeline = Kept(lambda: read_timeline(self.dir), self._journal_stamp)
+        self._summary = CachedValue(self._read_summary, lambda: (self._journal_stamp(), self._alive_stamp()))
+        self._curves = CachedValue(
+            lambda: _curves(load_run(self.dir)), lambda: stamp([self.dir / METRICS_FILE])
+        )
+        self._timeline = CachedValue(lambda: read_timeline(self.dir), self._journal_stamp)
         self._samples = SampleRows(run_dir)
 
     def check(self) -> None:

@@ -19,7 +19,7 @@ from slime.tracking.samples import (
     sample_rollouts,
 )
 from slime.types import Message
-from vime.view.page.kept import Stamp, stamp
+from vime.view.page.cached import Stamp, stamp
 
 COLUMNS = (
     *("rollout", "place", "group", "reward", "advantage", "tokens", "oldest", "newest", "turns", "status"),

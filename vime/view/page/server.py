@@ -23,8 +23,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
+from vime.view.page.cached import to_json
 from vime.view.page.html import served_page, static_files
-from vime.view.page.kept import to_json
 from vime.view.page.run_data import RunData
 
 HOST = "127.0.0.1"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm._custom_ops import CPUDNNLGEMMHandler as Product
     from vllm.engine.protocol import EngineClient
 
-MOST_OF_A_PRODUCT = 4
+MAX_KERNELS_PER_PRODUCT = 4
 """Number of kernels that one layer keeps for its matrix product, each for one number of tokens.
 
 vLLM's own number is 32. A kernel takes 0.3 MiB. An update of weights drops all kernels, and the number of running
@@ -61,11 +61,13 @@ async def return_cache(engine: EngineClient) -> None:
 
 
 def with_few_kernels(create: Callable[[torch.Tensor, int], Product]) -> Callable[..., Product]:
-    """Wraps vLLM's `create_onednn_mm` so that it keeps at most `MOST_OF_A_PRODUCT` kernels for a product."""
+    """Wraps vLLM's `create_onednn_mm` so that it keeps at most `MAX_KERNELS_PER_PRODUCT` kernels for a product."""
 
     @functools.wraps(create)
-    def create_onednn_mm(weight: torch.Tensor, primitive_cache_size: int = MOST_OF_A_PRODUCT) -> Product:
-        return create(weight, min(primitive_cache_size, MOST_OF_A_PRODUCT))
+    def create_onednn_mm(
+        weight: torch.Tensor, primitive_cache_size: int = MAX_KERNELS_PER_PRODUCT
+    ) -> Product:
+        return create(weight, min(primitive_cache_size, MAX_KERNELS_PER_PRODUCT))
 
     return create_onednn_mm
 

@@ -27,12 +27,12 @@ WAIT_S = 300.0
 """Seconds that an adapter's update waits for the end of another adapter's update."""
 
 
-def name_of(config: Config) -> str:
+def adapter_name(config: Config) -> str:
     """Returns the name that requests of the run use for its adapter. The name is empty if updates bring all weights."""
     return config.lora.lora_name if sends_adapters(config) else ""
 
 
-def number_of(name: str) -> int:
+def adapter_number(name: str) -> int:
     """Computes vLLM's number of an adapter from its name. The server and its workers compute the same number without
     communication."""
     return 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % (2**31 - 1)
@@ -68,7 +68,7 @@ def request_for(name: str) -> LoRARequest:
     """Returns the record that vLLM gets with each request for the adapter."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(name, number_of(name), "received from the trainer")
+    return LoRARequest(name, adapter_number(name), "received from the trainer")
 
 
 class ServedAdapters:
@@ -104,7 +104,9 @@ class ServedAdapters:
 
         Raises ValueError after `WAIT_S`, and for a name whose number another adapter has.
         """
-        same = [other for other in self._served if other != name and number_of(other) == number_of(name)]
+        same = [
+            other for other in self._served if other != name and adapter_number(other) == adapter_number(name)
+        ]
         if same:
             raise ValueError(
                 f"--lora-name must have a number of its own in the engine, got {name} with that of {same[0]}; choose "

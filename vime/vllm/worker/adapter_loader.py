@@ -13,7 +13,7 @@ import torch
 from slime.protocols import WeightSet
 from slime.weight_sync.channel import Part
 from vime.vllm.versions import renames_alone
-from vime.vllm.worker.adapter import number_of
+from vime.vllm.worker.adapter import adapter_number
 
 if TYPE_CHECKING:
     from vllm.lora.layers import BaseLayerWithLoRA
@@ -121,7 +121,7 @@ def place(
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
-    number, there = number_of(weights.name), manager.list_adapters()
+    number, there = adapter_number(weights.name), manager.list_adapters()
     if number not in there and len(there) == manager.lora_slots:
         raise ValueError(
             f"--vllm-max-loras must be at least {len(there) + 1} for an engine that gets another adapter, got "
@@ -161,7 +161,7 @@ def differing(
     """
     given = _matrices(tensors, model)
     scale = weights.settings["lora_alpha"] / weights.settings["r"]
-    slot = manager.lora_index_to_id.index(number_of(weights.name))
+    slot = manager.lora_index_to_id.index(adapter_number(weights.name))
     wrong, seen = [], set()
     for name, module in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])

@@ -14,7 +14,7 @@ from torch import nn
 
 from slime.models import Hf, family_for
 from vime.vllm.worker.live_quantised import Quantised
-from vime.vllm.worker.live_weights import holds, live_tensors, shard_of
+from vime.vllm.worker.live_weights import cut_shard, holds, live_tensors
 
 
 def predicted_names(names: Iterable[str], hf_config: Hf) -> set[str]:
@@ -47,7 +47,7 @@ def differing_draft_tensors(
         if name not in names:
             continue
         seen.add(name)
-        if not holds(live, shard_of(get_tensor(name), module, live.shape)):
+        if not holds(live, cut_shard(get_tensor(name), module, live.shape)):
             wrong.add(name)
     if unseen := set(names) - seen:
         raise ValueError(

@@ -33,7 +33,7 @@ from vime.vllm.group_wire import (
 from vime.vllm.versions import refusals
 from vime.vllm.worker.adapter import ServedAdapters
 from vime.vllm.worker.columns.producers import LOWEST, PRODUCERS
-from vime.vllm.worker.columns.token_versions import spans_of
+from vime.vllm.worker.columns.token_versions import version_spans
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
@@ -214,9 +214,9 @@ async def _sample(
         outputs = engine.generate(prompt, params, name, lora_request=lora)
         output = await _last(outputs, place, request.streams, finished)
         if isinstance(request.score_from, int):
-            finished.put_nowait(_scores_of(output, place, versions(request.adapter), request.score_from))
+            finished.put_nowait(_make_scores(output, place, versions(request.adapter), request.score_from))
             return
-        finished.put_nowait(_answer_of(output, place, request.columns))
+        finished.put_nowait(_make_answer(output, place, request.columns))
     except refusals() as error:
         finished.put_nowait(SampleAnswer(place, error=str(error)))
     except Exception as error:  # the border of a task: `_send_frames` raises it
@@ -251,7 +251,7 @@ def _log_probs(completion: CompletionOutput, start: int = 0, end: int | None = N
     return np.maximum(np.asarray(values, np.float32), LOWEST).tobytes()
 
 
-def _answer_of(output: RequestOutput, place: int, columns: Mapping[str, int]) -> SampleAnswer:
+def _make_answer(output: RequestOutput, place: int, columns: Mapping[str, int]) -> SampleAnswer:
     completion, times = output.outputs[0], output.metrics
     made = {
         name: PRODUCERS[name].make(output, argument) for name, argument in {**columns, VERSIONS: 1}.items()
@@ -269,7 +269,7 @@ def _answer_of(output: RequestOutput, place: int, columns: Mapping[str, int]) ->
         _log_probs(completion),
         completion.text,
         completion.finish_reason,
-        [span.version for span in spans_of(completion)],
+        [span.version for span in version_spans(completion)],
         len(output.prompt_token_ids or ()),
         output.num_cached_tokens or 0,
         queue_s,
@@ -280,7 +280,7 @@ def _answer_of(output: RequestOutput, place: int, columns: Mapping[str, int]) ->
     )
 
 
-def _scores_of(output: RequestOutput, place: int, versions: list[int], start: int) -> SampleAnswer:
+def _make_scores(output: RequestOutput, place: int, versions: list[int], start: int) -> SampleAnswer:
     """Returns the log-probs of the prompt from `start` on. At each position, vLLM lists the token itself first, then
     the most probable tokens in order."""
     flat = cast("FlatLogprobs", output.prompt_logprobs)

@@ -70,13 +70,13 @@ def expert_tensors(
         stacked = _stacked(module, w13[:, : 2 * width], w2[:, :, :width])
         yield from ((files[f"{parent}.{name}"], holder, value) for name, holder, value in stacked)
         return
-    for place, expert in enumerate(experts_of_rank(module, len(w13))):
+    for place, expert in enumerate(local_experts(module, len(w13))):
         pieces = w13[place, :width], w13[place, padded : padded + width], w2[place, :, :width]
         for name, piece in zip(_names(path, expert, update), pieces, strict=True):
             yield name, module.moe_config.moe_parallel_config, piece
 
 
-def experts_of_rank(module: Any, local: int) -> list[int]:
+def local_experts(module: Any, local: int) -> list[int]:
     """Returns the indices of the `local` experts of this rank, in the order of its parameters."""
     # [E]: the index of each expert on this rank, -1 for experts elsewhere
     numbers: torch.Tensor | None = module.expert_map
@@ -85,7 +85,7 @@ def experts_of_rank(module: Any, local: int) -> list[int]:
     return [int(expert) for expert in (numbers >= 0).nonzero()[:, 0][numbers[numbers >= 0].argsort()]]
 
 
-def names_of_other_ranks(path: str, module: Any, update: Collection[str]) -> Iterator[str]:
+def list_remote_experts(path: str, module: Any, update: Collection[str]) -> Iterator[str]:
     """Yields HF names of the experts of `module` that other ranks of the engine have."""
     if module.expert_map is not None:
         for expert in (module.expert_map < 0).nonzero()[:, 0].tolist():
@@ -126,7 +126,7 @@ def stacks_experts(model: nn.Module) -> bool:
     return mapper is not None and mapped_name(mapper, "mlp.experts.gate_up_proj") == "mlp.experts.w13_weight"
 
 
-def keep_in_place(model: nn.Module) -> None:
+def exclude_from_reload(model: nn.Module) -> None:
     """Takes modules whose tensors vLLM copies without a loader out of a layerwise reload that has begun.
 
     vLLM's reload replaces parameters by empty ones and collects the tensors that their loaders get. A copy without a

@@ -19,7 +19,7 @@ from vime.vllm.worker.live_experts import (
     expert_tensors,
     has_experts,
     hf_path,
-    names_of_other_ranks,
+    list_remote_experts,
     packed_positions,
 )
 from vime.vllm.worker.live_quantised import Quantised, is_quantised, quantised_pieces
@@ -53,7 +53,7 @@ def differing_tensors(
         if name not in expected:
             continue
         seen.add(name)
-        if not holds(live, shard_of(get_tensor(name), module, live.shape)):
+        if not holds(live, cut_shard(get_tensor(name), module, live.shape)):
             wrong.add(name)
     if unseen := expected - seen - {"lm_head.weight"} - names_elsewhere(model, update):
         raise ValueError(
@@ -76,7 +76,7 @@ def names_elsewhere(model: nn.Module, update: Collection[str]) -> set[str]:
         files.get(name, name)
         for path, module in model.named_modules()
         if has_experts(module)
-        for name in names_of_other_ranks(path, module, {*update, *files})
+        for name in list_remote_experts(path, module, {*update, *files})
     }
 
 
@@ -111,11 +111,11 @@ def _module_tensors(
     """Yields the tensors of a module without experts, whose path in files is `path`. `fused`: the names in files of the
     parts that vLLM fuses in the module."""
     if hasattr(module, "W_UK_T"):
-        yield f"{path}.kv_b_proj.weight", module.kv_b_proj, _of_latent_attention(module)
+        yield f"{path}.kv_b_proj.weight", module.kv_b_proj, _read_latent_attention(module)
     parent, _, leaf = path.rpartition(".")
     parts = fused or [leaf]
     for kind, parameter in module.named_parameters(recurse=False):
-        if kind in _OF_LATENT_ATTENTION:
+        if kind in _LATENT_ATTENTION:
             continue
         if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in update:
             parts = [leaf]
@@ -157,17 +157,17 @@ def _file_names(model: nn.Module, update: Collection[str]) -> dict[str, str]:
     return {ours: name for name in update if (ours := mapped_name(mapper, name)) not in (None, name)}
 
 
-_OF_LATENT_ATTENTION = ("W_UK_T", "W_UV")
+_LATENT_ATTENTION = ("W_UK_T", "W_UV")
 
 
-def _of_latent_attention(module: Any) -> torch.Tensor:
+def _read_latent_attention(module: Any) -> torch.Tensor:
     """Returns the matrix kv_b_proj [A * (K + V), L] of vLLM's latent attention from the copies that decoding uses:
     W_UK_T [A, K, L] and W_UV [A, L, V]."""
-    keys, values = (getattr(module, name).data for name in _OF_LATENT_ATTENTION)
+    keys, values = (getattr(module, name).data for name in _LATENT_ATTENTION)
     return torch.cat((keys, values.transpose(1, 2)), dim=1).flatten(0, 1)
 
 
-def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor:
+def cut_shard(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor:
     """Returns the piece of `full` that belongs to this tensor-parallel rank of `module`, given the piece's shape.
 
     Rows or columns are dealt out in rank order. With fewer pieces than ranks (key/value heads), neighbours share one
@@ -189,12 +189,12 @@ def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor
         return Fused(tuple(sizes), module.tp_rank, module.tp_size).piece(full)
     for dim, (whole, local) in enumerate(zip(full.shape, shape, strict=True)):
         if whole != local:
-            pieces, (rank, ranks) = whole // local, _place(module)
+            pieces, (rank, ranks) = whole // local, _rank_and_size(module)
             full = full.narrow(dim, rank * pieces // ranks * local, local)
     return full
 
 
-def _place(module: Any) -> tuple[int, int]:
+def _rank_and_size(module: Any) -> tuple[int, int]:
     """Returns (tensor-parallel rank, ranks) of a module. A module with plain parameters alone, such as sinks, does not
     store them."""
     if hasattr(module, "tp_rank"):

@@ -46,7 +46,7 @@ _READ = ROUTES | {("POST", "/v1/completions"), ("POST", "/inference/v1/generate"
 """Routes whose body decides whether this project or vLLM serves the request."""
 _EMPTIES_CACHE = {"/pause", "/reset_prefix_cache"}
 """Control routes after which the key-value cache may be empty."""
-_TURNS = {"/pause", "/resume", "/abort_requests"}
+_SERIAL_PATHS = {"/pause", "/resume", "/abort_requests"}
 """Control routes that concern an adapter's requests."""
 
 
@@ -88,8 +88,8 @@ class RunKeyMiddleware:
             await bounded(scope, receive, send, functools.partial(self._serve, routed=routed))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, *, routed: bool) -> None:
-        if scope["method"] == "POST" and scope["path"] in _TURNS:
-            await self._take_turns(scope, receive, send)
+        if scope["method"] == "POST" and scope["path"] in _SERIAL_PATHS:
+            await self._serialize_updates(scope, receive, send)
         elif (scope["method"], scope["path"]) in _READ:
             await self._read(scope, receive, send, routed=routed)
         else:
@@ -99,7 +99,7 @@ class RunKeyMiddleware:
         """Serves requests for a group of samples (group_route) and SGLang's routes (sglang_routes). Passes other
         requests to vLLM."""
         self.token_versions.install()
-        since, adapter = self.token_versions.since(), _adapter_of(scope)
+        since, adapter = self.token_versions.since(), _read_adapter(scope)
         body, more = bytearray(), True
         while more:
             message = await receive()
@@ -132,9 +132,9 @@ class RunKeyMiddleware:
 
             await self.app(scope, again, self._annotate(scope, send))
 
-    async def _take_turns(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serialize_updates(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the updates of the engine's adapters one after the other. A run aborts only its own requests."""
-        adapter, path = _adapter_of(scope), scope["path"]
+        adapter, path = _read_adapter(scope), scope["path"]
         if path == "/pause":
             try:
                 await self.adapters.begin(adapter or "")
@@ -151,7 +151,7 @@ class RunKeyMiddleware:
         await self.app(scope, receive, self._annotate(scope, send))
 
     def _annotate(self, scope: Scope, send: Send) -> Send:
-        since, adapter = self.token_versions.since(), _adapter_of(scope)
+        since, adapter = self.token_versions.since(), _read_adapter(scope)
         new = [value for name, value in scope["headers"] if name == NEW_VERSION_HEADER.encode()]
 
         async def annotated(message: Message) -> None:
@@ -170,7 +170,7 @@ class RunKeyMiddleware:
         return annotated
 
 
-def _adapter_of(scope: Scope) -> str | None:
+def _read_adapter(scope: Scope) -> str | None:
     """Returns the adapter's name in `ADAPTER_HEADER`, or None."""
     found = [value for name, value in scope["headers"] if name == ADAPTER_HEADER.encode()]
     return found[0].decode("latin-1") if found else None

@@ -41,7 +41,7 @@ class EngineSettings:
         return [f"--{OPTION}", json.dumps(merged)] if merged else []
 
     @classmethod
-    def of(cls, config: VllmConfig) -> EngineSettings:
+    def from_config(cls, config: VllmConfig) -> EngineSettings:
         """Returns the settings of the engine with this configuration."""
         more = config.additional_config
         found = dict(more.get(_NAME, {})) if isinstance(more, dict) else {}
@@ -49,11 +49,11 @@ class EngineSettings:
 
     @classmethod
     def take(cls, config: VllmConfig) -> EngineSettings:
-        """Returns the settings as `of` does, and removes the gate from the configuration.
+        """Returns the settings as `from_config` does, and removes the gate from the configuration.
 
         vLLM keeps compiled code under a hash of the configuration, and the path of the gate differs from run to run.
         """
-        found = cls.of(config)
+        found = cls.from_config(config)
         more = config.additional_config
         if found.gate is not None and isinstance(more, dict):
             config.additional_config = {**more, _NAME: asdict(replace(found, gate=None))}

@@ -24,7 +24,7 @@ from vime.vllm.versions import installed, refusals
 from vime.vllm.worker import sglang_control
 from vime.vllm.worker.adapter import ServedAdapters, abort_all
 from vime.vllm.worker.columns.producers import LOWEST
-from vime.vllm.worker.columns.token_versions import spans_of
+from vime.vllm.worker.columns.token_versions import version_spans
 from vime.vllm.worker.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -254,14 +254,14 @@ class _Job:
             async for output in self.engine.llm.generate(
                 prompt, self.params, self.name, lora_request=self.lora
             ):
-                yield self.of(output)
+                yield self.to_json(output)
         finally:
             del self.engine.running[self.name]
 
-    def of(self, output: RequestOutput) -> dict[str, object]:
+    def to_json(self, output: RequestOutput) -> dict[str, object]:
         completion = output.outputs[0]
         ids = [] if self.scored else list(completion.token_ids)
-        spans = spans_of(completion)
+        spans = version_spans(completion)
         meta: dict[str, object] = {
             "id": self.rid,
             "finish_reason": _finish(completion, ids),
@@ -277,7 +277,7 @@ class _Job:
             made = _log_probs(completion, wanted, self.tokenizer)
             meta |= {name: [] for name in made} if self.scored else made
         if wanted.prompt_from is not None and output.prompt_logprobs is not None:
-            meta |= _of_prompt(
+            meta |= _prompt_logprobs(
                 cast("FlatLogprobs", output.prompt_logprobs), self.prompt, wanted, self.tokenizer
             )
         if wanted.experts and completion.routed_experts is not None:
@@ -301,7 +301,7 @@ def _sampling(
             f"sampling_params.max_new_tokens must fit the engine's context of {left + len(prompt)} tokens, got "
             f"{len(prompt)} tokens of input_ids or text and up to {most} new ones"
         )
-    if wanted.experts and not EngineSettings.of(engine.llm.vllm_config).routed_experts:
+    if wanted.experts and not EngineSettings.from_config(engine.llm.vllm_config).routed_experts:
         raise ValueError(
             "return_routed_experts must be left out, got true; only a run with --use-rollout-routing-replay has them"
         )
@@ -351,7 +351,7 @@ def _log_probs(
     return made
 
 
-def _of_prompt(
+def _prompt_logprobs(
     flat: FlatLogprobs, prompt: list[int], wanted: WantedOutput, tokenizer: TokenizerLike
 ) -> dict[str, object]:
     """Returns `input_token_logprobs` and perhaps `input_top_logprobs`: rows [log-prob, token id, text or null] of the

@@ -29,7 +29,7 @@ def wait_for(gate: str) -> None:
 
 
 @contextlib.contextmanager
-def others_may_take_memory() -> Iterator[None]:
+def allow_other_memory_use() -> Iterator[None]:
     """Context for a worker's `sleep`, in which other processes on the GPU may take more memory than the worker
     frees."""
     try:

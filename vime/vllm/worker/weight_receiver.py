@@ -39,8 +39,7 @@ from vime.vllm.worker.draft import (
     predicted_names,
     trained_shapes,
 )
-from vime.vllm.worker.live_experts import keep_in_place, repack_experts, stacks_experts
-from vime.vllm.worker.live_places import KnownPlaces, Live, LiveModel, LivePlaces
+from vime.vllm.worker.live_experts import exclude_from_reload, repack_experts, stacks_experts
 from vime.vllm.worker.live_weights import (
     differing_tensors,
     live_tensors,
@@ -48,6 +47,7 @@ from vime.vllm.worker.live_weights import (
     repack_tied_weights,
 )
 from vime.vllm.worker.settings import EngineSettings
+from vime.vllm.worker.weight_views import Live, LiveModel, ViewCache, WeightViews
 
 
 @dataclass
@@ -76,9 +76,9 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.worker = Worker.here(self.device, get_tensor_model_parallel_rank())
         self.receivers: dict[str, Receiver] = {}
         self.draft: Any = None  # the model that the engine speculates with; RunWorker sets it
-        self.known = KnownPlaces()
+        self.known = ViewCache()
         # views to which this update is copied; None: vLLM's loader loads it
-        self.places: LivePlaces | None = None
+        self.places: WeightViews | None = None
         self._expected: dict[bool, dict[str, list[int]] | None] = {}
         self._is_checked = False
 
@@ -97,7 +97,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         all loaded tensors. `series`: identifies the parts that belong together, see `slime.weight_sync.channel.Part`.
         """
         if not self._is_checked:
-            bitwise.require(self.model, EngineSettings.of(self.vllm_config).bitwise)
+            bitwise.require(self.model, EngineSettings.from_config(self.vllm_config).bitwise)
             self._is_checked = True
         self.series: str | None = None
         self.loaded: dict[str, list[int]] = {}
@@ -169,7 +169,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         if part.load:
             self._begin_loading()
             self._load(part)
-            self._put_in_place()
+            self._complete_loading()
             self.known.arrived(part.shapes)
         if part.compare:
             self._compare(part, part.shapes)
@@ -214,12 +214,12 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.places = None
         self._begin_reload()
         self._load(part)
-        self._put_in_place()
+        self._complete_loading()
 
     def _begin_reload(self) -> None:
         name_loaders(self.model)
         initialize_layerwise_reload(self.model)
-        keep_in_place(self.model)
+        exclude_from_reload(self.model)
         if self.draft is not None:
             initialize_layerwise_reload(self.draft)
 
@@ -273,11 +273,11 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         if not self.loaded or self.finished:
             return
         self.finished = True
-        self._put_in_place()
+        self._complete_loading()
         self._require_checkpoint(self.loaded, "the update")
         self.known.arrived(self.loaded)
 
-    def _put_in_place(self) -> None:
+    def _complete_loading(self) -> None:
         """Does vLLM's work after loading, and the work that vLLM leaves out.
 
         A model that is loaded through views has no packed copies of tied weights or experts to renew.

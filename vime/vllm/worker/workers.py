@@ -63,7 +63,7 @@ class RunWorker(_Base):
 
     def sleep(self, level: int = 1) -> None:
         """Frees the memory of the device. Other processes may take memory there at the same time."""
-        with shared_gpu.others_may_take_memory():
+        with shared_gpu.allow_other_memory_use():
             super().sleep(level)
 
     @property

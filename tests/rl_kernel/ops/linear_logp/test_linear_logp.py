@@ -13,11 +13,11 @@ from rl_kernel.ops.linear_logp.cases import (
     CASES,
     LinearCase,
     acceptance_violations,
+    compute_truth,
     contract_violations,
     evaluate,
     formula,
     plain,
-    truth_of,
     upstream,
 )
 from rl_kernel.ops.linear_logp.reference import KEPT_ELEMENTS
@@ -95,7 +95,7 @@ def test_every_case_keeps_the_contract(case, dtype, logits_dtype):
     temperature = torch.linspace(0.5, 1.5, case.tokens)
     kwargs = {"temperature": temperature, "vocab_size": case.vocab_size}
     actual = evaluate(ours, layer, targets, logits_dtype=logits_dtype, **kwargs)
-    truth = truth_of(layer, targets, **kwargs)
+    truth = compute_truth(layer, targets, **kwargs)
     assert {name: out.dtype for name, out in actual.items()} == {
         "log_probs": torch.float32,
         "entropy": torch.float32,
@@ -120,13 +120,13 @@ def test_no_worse_than_plain_pytorch_in_the_same_dtype(case, dtype, uses):
         layer, targets = inputs_of(case, dtype, seed)
         options = {"uses": uses, "vocab_size": case.vocab_size}
         results = [evaluate(op, layer, targets, **options) for op in (ours, plain)]
-        samples.append((*results, truth_of(layer, targets, **options)))
+        samples.append((*results, compute_truth(layer, targets, **options)))
     assert not acceptance_violations(samples, dtype)
 
 
 def test_the_violations_are_found():
     layer, targets = inputs_of(SMALL, torch.bfloat16)
-    truth = truth_of(layer, targets)
+    truth = compute_truth(layer, targets)
     good = evaluate(plain, layer, targets)
     for name, out in good.items():
         bad = good | {name: out + 0.1 * out.abs().max()}

@@ -14,10 +14,10 @@ from rl_kernel.dispatch import interpreted
 from rl_kernel.ops.linear_logp import plan
 from rl_kernel.ops.linear_logp.cases import (
     LinearCase,
+    compute_truth,
     contract_violations,
     evaluate,
     formula,
-    truth_of,
     upstream,
 )
 
@@ -172,7 +172,7 @@ def of_both(ranks, key):
 @pytest.mark.parametrize("split", SPLITS)
 def test_linear_logp_keeps_the_contract(ranks, split, kind, uses):
     layer, targets, options = problem(split, KINDS[kind])
-    truth = truth_of(layer, targets, uses, **options)
+    truth = compute_truth(layer, targets, uses, **options)
     assert not contract_violations(of_both(ranks, (split, kind, uses)), truth, KINDS[kind], KINDS[kind])
 
 
@@ -189,7 +189,7 @@ def test_linear_token_loss_keeps_the_contract(ranks, split, kind):
 def test_rows_that_overflow_in_one_shard(ranks, split):
     """Each process raises the centers of its own rows and no others."""
     layer, targets, options = problem(split, BF16, wild=True)
-    truth = truth_of(layer, targets, **options)
+    truth = compute_truth(layer, targets, **options)
     assert truth["log_probs"].min() < -100
     assert not contract_violations(of_both(ranks, (split, "wild")), truth, BF16, FP32)
 

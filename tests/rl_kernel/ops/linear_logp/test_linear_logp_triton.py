@@ -13,10 +13,10 @@ from rl_kernel.ops.linear_logp import cases
 from rl_kernel.ops.linear_logp.cases import (
     TINY,
     LinearCase,
+    compute_truth,
     contract_violations,
     evaluate,
     formula,
-    truth_of,
     upstream,
 )
 
@@ -93,7 +93,7 @@ def test_every_case_keeps_contract_and_acceptance_rule(case, kind, bias):
             options = {"temperature": temperature, "vocab_size": case.vocab_size}
             actual = evaluate(fast, layer, targets, used, logits_dtype=logits_dtype, **options)
             same = evaluate(cases.plain, layer, targets, used, **options)
-            truth = truth_of(layer, targets, used, **options)
+            truth = compute_truth(layer, targets, used, **options)
             assert not contract_violations(actual, truth, dtype, rounding)
             assert {name: out.dtype for name, out in actual.items() if name[:2] == "d_"} == {
                 f"d_{name}": dtype for name in layer
@@ -159,7 +159,7 @@ def test_strided_inputs(layout, which):
         return view
 
     views = {name: stride(x) if which in (name, "both") else x for name, x in layer.items()}
-    truth = truth_of(layer, targets)
+    truth = compute_truth(layer, targets)
     strided = evaluate(fast, views, torch.stack([targets, targets], 1)[:, 1].int())
     assert not contract_violations(strided, truth, BF16, BF16)
     if layout != "unaligned":  # an unaligned layer goes to the other head
@@ -170,7 +170,7 @@ def test_an_expanded_hidden_state():
     """Every token has the same row, with a stride of 0."""
     layer, targets = layer_of(LinearCase("expanded", 6, 16, 40), BF16)
     row = layer["hidden"][:1]
-    truth = truth_of(layer | {"hidden": row.repeat(6, 1)}, targets)
+    truth = compute_truth(layer | {"hidden": row.repeat(6, 1)}, targets)
     actual = evaluate(fast, layer | {"hidden": row.expand(6, 16)}, targets)
     assert not contract_violations(actual, truth, BF16, BF16)
 
@@ -179,7 +179,7 @@ def test_an_expanded_hidden_state():
 def test_narrow_and_wide_hidden_states(hidden):
     layer, targets = layer_of(LinearCase("width", 3, hidden, 20), BF16)
     for uses in ("log_probs", "entropy"):
-        truth = truth_of(layer, targets, uses)
+        truth = compute_truth(layer, targets, uses)
         assert not contract_violations(evaluate(fast, layer, targets, uses), truth, BF16, BF16)
 
 
@@ -190,7 +190,7 @@ def test_temperatures(dtype, temperature):
     layer, targets = layer_of(LinearCase("temperature", 6, 16, 40), dtype)
     if isinstance(temperature, torch.dtype):
         temperature = torch.linspace(0.5, 2, 12, device=DEVICE).to(temperature)[::2]
-    truth = truth_of(layer, targets, temperature=temperature)
+    truth = compute_truth(layer, targets, temperature=temperature)
     actual = evaluate(fast, layer, targets, temperature=temperature)
     assert not contract_violations(actual, truth, dtype, dtype)
 
@@ -213,7 +213,7 @@ def test_tiles_that_do_not_fit_are_computed_again(head, uses):
     # Each tile has a target.
     targets[:3] = torch.tensor([0, kept, columns - 11])
     options = {"temperature": 0.8, "vocab_size": case.vocab_size}
-    truth = truth_of(layer, targets, uses, **options)
+    truth = compute_truth(layer, targets, uses, **options)
     whole = evaluate(fast, layer, targets, uses, **options)
     size, budget = workspace_for(layer, targets, fits, None if dtype == FP32 else dtype)
     assert budget.kept == kept
@@ -265,7 +265,7 @@ def test_only_what_is_needed_gets_a_gradient(dtype):
         assert torch.equal(leaf.grad, both[f"d_{name}"])
     bias = torch.zeros(40, dtype=dtype, device=DEVICE, requires_grad=True)
     (linear_logp(**layer, targets=targets, bias=bias, impl="triton") * g).sum().backward()
-    truth = truth_of(layer | {"bias": bias.detach()}, targets, "log_probs")
+    truth = compute_truth(layer | {"bias": bias.detach()}, targets, "log_probs")
     assert not contract_violations({"d_bias": bias.grad}, {"d_bias": truth["d_bias"]}, dtype, dtype)
 
 

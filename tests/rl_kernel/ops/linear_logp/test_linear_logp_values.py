@@ -11,10 +11,10 @@ from rl_kernel import linear_logp
 from rl_kernel.ops.linear_logp.cases import (
     LinearCase,
     acceptance_violations,
+    compute_truth,
     contract_violations,
     evaluate,
     plain,
-    truth_of,
     upstream,
 )
 
@@ -78,7 +78,7 @@ def test_targets_far_below_the_largest_logit(flags, gap, repaired, logits_dtype,
     layer, targets = steep(gap)
     actual = evaluate(fast, layer, targets, uses, logits_dtype=logits_dtype)
     assert [flag.item() for flag in flags[:1]] == [repaired]
-    truth = truth_of(layer, targets, uses)
+    truth = compute_truth(layer, targets, uses)
     assert truth["log_probs"][1].item() == pytest.approx(-gap, abs=0.2)
     if uses == "entropy" and gap == 32:
         # Gradients of 1e-8 come from the difference of numbers that float32 holds to 2e-6.
@@ -97,7 +97,7 @@ def test_logits_of_a_thousand(flags):
     assert actual["log_probs"].tolist() == pytest.approx([-2000.0, -math.log(2), -math.log(4)], abs=1e-3)
     want = [8 * math.exp(-8), math.log(2), math.log(4)]
     assert actual["entropy"].tolist() == pytest.approx(want, abs=1e-3)
-    assert not contract_violations(actual, truth_of(layer, targets), BF16, FP32)
+    assert not contract_violations(actual, compute_truth(layer, targets), BF16, FP32)
 
 
 @pytest.mark.parametrize("temperature", [0.02, 50.0])
@@ -108,7 +108,7 @@ def test_temperatures_that_stretch_the_logits(flags, temperature):
     options = {"temperature": temperature, "vocab_size": 290}
     actual = evaluate(fast, layer, targets, logits_dtype="float32", **options)
     assert flags[0].item() == (temperature < 1)
-    truth = truth_of(layer, targets, **options)
+    truth = compute_truth(layer, targets, **options)
     assert not contract_violations(actual, truth, BF16, FP32)
 
 
@@ -124,7 +124,7 @@ def test_repairing_some_rows_changes_no_bit_of_the_others(flags):
     others = [row for row in range(140) if row not in (3, 130)]
     for name in ("log_probs", "entropy", "d_hidden"):
         assert torch.equal(actual[name][others], calm[name][others])
-    truth = truth_of({"hidden": wild, "weight": weight}, targets)
+    truth = compute_truth({"hidden": wild, "weight": weight}, targets)
     assert truth["log_probs"][[3, 130]].max() < -39
     assert not contract_violations(
         evaluate(fast, {"hidden": wild, "weight": weight}, targets, logits_dtype="float32"), truth, BF16, FP32
@@ -138,7 +138,7 @@ def test_repaired_tiles_are_computed_again_from_the_raised_center(flags):
     leaves = {name: tensor.requires_grad_() for name, tensor in layer.items()}
     log_probs, entropy = fast(**leaves, targets=targets, workspace_bytes=size)
     g, h = upstream(5, DEVICE)
-    truth = truth_of(layer, targets)
+    truth = compute_truth(layer, targets)
     loss = (log_probs * g + entropy * h).sum()
     for _ in range(2):
         grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
@@ -156,7 +156,7 @@ def test_gradients_of_nearly_certain_tokens(dtype, gap):
     logits[:, 7] = gap
     layer = {name: x.to(dtype) for name, x in one_hot(logits).items()}
     targets = torch.tensor([7, 7, 7], device=DEVICE)
-    actual, truth = evaluate(fast, layer, targets, "log_probs"), truth_of(layer, targets, "log_probs")
+    actual, truth = evaluate(fast, layer, targets, "log_probs"), compute_truth(layer, targets, "log_probs")
     g, _ = upstream(3, DEVICE)
     rest = 39 * math.exp(-gap) / (1 + 39 * math.exp(-gap))
     assert truth["d_weight"][7, :3].tolist() == pytest.approx([rest * x for x in g.tolist()], rel=1e-6)
@@ -169,7 +169,7 @@ def test_entropy_gradient_of_a_nearly_certain_column_that_is_not_the_target(gap)
     """The gradient is p (log p + H) for p up to 0.99 and more. The logarithm of a bfloat16 exponential would be wrong
     by up to half its value, so likely columns take their logit from a dot product."""
     layer, targets = steep(gap)
-    truth = truth_of(layer, targets, "entropy")
+    truth = compute_truth(layer, targets, "entropy")
     for logits_dtype in ("bfloat16", "float32"):
         actual = evaluate(fast, layer, targets, "entropy", logits_dtype=logits_dtype)
         for name in ("d_hidden", "d_weight"):
@@ -187,7 +187,7 @@ def test_peaked_distributions_with_sampled_targets(spread, uses):
     targets = torch.multinomial(p.cpu(), 1, generator=torch.Generator().manual_seed(0))[:, 0].to(DEVICE)
     layer = {"hidden": hidden, "weight": weight}
     results = [evaluate(op, layer, targets, uses) for op in (fast, plain)]
-    assert not acceptance_violations([(*results, truth_of(layer, targets, uses))], BF16)
+    assert not acceptance_violations([(*results, compute_truth(layer, targets, uses))], BF16)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -7,7 +7,7 @@ import torch
 from rl_kernel import linear_logp, linear_token_loss, logp
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.ops.linear_logp import cases
-from rl_kernel.ops.linear_logp.cases import LinearCase, contract_violations, evaluate, truth_of
+from rl_kernel.ops.linear_logp.cases import LinearCase, compute_truth, contract_violations, evaluate
 from rl_kernel.ops.logp import cases as logp_cases
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -45,7 +45,9 @@ def test_linear_logp_is_the_formula(dtype, kept, impl):
     def op(**kwargs):
         return linear_logp(impl=impl, return_entropy=True, **kwargs)
 
-    actual, truth = (f(layer, targets, **options) for f in (lambda *a, **k: evaluate(op, *a, **k), truth_of))
+    actual, truth = (
+        f(layer, targets, **options) for f in (lambda *a, **k: evaluate(op, *a, **k), compute_truth)
+    )
     # In bfloat16, a cap rounds three times more.
     assert contract_violations(actual, truth, dtype, dtype, allowance=1 if dtype == FP32 else 3) == []
     plain = evaluate(cases.formula, {n: x.double() for n, x in layer.items()}, targets, vocab_size=33)

@@ -13,7 +13,7 @@ from rl_kernel.contract import CONTRACTS, Tolerance, max_error
 from rl_kernel.dispatch import interpreted
 from rl_kernel.kept import KeptTokens
 from rl_kernel.ops.linear_logp.cases import LinearCase
-from rl_kernel.token_ids import NONE, keys_of, split_keys
+from rl_kernel.token_ids import NONE, sort_keys, split_keys
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from hardware_rounding import nearest  # noqa: F401
@@ -66,8 +66,8 @@ def formula(hidden, weight, bias, targets, ids, *, temperature=1.0, vocab_size=N
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.double()[:, None]
     log_p = torch.log_softmax(logits[:, :vocab_size] / temperature, -1)
-    of_ids = log_p.gather(1, ids.long().clamp(min=0)).masked_fill(ids == NONE, -torch.inf)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), of_ids
+    id_log_probs = log_p.gather(1, ids.long().clamp(min=0)).masked_fill(ids == NONE, -torch.inf)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), id_log_probs
 
 
 def gains(tokens, count):
@@ -80,8 +80,8 @@ def loss_of(outputs, ids, weights=ALL, rows=slice(None)):
     """Returns a sum of the outputs with random weights; a weight of None leaves a term out of the graph."""
     g, h, k = (x[rows] for x in gains(len(ids), ids.shape[1]))
     some = ids[rows]
-    of_ids = torch.where(some == NONE, 0, outputs[2])
-    terms = (g * outputs[0]).sum(), (h * outputs[1]).sum(), (k * of_ids).sum()
+    id_log_probs = torch.where(some == NONE, 0, outputs[2])
+    terms = (g * outputs[0]).sum(), (h * outputs[1]).sum(), (k * id_log_probs).sum()
     return sum(w * term for w, term in zip(weights, terms, strict=True) if w is not None)
 
 
@@ -117,9 +117,9 @@ def test_every_case_keeps_the_contract(impl, case, with_bias):
     truth = with_grads(lambda *x: formula(*x, targets, ids, **options), ids, *layer)
     actual = with_grads(op, ids, *layer)
     check(actual, truth, Tolerance(3e-6, 1e-6), Tolerance(1e-6, 3e-6))
-    log_probs, of_ids = linear_logp(*layer[:2], targets, bias=layer[2], ids=ids, impl=impl, **options)
+    log_probs, id_log_probs = linear_logp(*layer[:2], targets, bias=layer[2], ids=ids, impl=impl, **options)
     torch.testing.assert_close(log_probs, actual[0])
-    torch.testing.assert_close(of_ids, actual[2])
+    torch.testing.assert_close(id_log_probs, actual[2])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -182,15 +182,17 @@ def test_by_hand():
     p = [1 / 16, 3 / 16, 4 / 16, 8 / 16]
     for impl in IMPLS:
         leaf = weight.clone().requires_grad_()
-        log_probs, of_ids = linear_logp(
+        log_probs, id_log_probs = linear_logp(
             torch.ones(1, 1, device=DEVICE),
             leaf,
             torch.tensor([3], device=DEVICE),
             ids=torch.tensor([[3, 0, NONE]], device=DEVICE),
             impl=impl,
         )
-        assert of_ids[0].tolist() == pytest.approx([math.log(1 / 2), math.log(1 / 16), -math.inf], rel=1e-6)
-        (7 * log_probs.sum() + 2 * of_ids[0, 0] + 5 * of_ids[0, 1]).backward()
+        assert id_log_probs[0].tolist() == pytest.approx(
+            [math.log(1 / 2), math.log(1 / 16), -math.inf], rel=1e-6
+        )
+        (7 * log_probs.sum() + 2 * id_log_probs[0, 0] + 5 * id_log_probs[0, 1]).backward()
         want = [(5 if i == 0 else 9 if i == 3 else 0) - 14 * x for i, x in enumerate(p)]
         assert leaf.grad[:, 0].tolist() == pytest.approx(want, rel=1e-5)
 
@@ -220,9 +222,9 @@ def test_one_pass_loss(impl, workspace):
     hidden, weight, bias, targets, temperature = inputs(case)
     ids, seen = ids_of(case, targets), []
 
-    def token_loss(log_probs, entropy, rows, of_ids):
+    def token_loss(log_probs, entropy, rows, id_log_probs):
         seen.append(rows)
-        return loss_of((log_probs, entropy, of_ids), ids, rows=rows), {}
+        return loss_of((log_probs, entropy, id_log_probs), ids, rows=rows), {}
 
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     options = {"temperature": temperature, "vocab_size": case.vocab_size}
@@ -254,8 +256,8 @@ def test_a_loss_of_ids_alone(impl):
     for weights in ((None, None, 1), (None, None, 0)):
         leaf = weight.clone().requires_grad_()
 
-        def token_loss(log_probs, entropy, rows, of_ids, weights=weights):
-            return loss_of((log_probs, log_probs, of_ids), ids, weights, rows), {}
+        def token_loss(log_probs, entropy, rows, id_log_probs, weights=weights):
+            return loss_of((log_probs, log_probs, id_log_probs), ids, weights, rows), {}
 
         linear_token_loss(hidden, leaf, targets, token_loss, ids=ids, impl=impl).loss.backward()
         truth = with_grads(lambda w: formula(hidden, w, None, targets, ids), ids, weight, weights=weights)
@@ -342,7 +344,7 @@ def test_top_in_tiles_and_blocks():
 def test_keys_order_as_values_and_then_ids():
     values = torch.tensor([-1.5, 0.0, 2.0, -3.0, -math.inf, 2.0])
     ids = torch.tensor([7, 0, 2**31 - 1, 3, 4, 5])
-    keys = keys_of(values, ids)
+    keys = sort_keys(values, ids)
     assert keys.argsort(descending=True).tolist() == [5, 2, 1, 0, 3, 4]
     again = split_keys(keys)
     assert torch.equal(again[0], values) and torch.equal(again[1].long(), ids)
@@ -367,8 +369,8 @@ def part(split, impl, first, last, group):
     )
     leaf = weight[first:last].clone().requires_grad_()
 
-    def token_loss(log_probs, entropy, rows, of_ids):
-        return loss_of((log_probs, entropy, of_ids), ids, rows=rows), {}
+    def token_loss(log_probs, entropy, rows, id_log_probs):
+        return loss_of((log_probs, entropy, id_log_probs), ids, rows=rows), {}
 
     linear_token_loss(
         hidden, leaf, targets, token_loss, ids=ids, return_entropy=True, **options

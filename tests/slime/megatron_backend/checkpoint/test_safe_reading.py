@@ -133,7 +133,7 @@ UNSAFE = re.compile(
     r"|\bpickle\.loads?\(|weights_only=False|allow_pickle=True|yaml\.(unsafe_|full_)load"
     r"|\bUnsafeLoader\b|\b(shelve|dill|joblib)\."
 )
-OWN_FORK = "vime/start/apart.py"
+OWN_FORK = "vime/start/fork_call.py"
 """A file that unpickles bytes from a pipe, which only its forked child writes."""
 
 

@@ -14,7 +14,7 @@ import torch
 
 from slime.imports import refused
 from vime.vllm.cpu.engine import environment
-from vime.vllm.cpu.memory import MOST_OF_A_PRODUCT, drop_pages
+from vime.vllm.cpu.memory import MAX_KERNELS_PER_PRODUCT, drop_pages
 
 MIB = 1 << 20
 COMPILER = "torch._inductor.lowering"
@@ -100,4 +100,4 @@ def test_an_engine_has_no_compiler_and_few_kernels_of_each_layer() -> None:
     if not grown:
         pytest.skip("the compiled part of this vLLM does not load beside this torch")
     before, after = map(int, grown)
-    assert before > MIB and after < 2 * before * MOST_OF_A_PRODUCT / 32
+    assert before > MIB and after < 2 * before * MAX_KERNELS_PER_PRODUCT / 32

@@ -17,10 +17,10 @@ from slime.data import columns
 from slime.data.columns import COLUMNS, Column
 from slime.rollout.generate import generate
 from slime.types import Sample
-from vime.vllm.client import result_of
+from vime.vllm.client import parse_result
 from vime.vllm.group_wire import COLUMNS_FIELD, Frames, frame
 from vime.vllm.worker.columns.producers import PRODUCERS, Producer
-from vime.vllm.worker.group_route import GroupRequest, _answer_of
+from vime.vllm.worker.group_route import GroupRequest, _make_answer
 
 
 def test_a_new_column_needs_a_producer_and_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,9 +32,9 @@ def test_a_new_column_needs_a_producer_and_a_record(monkeypatch: pytest.MonkeyPa
     wanted = columns.wanted(Config.from_flat({}), lambda column: 0)
     assert wanted == {"margin": 1}
     request = GroupRequest(body([1], [{}], {COLUMNS_FIELD: wanted}), 100, 50)
-    sent = frame(_answer_of(output([-0.5, -1.0]), 0, request.columns))
+    sent = frame(_make_answer(output([-0.5, -1.0]), 0, request.columns))
     (answer,) = Frames().feed(sent)
-    result = result_of(answer, 2, wanted)
+    result = parse_result(answer, 2, wanted)
 
     class Engine(EngineDouble):
         async def generate(self, token_ids: list[int], sampling_params: Any, **others: Any) -> Any:
@@ -54,6 +54,6 @@ def test_a_new_column_needs_a_producer_and_a_record(monkeypatch: pytest.MonkeyPa
 def test_a_frame_with_columns_is_small() -> None:
     """A token costs 8 bytes for its id and log-prob, and 4 for the version of its weights."""
     few, many = (
-        len(msgspec.msgpack.encode(_answer_of(output([-0.5] * count), 0, {}))) for count in (100, 1100)
+        len(msgspec.msgpack.encode(_make_answer(output([-0.5] * count), 0, {}))) for count in (100, 1100)
     )
     assert (many - few) / 1000 < 12.1

@@ -25,13 +25,13 @@ def test_workers_get_what_the_run_has_set(changed: dict[str, Any]) -> None:
     settings = EngineSettings(**changed)
     flags = settings.flags()
     assert bool(flags) == bool(changed)
-    assert EngineSettings.of(config(flags)) == settings
+    assert EngineSettings.from_config(config(flags)) == settings
 
 
 def test_the_hash_of_a_configuration_has_no_path() -> None:
     found = config(EngineSettings(**SETTINGS).flags())
     assert EngineSettings.take(found).gate == "/run/gate"
-    assert EngineSettings.of(found) == EngineSettings(**{**SETTINGS, "gate": None})
+    assert EngineSettings.from_config(found) == EngineSettings(**{**SETTINGS, "gate": None})
 
 
 @pytest.mark.parametrize("given", [(FLAG, '{"own": 1}'), (f'{FLAG}={{"own": 1}}',)])

@@ -18,12 +18,12 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
 from slime.protocols import EXPERTS, KEPT, TOP, VERSIONS
-from vime.vllm.client import result_of
+from vime.vllm.client import parse_result
 from vime.vllm.group_wire import ADAPTER_FIELD, COLUMNS_FIELD, SAMPLES, unpacked
 from vime.vllm.versions import refusals
-from vime.vllm.worker.adapter import ServedAdapters, number_of
+from vime.vllm.worker.adapter import ServedAdapters, adapter_number
 from vime.vllm.worker.columns.token_versions import Span, attach
-from vime.vllm.worker.group_route import LOWEST, GroupRequest, _answer_of, answer
+from vime.vllm.worker.group_route import LOWEST, GroupRequest, _make_answer, answer
 
 
 def body(
@@ -81,7 +81,7 @@ def test_a_request_names_its_adapter() -> None:
     adapters = ServedAdapters()
     adapters.serve("code", SimpleNamespace(lora_requests={}))
     found = adapters.find("code")
-    assert found is not None and found.lora_int_id == number_of("code") > 0
+    assert found is not None and found.lora_int_id == adapter_number("code") > 0
     assert adapters.find("") is None
     with pytest.raises(ValueError, match="an adapter that the engine has, got maths; it has code"):
         adapters.find("maths")
@@ -103,10 +103,10 @@ def test_what_sampling_kept_of_each_token() -> None:
     made = CompletionOutput(0, "text", [7, 3, 5], None, flat, finish_reason="length")
     attach(made, [Span(1, 0, 3)])
     given = RequestOutput("name", None, [1], None, [made], True)
-    sent = _answer_of(given, 0, {KEPT: 3})
+    sent = _make_answer(given, 0, {KEPT: 3})
     assert np.frombuffer(sent.log_probs, np.float32).tolist() == pytest.approx([half, -1.5, 0.0])
     assert [array.tolist() for array in unpacked(sent.columns[KEPT])] == [[7, 9, 5], [2, 0, 1]]
-    assert _answer_of(given, 0, {}).columns.keys() == {VERSIONS}
+    assert _make_answer(given, 0, {}).columns.keys() == {VERSIONS}
 
 
 def test_the_likeliest_ids_of_each_token() -> None:
@@ -115,8 +115,8 @@ def test_the_likeliest_ids_of_each_token() -> None:
     flat.append_fast([3, 8, 9, 2], [-4.0, -1.0, -1.2, float("-inf")], iter([9, 1, 2, 3]), iter([None] * 4))
     made = CompletionOutput(0, "text", [7, 3], None, flat, finish_reason="length")
     attach(made, [Span(1, 0, 2)])
-    sent = _answer_of(RequestOutput("name", None, [1], None, [made], True), 0, {TOP: 3})
-    found = result_of(sent, 1, {}).columns[TOP]
+    sent = _make_answer(RequestOutput("name", None, [1], None, [made], True), 0, {TOP: 3})
+    found = parse_result(sent, 1, {}).columns[TOP]
     assert found[0].tolist() == [[7, 9, 4], [8, 9, 2]]
     assert found[1].tolist() == pytest.approx(np.array([[-0.5, -1.5, -2.0], [-1.0, -1.2, LOWEST]]))
     wanted = [GroupRequest(body([1], [{}], {COLUMNS_FIELD: {KEPT: 4, TOP: n}}), 100, 50) for n in (0, 8, 64)]
@@ -135,32 +135,32 @@ def output(log_probs: list[float], times: RequestStateStats | None = None) -> Re
 
 
 def test_log_probs_stay_as_they_are_but_for_minus_infinity() -> None:
-    sent = _answer_of(output([-0.5, float("-inf"), float("nan")]), 3, {})
+    sent = _make_answer(output([-0.5, float("-inf"), float("nan")]), 3, {})
     assert np.frombuffer(sent.token_ids, np.int32).tolist() == [0, 1, 2]
     values = np.frombuffer(sent.log_probs, np.float32)
     assert values[:2].tolist() == [-0.5, LOWEST] and np.isnan(values[2])
     assert (sent.place, sent.prompt_tokens, sent.cached_tokens) == (3, 2, 1)
     assert sent.weight_versions == [4, 5]
-    assert result_of(_answer_of(output([-0.5, -1.0, -2.0]), 3, {}), 2, {}).token_columns == {
+    assert parse_result(_make_answer(output([-0.5, -1.0, -2.0]), 3, {}), 2, {}).token_columns == {
         "token_versions": [4, 5, 5]
     }
 
 
 def test_experts_travel_only_where_they_were_asked_for() -> None:
-    assert EXPERTS not in _answer_of(output([-0.5]), 0, {}).columns
-    (rows,) = unpacked(_answer_of(output([-0.5]), 0, {EXPERTS: 0}).columns[EXPERTS])
+    assert EXPERTS not in _make_answer(output([-0.5]), 0, {}).columns
+    (rows,) = unpacked(_make_answer(output([-0.5]), 0, {EXPERTS: 0}).columns[EXPERTS])
     assert rows.shape == (2, 2, 1) and rows.dtype == np.uint8
-    (rows,) = unpacked(_answer_of(output([-0.5]), 0, {EXPERTS: 1}).columns[EXPERTS])
+    (rows,) = unpacked(_make_answer(output([-0.5]), 0, {EXPERTS: 1}).columns[EXPERTS])
     assert rows.shape == (1, 2, 1), "this answer of vLLM begins with the prompt"
 
 
 def test_times_are_in_seconds_and_missing_where_vllm_has_none() -> None:
     times = RequestStateStats(queued_ts=10.0, scheduled_ts=10.25, first_token_ts=11.0, last_token_ts=13.0)
-    sent = _answer_of(output([-0.5] * 5, times), 0, {})
+    sent = _make_answer(output([-0.5] * 5, times), 0, {})
     assert (sent.queue_s, sent.decode_tokens_per_s) == (0.25, 2.0)
-    short = _answer_of(output([-0.5], times), 0, {})
+    short = _make_answer(output([-0.5], times), 0, {})
     assert (short.queue_s, short.decode_tokens_per_s) == (0.25, None), "one token has no time between tokens"
-    silent = _answer_of(output([-0.5]), 0, {})
+    silent = _make_answer(output([-0.5]), 0, {})
     assert (silent.queue_s, silent.decode_tokens_per_s) == (None, None)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from vime.vllm.worker.live_experts import experts_of_rank, names_of_other_ranks
+from vime.vllm.worker.live_experts import list_remote_experts, local_experts
 from vime.vllm.worker.live_weights import differing_tensors
 
 PATH = "model.layers.0.mlp.experts.routed_experts"
@@ -19,9 +19,9 @@ def layer(expert_map: list[int] | None) -> SimpleNamespace:
 
 
 def test_a_rank_has_the_experts_of_its_map() -> None:
-    assert experts_of_rank(layer(None), 4) == [0, 1, 2, 3]
-    assert experts_of_rank(layer([-1, -1, 0, 1]), 2) == [2, 3]
-    assert experts_of_rank(layer([-1, 1, -1, 0]), 2) == [3, 1]  # in the order of its parameters
+    assert local_experts(layer(None), 4) == [0, 1, 2, 3]
+    assert local_experts(layer([-1, -1, 0, 1]), 2) == [2, 3]
+    assert local_experts(layer([-1, 1, -1, 0]), 2) == [3, 1]  # in the order of its parameters
 
 
 def test_the_ranks_of_an_engine_compare_every_expert_once() -> None:
@@ -29,14 +29,14 @@ def test_the_ranks_of_an_engine_compare_every_expert_once() -> None:
     rank lacks."""
     update = {f"model.layers.0.mlp.experts.{e}.w1.weight" for e in range(4)}
     for maps in ([[0, 1, -1, -1], [-1, -1, 0, 1]], [[0, -1, 1, -1], [-1, 0, -1, 1]]):
-        own = [experts_of_rank(layer(of_rank), 2) for of_rank in maps]
+        own = [local_experts(layer(of_rank), 2) for of_rank in maps]
         assert sorted(own[0] + own[1]) == [0, 1, 2, 3]
         for of_rank, others in zip(maps, reversed(own), strict=True):
-            elsewhere = list(names_of_other_ranks(PATH, layer(of_rank), update))
+            elsewhere = list(list_remote_experts(PATH, layer(of_rank), update))
             assert elsewhere == [
                 f"model.layers.0.mlp.experts.{e}.{name}.weight" for e in others for name in ("w1", "w3", "w2")
             ]
-    assert list(names_of_other_ranks(PATH, layer(None), update)) == []
+    assert list(list_remote_experts(PATH, layer(None), update)) == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -49,7 +49,7 @@ def test_what_is_not_plain_numbers_is_not_read():
 
 def test_a_server_has_the_flag_and_the_setting():
     settings = {"model_path": "m", "log_path": "l", "weight_dir": "/w", "run_key": "k", "port": 9}
-    plain, telling = (VllmServer(VllmSpec(**settings, tells_experts=on)) for on in (False, True))
+    plain, telling = (VllmServer(VllmSpec(**settings, reports_experts=on)) for on in (False, True))
     settings = ["--additional-config", '{"vime": {"routed_experts": true}}']
     assert set(telling.command()) - set(plain.command()) == {routed_experts.FLAG, *settings}
     assert telling.environment() == plain.environment()

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 from vime.vllm.worker.settings import EngineSettings
-from vime.vllm.worker.shared_gpu import LESS_IS_FREE, others_may_take_memory
+from vime.vllm.worker.shared_gpu import LESS_IS_FREE, allow_other_memory_use
 from vime.vllm.worker.workers import RunWorker
 
 
@@ -29,10 +29,10 @@ def test_vllm_says_so_at_the_end_of_sleep():
 
 
 def test_memory_that_others_take_is_no_error(capsys):
-    with others_may_take_memory():
+    with allow_other_memory_use():
         pass
     assert "others on its GPU" not in capsys.readouterr().out
-    with others_may_take_memory():
+    with allow_other_memory_use():
         raise AssertionError(LESS_IS_FREE)
     assert "others on its GPU" in capsys.readouterr().out
 
@@ -73,5 +73,5 @@ def test_a_worker_waits_for_its_gate_and_sleeps(tmp_path, monkeypatch):
 
 
 def test_other_faults_are_raised():
-    with pytest.raises(AssertionError, match="something else"), others_may_take_memory():
+    with pytest.raises(AssertionError, match="something else"), allow_other_memory_use():
         raise AssertionError("something else")

@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 
 from vime.vllm.worker.adapter import request_for
-from vime.vllm.worker.columns.token_versions import Span, TokenVersions, spans, spans_of
+from vime.vllm.worker.columns.token_versions import Span, TokenVersions, spans, version_spans
 
 
 class Server:
@@ -55,7 +55,7 @@ class Server:
         await self.versions.change(self.llm, version, adapter)
 
     async def spans(self, name: str) -> list[Span]:
-        return spans_of((await self.answers[name].get()).outputs[0])
+        return version_spans((await self.answers[name].get()).outputs[0])
 
 
 @pytest.fixture(autouse=True)

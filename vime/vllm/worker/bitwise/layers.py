@@ -70,14 +70,14 @@ def _with_our_method(base: type[nn.Module], **methods: object) -> type[nn.Module
     return type(f"Invariant{base.__name__}", (base,), {"__init__": __init__, **methods})
 
 
-def _of_all_ranks(part: Tensor) -> Tensor:
+def _gather_ranks(part: Tensor) -> Tensor:
     """Gathers each rank's [N, M] into [R, N, M], bit for bit. The transfer is in float32, because vLLM's gather on CPUs
     has no float64."""
     gathered = tensor_model_parallel_all_gather(part.contiguous().view(torch.float32), dim=0)
     return gathered.view(part.dtype).view(-1, *part.shape)
 
 
-def _sum_of_ranks(layer: RowParallelLinear, x: Tensor) -> object:
+def _sum_ranks(layer: RowParallelLinear, x: Tensor) -> object:
     """Replaces the forward of vLLM's row-parallel layer. The bias is added after the sum, as in the trainer."""
     if not isinstance(layer.quant_method, LinearMethod):
         return RowParallelLinear.forward(layer, x)
@@ -85,7 +85,7 @@ def _sum_of_ranks(layer: RowParallelLinear, x: Tensor) -> object:
     if layer.tp_size == 1:
         output = invariant.linear(x, weight)
     else:
-        output = invariant.linear_over_ranks(x, weight, _of_all_ranks)
+        output = invariant.linear_over_ranks(x, weight, _gather_ranks)
     if layer.bias is not None and not layer.skip_bias_add:
         output = output + layer.bias
     return (output, layer.bias if layer.skip_bias_add else None) if layer.return_bias else output
@@ -138,7 +138,7 @@ class InvariantRotary(RotaryEmbedding):
 _PRODUCTS = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 _HEADS = (VocabParallelEmbedding, ParallelLMHead)
 LAYERS: dict[str, type] = {base.__name__: _with_our_method(base) for base in (*_PRODUCTS, *_HEADS)}
-LAYERS[RowParallelLinear.__name__] = _with_our_method(RowParallelLinear, forward=_sum_of_ranks)
+LAYERS[RowParallelLinear.__name__] = _with_our_method(RowParallelLinear, forward=_sum_ranks)
 OPERATORS: dict[str, type] = {
     "RMSNorm": InvariantNorm,
     "SiluAndMul": InvariantActivation,

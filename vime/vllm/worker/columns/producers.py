@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from slime.protocols import EXPERTS, KEPT, TOP, VERSIONS, Arrays
-from vime.vllm.worker.columns.token_versions import spans_of
+from vime.vllm.worker.columns.token_versions import version_spans
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -85,7 +85,7 @@ def _begin_experts(params: SamplingParams, argument: int) -> None:
 
 def versions(output: RequestOutput, argument: int) -> Arrays:
     """Returns the version of the weights that sampled each token, int32."""
-    spans = spans_of(output.outputs[0])
+    spans = version_spans(output.outputs[0])
     lengths = [span.end - span.start for span in spans]
     return (np.repeat(np.asarray([span.version for span in spans], np.int32), lengths),)
 

@@ -35,7 +35,7 @@ class Span(NamedTuple):
     end: int
 
 
-def spans_of(completion: CompletionOutput) -> list[Span]:
+def version_spans(completion: CompletionOutput) -> list[Span]:
     """Returns the spans of an answer, in order and without gaps. An answer without tokens has one empty span; otherwise
     no span is empty."""
     found: list[Span] = getattr(completion, _NOTES)

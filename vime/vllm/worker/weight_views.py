@@ -27,10 +27,10 @@ from slime.weight_sync.channel import Part
 from vime.vllm.worker.bitwise.layers import METHODS
 from vime.vllm.worker.live_experts import keeps_plain_experts
 from vime.vllm.worker.live_quantised import Quantised
-from vime.vllm.worker.live_weights import holds, shard_of
+from vime.vllm.worker.live_weights import cut_shard, holds
 
 # vLLM's own logger prints the messages of loggers below it.
-logger = logging.getLogger("vllm.vime.live_places")
+logger = logging.getLogger("vllm.vime.weight_views")
 
 Live = tuple[str, object, Tensor | Quantised]
 """HF name, object with the tensor-parallel rank, value on this rank."""
@@ -42,7 +42,7 @@ _PERIOD = 1_000_003
 """Number of elements after which made-up values repeat. It is prime, so no number of whole rows is a period."""
 _BATCH_BYTES = 1 << 26
 """Maximum bytes of an update's tensors that exist at a time. Some channels allocate new memory for each tensor."""
-_BESIDE_BYTES = 1 << 28
+_DERIVED_BYTES = 1 << 28
 """Maximum bytes that are copied to find out whether the test changes anything but parameters."""
 
 
@@ -62,13 +62,13 @@ class LiveModel:
     device: torch.device
 
 
-class KnownPlaces:
+class ViewCache:
     """Keeps the views of an engine's worker over all updates."""
 
     def __init__(self) -> None:
         self.shapes: Shapes = {}
         """Tensors of the last complete update. The dictionary is empty before the first update."""
-        self._places: LivePlaces | None = None
+        self._slots: WeightViews | None = None
         self._addresses: list[int] = []
         self._has_none = False
 
@@ -76,7 +76,7 @@ class KnownPlaces:
         """Stores the tensors of an update that is complete."""
         self.shapes = dict(shapes)
 
-    def of(self, model: LiveModel) -> LivePlaces | None:
+    def of(self, model: LiveModel) -> WeightViews | None:
         """Returns the views, or None if vLLM's loader must load the update.
 
         The result is None before the first complete update, after an update that ended half-way in vLLM's loader, and
@@ -87,17 +87,17 @@ class KnownPlaces:
         if not self.shapes or self._has_none or halfway:
             return None
         if self._addresses != _addresses(model.modules):
-            found = found_places(model, self.shapes)
+            found = find_views(model, self.shapes)
             if isinstance(found, str):
                 self._has_none = True
                 logger.info("vLLM's loader loads each update of weights: %s", found)
                 return None
             logger.info("updates of weights go straight to %d places", found.count)
-            self._places, self._addresses = found, _addresses(model.modules)
-        return self._places
+            self._slots, self._addresses = found, _addresses(model.modules)
+        return self._slots
 
 
-class LivePlaces:
+class WeightViews:
     """Views into parameters: HF name -> [(object with the tensor-parallel rank, view)]. The list is empty for a tensor
     that this worker leaves out."""
 
@@ -124,7 +124,7 @@ class LivePlaces:
         for name in part.shapes:
             for module, view in self._found[name]:
                 views.append(view)
-                shards.append(shard_of(part.get(name), module, view.shape))
+                shards.append(cut_shard(part.get(name), module, view.shape))
                 waiting += shards[-1].nbytes
             if waiting > _BATCH_BYTES:
                 torch._foreach_copy_(views, shards)
@@ -150,11 +150,11 @@ class LivePlaces:
             name
             for name, places in self._found.items()
             for module, view in places
-            if not holds(view, shard_of(get(name), module, view.shape))
+            if not holds(view, cut_shard(get(name), module, view.shape))
         ]
 
 
-def found_places(model: LiveModel, shapes: Shapes) -> LivePlaces | str:
+def find_views(model: LiveModel, shapes: Shapes) -> WeightViews | str:
     """Returns the views of an update's tensors after a test with vLLM's loader, or a text that explains why no views
     exist.
 
@@ -166,18 +166,18 @@ def found_places(model: LiveModel, shapes: Shapes) -> LivePlaces | str:
     views = _views(model, shapes)
     if isinstance(views, str):
         return views
-    places, beside = LivePlaces(model, shapes, views), _beside(model.modules)
-    if (size := sum(value.nbytes for value in beside.values())) > _BESIDE_BYTES:
+    places, beside = WeightViews(model, shapes, views), _derived_tensors(model.modules)
+    if (size := sum(value.nbytes for value in beside.values())) > _DERIVED_BYTES:
         return f"modules keep {size} bytes beside their parameters"
     try:
-        return _why_wrong(model, places, beside, made_up(shapes, model)) or places
+        return _why_wrong(model, places, beside, random_weights(shapes, model)) or places
     except torch.OutOfMemoryError as error:
         # The test needs memory for the largest tensor. vLLM's loader continues from a model that is loaded in part.
         torch.cuda.empty_cache()
         return f"a trial of the places had no memory: {str(error).splitlines()[0]}"
 
 
-def _why_wrong(model: LiveModel, places: LivePlaces, beside: dict[str, Tensor], trial: Part) -> str | None:
+def _why_wrong(model: LiveModel, places: WeightViews, beside: dict[str, Tensor], trial: Part) -> str | None:
     """Makes vLLM's loader load made-up weights. Returns a text about a tensor that is then not in its view, or None."""
     before = {name: value.clone() for name, value in beside.items()}
     model.load(trial)
@@ -185,14 +185,14 @@ def _why_wrong(model: LiveModel, places: LivePlaces, beside: dict[str, Tensor], 
     torch.cuda.empty_cache()  # an engine that shares its GPU allocates its cache with the driver
     if wrong:
         return f"vLLM puts {len(wrong)} tensors elsewhere, such as {wrong[0]}"
-    after = _beside(model.modules)
+    after = _derived_tensors(model.modules)
     for name, value in before.items():
         if name not in after or not torch.equal(after[name].to(value), value):
             return f"{name}, which is not a parameter, follows from the weights"
     return None
 
 
-def made_up(shapes: Shapes, model: LiveModel) -> Part:
+def random_weights(shapes: Shapes, model: LiveModel) -> Part:
     """Returns all weights as a part of normal values. Each tensor begins at another element of the same series."""
     generator = torch.Generator(model.device).manual_seed(0)
     values = torch.randn(_PERIOD, dtype=model.dtype, device=model.device, generator=generator)
@@ -278,7 +278,7 @@ def _padding(model: nn.Module) -> Iterator[Tensor]:
                 yield parameter.data[module.shard_indices.num_org_elements :]
 
 
-def _beside(models: Iterable[nn.Module]) -> dict[str, Tensor]:
+def _derived_tensors(models: Iterable[nn.Module]) -> dict[str, Tensor]:
     """Returns the tensors of modules other than parameters, views of parameters, and caches."""
     storages = _sizes(models)
     return {

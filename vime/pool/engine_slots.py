@@ -24,7 +24,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class EnginePlace:
+class EngineSlot:
     """The bundles of an engine in a placement group. With `lent`, the group was made for this engine only."""
 
     placed: Placement
@@ -33,7 +33,7 @@ class EnginePlace:
 
 
 @dataclass
-class Places:
+class EngineSlots:
     """The assigned and the free devices of a served model's engines.
 
     `make_spec` returns the spec of the engine with an index. With `joined`, the run is in an existing Ray cluster, so
@@ -47,13 +47,13 @@ class Places:
     control: MakeControl
     joined: bool
     colocated: bool
-    taken: dict[int, EnginePlace | external.Address] = field(default_factory=dict)
+    taken: dict[int, EngineSlot | external.Address] = field(default_factory=dict)
     """Index of an engine -> its bundles, or the address of an external engine."""
-    free: list[EnginePlace] = field(default_factory=list)
+    free: list[EngineSlot] = field(default_factory=list)
     count: int = 0
     """Number of engines so far, and the next index. Each engine gets a new index, so each has a separate log."""
 
-    def add(self, place: EnginePlace | external.Address) -> EngineSpec:
+    def add(self, place: EngineSlot | external.Address) -> EngineSpec:
         """Registers a new engine in `place` and returns its spec."""
         index, self.count = self.count, self.count + 1
         self.taken[index] = place
@@ -71,7 +71,7 @@ class Places:
         try:
             while len(found) < count:
                 placed = place_engine(self.config, self.model)
-                found.append(EnginePlace(placed, placed.engine_bundles[self.model][0], lent=True))
+                found.append(EngineSlot(placed, placed.engine_bundles[self.model][0], lent=True))
         except BaseException:
             for place in found:
                 if place.lent:
@@ -83,7 +83,7 @@ class Places:
     def give_back(self, index: int) -> None:
         """Frees the devices of an engine that has ended."""
         place = self.taken.pop(index)
-        if isinstance(place, EnginePlace):
+        if isinstance(place, EngineSlot):
             if place.lent:
                 place.placed.release()
             else:
@@ -92,18 +92,18 @@ class Places:
     def spawn(self, spec: EngineSpec) -> EngineHandle:
         """Returns the handle of an engine's server without starting it."""
         place = self.taken[spec.index]
-        if not isinstance(place, EnginePlace):
+        if not isinstance(place, EngineSlot):
             return external.ExternalEngine(replace(spec, **place), self.control)
         return make_servers(spec, self._seats(place), here=not self.joined, server=self.server)
 
-    def is_apart(self, index: int) -> bool:
+    def is_external(self, index: int) -> bool:
         """Returns True for an external engine, which this run does not stop."""
-        return not isinstance(self.taken[index], EnginePlace)
+        return not isinstance(self.taken[index], EngineSlot)
 
     def where(self, index: int) -> str:
         """Returns an engine's host and GPUs, or its address, as text."""
         place = self.taken[index]
-        if not isinstance(place, EnginePlace):
+        if not isinstance(place, EngineSlot):
             return f"started apart, at {place['host']}"
         parts = []
         for part in place.placed.by_node(place.bundles):
@@ -112,7 +112,7 @@ class Places:
             parts.append(f"{host} GPU {names}" if names else host)
         return " + ".join(parts)
 
-    def _seats(self, place: EnginePlace) -> list[Seat]:
+    def _seats(self, place: EngineSlot) -> list[Seat]:
         """Returns host, visible GPUs and Ray options per server process of the engine, one process per node."""
         placed = place.placed
         return [

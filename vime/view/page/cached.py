@@ -28,7 +28,7 @@ def stamp(paths: Iterable[Path]) -> Stamp:
     return tuple(found)
 
 
-class Kept(Generic[T]):
+class CachedValue(Generic[T]):
     """A value that is read at the first `get`, and again when the result of `changes()` differs.
 
     A value that takes long to read is kept longer, so that reading takes at most a tenth of the time.

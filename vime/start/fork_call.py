@@ -22,7 +22,7 @@ class OverLimit(Exception):
     """A call needed more time than it was given, and was ended."""
 
 
-def apart(call: Callable[[], T], what: str, *, limit_s: float | None = None) -> T:
+def run_in_fork(call: Callable[[], T], what: str, *, limit_s: float | None = None) -> T:
     """What `call` returns, from a fork of this process. The result must pickle.
 
     With `limit_s`, the fork and what it starts are a process group, which is killed after so many seconds.

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from vime.start.apart import OverLimit, apart
+from vime.start.fork_call import OverLimit, run_in_fork
 
 
 def children() -> set[int]:
@@ -26,7 +26,7 @@ def test_the_result_comes_back_and_what_was_imported_does_not():
         return [xmlrpc.server.__name__, str(os.getpid())]
 
     assert "xmlrpc.server" not in sys.modules
-    name, process = apart(call, "a call")
+    name, process = run_in_fork(call, "a call")
     assert name == "xmlrpc.server" and name not in sys.modules and int(process) != os.getpid()
 
 
@@ -38,17 +38,17 @@ def test_a_value_error_is_the_same_and_another_error_has_its_traceback():
         raise OSError("no such disk")
 
     with pytest.raises(ValueError, match=r"^--x must be 1, got 2; set it$"):
-        apart(refuse, "a call")
+        run_in_fork(refuse, "a call")
     with pytest.raises(
         RuntimeError,
         match=r"(?s)^a call must end .*\nTraceback.*in fail\n.*OSError: no such disk",
     ):
-        apart(fail, "a call")
+        run_in_fork(fail, "a call")
 
 
 def test_a_killed_process_is_an_error():
     with pytest.raises(RuntimeError, match=r"^a call must end with a result, got exit code -9 .*more memory"):
-        apart(lambda: os.kill(os.getpid(), signal.SIGKILL), "a call")
+        run_in_fork(lambda: os.kill(os.getpid(), signal.SIGKILL), "a call")
 
 
 def test_an_interrupt_ends_the_process():
@@ -59,7 +59,7 @@ def test_an_interrupt_ends_the_process():
     began = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
-            apart(lambda: time.sleep(30), "a call")
+            run_in_fork(lambda: time.sleep(30), "a call")
     finally:
         timer.join()
         signal.signal(signal.SIGINT, handler)
@@ -73,10 +73,10 @@ def test_a_call_over_its_limit_ends_with_all_that_it_started(tmp_path):
 
     began = time.monotonic()
     with pytest.raises(OverLimit, match="no end within 1 s"):
-        apart(stuck, "a call", limit_s=1.0)
+        run_in_fork(stuck, "a call", limit_s=1.0)
     assert time.monotonic() - began < 20
     child = int((tmp_path / "child").read_text())
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() - began < 20
         time.sleep(0.05)
-    assert apart(lambda: 7, "a call", limit_s=30.0) == 7
+    assert run_in_fork(lambda: 7, "a call", limit_s=30.0) == 7
