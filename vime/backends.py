@@ -116,11 +116,11 @@ def _within_teachers(config: Config) -> Config:
     tokens, _ = longest_sequence(config)
     for engines in served_engines(config):
         name = engines.model.name
-        of_teacher, setting = longest_sequence(engines.settings) if name in scoring else (None, "")
-        if of_teacher is not None and (tokens is None or of_teacher - 1 < tokens):
-            tokens = of_teacher - 1
-            said = f"one less than {engines.spelled(setting)} of {name}"
-            named = {**facts.flag_of, "context": said}
+        teacher_tokens, setting = longest_sequence(engines.settings) if name in scoring else (None, "")
+        if teacher_tokens is not None and (tokens is None or teacher_tokens - 1 < tokens):
+            tokens = teacher_tokens - 1
+            reason = f"one less than {engines.spelled(setting)} of {name}"
+            named = {**facts.flag_of, "context": reason}
             facts = dataclasses.replace(facts, context=tokens, flag_of=named)
     return config.with_values(engine_facts=facts)
 

@@ -34,20 +34,20 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="of a checkpoint of adapters, write whole weights in place of a PEFT directory",
     )
-    given = parser.parse_args(argv)
-    if given.load is None and (given.to == "hf" or given.iteration is not None):
+    options = parser.parse_args(argv)
+    if options.load is None and (options.to == "hf" or options.iteration is not None):
         raise ValueError(
             "--load must be given unless --to torch_dist converts --hf-checkpoint, got none; name the folder of "
             "checkpoints"
         )
     # One rank without data or engines is the smallest complete configuration.
-    step = () if given.iteration is None else ("--ckpt-step", str(given.iteration))
-    load = () if given.load is None else ("--load", given.load)
+    step = () if options.iteration is None else ("--ckpt-step", str(options.iteration))
+    load = () if options.load is None else ("--load", options.load)
     config = parse_config(
         [
             *step,
             *load,
-            *("--hf-checkpoint", given.hf_checkpoint),
+            *("--hf-checkpoint", options.hf_checkpoint),
             *("--actor-num-gpus-per-node", "1", "--rollout-batch-size", "1", "--num-rollout", "1"),
             *("--debug-train-only", "--disable-rollout-global-dataset", "--loss-type", "sft_loss"),
             *("--rollout-function-path", SFT_ROLLOUT),
@@ -58,6 +58,8 @@ def main(argv: Sequence[str]) -> int:
         warnings.simplefilter("ignore")
         from slime.megatron_backend.checkpoint.export import export_checkpoint
 
-        read = export_checkpoint(config, given.iteration, Path(given.output_dir), given.to, merge=given.merge)
-    print(f"wrote {read} to {given.output_dir}")
+        read = export_checkpoint(
+            config, options.iteration, Path(options.output_dir), options.to, merge=options.merge
+        )
+    print(f"wrote {read} to {options.output_dir}")
     return 0

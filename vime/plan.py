@@ -64,14 +64,14 @@ def topology(c: Config) -> Iterator[str]:
         yield _engines_line(engines.settings, engines.model)
     if trains and generates:
         where = "one after the other on the same devices" if c.cluster.colocate else "side by side"
-        apart = (
+        phases = (
             f"samples at most {plural(c.rollout.max_staleness, 'update')} old"
             if c.rollout.max_staleness
             else "synchronous"
         )
-        yield f"order     {where}, {apart}"
-    places = plural(_device_count(c, trains), "GPU" if c.cluster.device == "cuda" else "CPU place")
-    yield f"needs     {places}; this machine has {this_machine()}"
+        yield f"order     {where}, {phases}"
+    devices = plural(_device_count(c, trains), "GPU" if c.cluster.device == "cuda" else "CPU place")
+    yield f"needs     {devices}; this machine has {this_machine()}"
 
 
 def _trainer_line(group: RoleGroup) -> str:
@@ -87,10 +87,10 @@ def _trainer_line(group: RoleGroup) -> str:
     usual = ("tensor parallel", "data parallel")
     ways = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1 or name in usual)
     split = c.megatron.expert_tensor_parallel
-    apart = f", each split over {split}" if shared > 1 and split > 1 else ""
+    expert_split = f", each split over {split}" if shared > 1 and split > 1 else ""
     return (
         f"{group.name:<9} {plural(c.cluster.actor_num_nodes, 'node')} x {c.cluster.actor_num_gpus_per_node} = "
-        f"{plural(c.world_size, 'rank')}: {ways}{f', experts over {shared}{apart}' if shared > 1 else ''}"
+        f"{plural(c.world_size, 'rank')}: {ways}{f', experts over {shared}{expert_split}' if shared > 1 else ''}"
     )
 
 
@@ -128,12 +128,12 @@ def pipeline(c: Config) -> Iterator[str]:
     stages = build_stages(c.megatron, layers)
     if stages.ranks == 1:
         return
-    of_ranks = [f"{len(stages.layers(rank))}" for rank in range(stages.ranks)]
+    rank_layers = [f"{len(stages.layers(rank))}" for rank in range(stages.ranks)]
     virtual = ""
     if stages.virtual > 1:
         group = micro_batch_group(c.megatron, layers)
         virtual = f" in {stages.virtual} virtual stages, micro-batches in groups of {group}"
-    yield f"layers    {' + '.join(of_ranks)} on the pipeline's ranks{virtual}"
+    yield f"layers    {' + '.join(rank_layers)} on the pipeline's ranks{virtual}"
 
 
 def kernels(c: Config) -> Iterator[str]:
@@ -279,11 +279,11 @@ def main(argv: Sequence[str]) -> int:
 
     c = check_run(for_gpus(flags, sizes.gpu), read, is_elsewhere=is_elsewhere)
     machine = machine_sizes(c, sizes)
-    told = describe(c, machine, data)
+    report = describe(c, machine, data)
     if is_planned_without_weights(c):
         folder = c.rollout.hf_checkpoint
-        told += f"\nNot checked\n  this machine: {folder} has no weights, which `vime train` needs"
-    print(told)
+        report += f"\nNot checked\n  this machine: {folder} has no weights, which `vime train` needs"
+    print(report)
     asked = requested_bytes(c, sizes.gpu) is not None or sizes.host is not None
-    verdicts = [line.strip() for line in told.splitlines()]
+    verdicts = [line.strip() for line in report.splitlines()]
     return int(asked and any(line.startswith(TOO_SMALL) for line in verdicts))

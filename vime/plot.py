@@ -73,22 +73,22 @@ KL_LINES = (
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture. A note names each missing metric of `expected`. One metric of `any_of` is enough."""
+    """One picture. A note names each missing metric of `expected`. One metric of `alternatives` is enough."""
 
     file: str
     title: str
     draw: Callable[[Axes, Sequence[RunMetrics]], None]
     expected: tuple[str, ...] = ()
-    any_of: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
 
     def metrics(self, run: RunMetrics) -> tuple[str, ...]:
         """Returns the metrics of the panel that `run` recorded."""
-        return tuple(name for name in (*self.expected, *self.any_of) if name in run.series)
+        return tuple(name for name in (*self.expected, *self.alternatives) if name in run.series)
 
     def missing(self, run: RunMetrics) -> list[str]:
         missing = [name for name in self.expected if name not in run.series]
-        if self.any_of and not any(name in run.series for name in self.any_of):
-            missing.append(" or ".join(self.any_of))
+        if self.alternatives and not any(name in run.series for name in self.alternatives):
+            missing.append(" or ".join(self.alternatives))
         return missing
 
 
@@ -124,7 +124,7 @@ def legend(axes: Axes, handles: Sequence[Artist], columns: int) -> None:
 
 def draw_lines(axes: Axes, runs: Sequence[RunMetrics], lines: Sequence[tuple[str, str]], ylabel: str) -> None:
     """Draws each recorded (metric, label). A long line is drawn faintly under its running mean."""
-    drawn: dict[int, Artist] = {}
+    proxies: dict[int, Artist] = {}
     for r, run in enumerate(runs):
         for i, (metric, label) in enumerate(lines):
             if metric not in run.series:
@@ -140,10 +140,12 @@ def draw_lines(axes: Axes, runs: Sequence[RunMetrics], lines: Sequence[tuple[str
             width = 1.5 + _under(runs, r)
             axes.plot(series.steps, values, color=colour, linestyle=style, marker=marker, linewidth=width)
             axes.set_xlabel(xlabel)
-            drawn[i] = Line2D([], [], color=_proxy(runs, colour), linestyle=style, linewidth=1.5, label=label)
+            proxies[i] = Line2D(
+                [], [], color=_proxy(runs, colour), linestyle=style, linewidth=1.5, label=label
+            )
     axes.set_ylabel(ylabel)
     if len(lines) > 1:
-        legend(axes, [drawn[i] for i in sorted(drawn)], columns=3)
+        legend(axes, [proxies[i] for i in sorted(proxies)], columns=3)
 
 
 def draw_reward(axes: Axes, runs: Sequence[RunMetrics]) -> None:
@@ -269,14 +271,14 @@ def _draw_time_bars(axes: Axes, times: StepTimes) -> None:
 
 PANELS = (
     Panel("reward.png", "Reward", draw_reward, expected=("rollout/raw_reward",)),
-    Panel("step_time.png", "Time of a step", _draw_times, any_of=TIME_METRICS),
+    Panel("step_time.png", "Time of a step", _draw_times, alternatives=TIME_METRICS),
     Panel(
         "logprob_diff.png",
         "Trainer against engine",
         draw_logprob_diff,
         expected=(LOGPROB_DIFF, LOGPROB_DIFF_MAX),
     ),
-    Panel("kl.png", "KL divergence", _draw_kl, any_of=tuple(metric for metric, _ in KL_LINES)),
+    Panel("kl.png", "KL divergence", _draw_kl, alternatives=tuple(metric for metric, _ in KL_LINES)),
     Panel(
         "response_length.png",
         "Response length",
@@ -357,8 +359,10 @@ def _overview(panels: Sequence[Panel], runs: Sequence[RunMetrics], notes: Sequen
         figsize=(13, 3.5 * sum(heights) + 0.5), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12)
     )
     # Separate figures, because the legend next to the times would make every picture of the page narrower.
-    drawn = [rows for rows in heights if rows]
-    subfigures: Any = figure.subfigures(len(drawn), 1, height_ratios=drawn)  # one figure, or an array of them
+    filled = [rows for rows in heights if rows]
+    subfigures: Any = figure.subfigures(
+        len(filled), 1, height_ratios=filled
+    )  # one figure, or an array of them
     parts = iter(np.atleast_1d(subfigures))
     for group, columns in ((wide, 1), (pairs, 2)):
         if group:

@@ -84,16 +84,16 @@ def _add_upstreams(
             raise ValueError(
                 f"{variable} must be one of {', '.join(settings)}, got {mode!r}; check the spelling"
             )
-        given = {SAME.get(group.name, group.name): group for group in (*added.values(), *groups)}
+        by_name = {SAME.get(group.name, group.name): group for group in (*added.values(), *groups)}
         for name, value in settings[mode].items():
-            group = given.get(name)
+            group = by_name.get(name)
             if group is None:
                 added[name] = FlagGroup(variable, name, [value] if value else [])
-            elif (said := MEANS.get(group.name) or " ".join(group.values)) != value:
+            elif (found := MEANS.get(group.name) or " ".join(group.values)) != value:
                 raise FlagError(
                     f"{variable}={mode}",
                     f"agree with {group.typed}",
-                    f"{said} and not {value}",
+                    f"{found} and not {value}",
                     "unset one of them",
                 )
         flags = " ".join(f"{spelled(name)} {value}".rstrip() for name, value in settings[mode].items())

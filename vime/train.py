@@ -144,21 +144,21 @@ def _describe_error(error: Exception, logs: Path) -> str:
     """Describes an error for a person: an actor's last log lines first, and the file with the traceback."""
     shown = ""
     if isinstance(error, calls.ActorError):
-        log, details, said = error.log, error.details, str(error)
+        log, details, message = error.log, error.details, str(error)
         if lines := tail(str(log), LOG_LINES):
             shown = f"the last lines of {log}:\n{lines}\n"
     else:
         cause = error.cause if isinstance(error, RayTaskError) else error
-        log, details, said = logs / "driver.log", "".join(traceback.format_exception(error)), str(cause)
+        log, details, message = logs / "driver.log", "".join(traceback.format_exception(error)), str(cause)
         # the text of other types may be unclear without the type
         if not isinstance(cause, ValueError | RuntimeError):
-            said = f"{type(cause).__name__}: {said}"
-        said = with_place(said, str(error)) if isinstance(error, RayTaskError) else said
+            message = f"{type(cause).__name__}: {message}"
+        message = with_place(message, str(error)) if isinstance(error, RayTaskError) else message
     try:
         _record(details, log)
     except OSError as full:  # a full disk may have ended the run
-        return f"{shown}{details}\nvime train: {said}\n{log} cannot be written: {full.strerror}"
-    return f"{shown}vime train: {said}\nmore in {log}"
+        return f"{shown}{details}\nvime train: {message}\n{log} cannot be written: {full.strerror}"
+    return f"{shown}vime train: {message}\nmore in {log}"
 
 
 def _record(text: str, log: Path) -> None:

@@ -39,17 +39,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rollout", type=int, help="which saved rollout (default: the first)")
     parser.add_argument("--samples", type=int, default=256, help="about how many samples (default: 256)")
     parser.add_argument("--weights", help="Hugging Face directory with the weights that drew the rollout")
-    given = parser.parse_args(argv)
-    config = read_config(given.run_dir)
-    if given.samples < 1:
-        raise ValueError(f"--samples must be at least 1, got {given.samples}")
-    source = read_source(given.run_dir, config, given.rollout, given.samples)
+    options = parser.parse_args(argv)
+    config = read_config(options.run_dir)
+    if options.samples < 1:
+        raise ValueError(f"--samples must be at least 1, got {options.samples}")
+    source = read_source(options.run_dir, config, options.rollout, options.samples)
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as scratch:
         # Megatron and torch warn about packages that are not installed and about their own deprecations.
         warnings.simplefilter("ignore")
-        weights = given.weights or find_weights(config, source.version, Path(scratch))
+        weights = options.weights or find_weights(config, source.version, Path(scratch))
         pairs = audit(config, source, weights, Path(scratch))
-    report(given.run_dir, config, source, weights, pairs)
+    report(options.run_dir, config, source, weights, pairs)
     return 0
 
 
@@ -101,11 +101,11 @@ def trainer_layouts(rows: list[list[int]]) -> dict[str, list[list[int]]]:
     The ways are: as in training; each sample alone; reversed within its row; mixed with samples from other rows; and
     rows split in half. Mixed rows are drawn with a fixed seed and keep their lengths.
     """
-    places = [i for row in rows for i in row]
-    random.Random(0).shuffle(places)
+    indices = [i for row in rows for i in row]
+    random.Random(0).shuffle(indices)
     mixed, start = [], 0
     for row in rows:
-        mixed.append(places[start : start + len(row)])
+        mixed.append(indices[start : start + len(row)])
         start += len(row)
     halves = [half for row in rows for half in (row[: len(row) // 2], row[len(row) // 2 :]) if half]
     return {

@@ -50,9 +50,9 @@ def read_config(run_dir: Path) -> Config:
 def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
     """Maps each rollout to the path template of its file, for rollouts that the run saved or loaded, or that a stopped
     audit saved."""
-    of_audit = replay_template(config.with_values(run_dir=str(run_dir)))
-    given = (of_audit, config.debug.load_debug_rollout_data, config.debug.save_debug_rollout_data)
-    templates = [template for template in given if template is not None]
+    audit_template = replay_template(config.with_values(run_dir=str(run_dir)))
+    data_paths = (audit_template, config.debug.load_debug_rollout_data, config.debug.save_debug_rollout_data)
+    templates = [template for template in data_paths if template is not None]
     found = {
         i: template
         for template in templates
@@ -104,16 +104,16 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
     for row in micro_batches(config, samples):
         if len(chosen) >= most and len(rows) > 1:
             break
-        places = []
+        indices = []
         for i in row:
             reason = first_difference(sample_facts(samples[i], facts), mine)
             if reason is not None:
                 left_out[reason] += samples[i].effective_response_length
                 continue
-            places.append(len(chosen))
+            indices.append(len(chosen))
             chosen.append(samples[i])
-        if places:
-            rows.append(places)
+        if indices:
+            rows.append(indices)
     if not chosen:
         reasons = ", ".join(f"{reason}: {n} tokens" for reason, n in left_out.most_common())
         raise ValueError(

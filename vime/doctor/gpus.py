@@ -41,11 +41,11 @@ def check_driver(machine: Machine, wanted: WantedRun) -> list[Finding]:
         return [ok("gpu", "not needed: this is a check for a run on CPUs")]
     output = machine.run("nvidia-smi")
     if output.code != 0:
-        said = output.text.splitlines()[0] if output.text else "it failed"
+        message = output.text.splitlines()[0] if output.text else "it failed"
         remedy = (
             "install the NVIDIA driver; start a container with --gpus all and the NVIDIA container toolkit"
         )
-        return [problem("driver", f"nvidia-smi: {said}", remedy)]
+        return [problem("driver", f"nvidia-smi: {message}", remedy)]
     driver = re.search(r"Driver Version:\s*([\d.]+)", output.text)
     cuda = re.search(r"CUDA (?:UMD )?Version:\s*([\d.]+)", output.text)
     built = machine.torch_cuda()

@@ -196,15 +196,15 @@ def hf_home(machine: Machine) -> Path:
 def check_writable(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """Checks that this user can write to the directories of a run."""
     triton = Path(machine.environ.get("TRITON_CACHE_DIR") or machine.home() / ".triton" / "cache")
-    places = {
+    paths = {
         "run directory": (wanted.run_dir, True, "--run-dir"),
         "model cache": (hf_home(machine), False, "HF_HOME"),  # an existing model needs to be readable only
         "Triton cache": (triton, wanted.device == "cuda", "TRITON_CACHE_DIR"),
         "temporary files": (Path(machine.environ.get("TMPDIR") or machine.path("/tmp")), True, "TMPDIR"),
     }
-    bad = {name: place for name, place in places.items() if not _can_write(place[0])}
+    bad = {name: path for name, path in paths.items() if not _can_write(path[0])}
     if not bad:
-        return [ok("writable", words(list(places)))]
+        return [ok("writable", words(list(paths)))]
     return [
         judge(
             "writable",

@@ -32,10 +32,10 @@ _LOOKED_AT = 4000
 
 @dataclass(frozen=True)
 class Cause:
-    """A known cause. `said`: a regular expression that matches the type and text of the error that ended the run."""
+    """A known cause. `pattern`: a regular expression that matches the type and text of the error that ended the run."""
 
     name: str
-    said: str
+    pattern: str
     remedy: str
 
 
@@ -117,8 +117,8 @@ def _end(summary: RunSummary) -> Finding:
         done += f" of {summary.rollouts}"
     if summary.state == "failed":
         cause = find_cause(summary)
-        place = re.search(r"\(at ([^(),\n]+:\d+)[),]", summary.cause)
-        first = f"look at {place[1]}; " if place else ""
+        location = re.search(r"\(at ([^(),\n]+:\d+)[),]", summary.cause)
+        first = f"look at {location[1]}; " if location else ""
         return problem(
             _END,
             f"{cause.name}: {one_line(summary.cause, _LONGEST)} ({done})",
@@ -141,8 +141,8 @@ def describe_resume(summary: RunSummary) -> str:
     if save is None:
         return f"it cannot be resumed, and {lost} must be trained again: the command had no --save"
     newest = summary.saved if not save.is_dir() else _newest(save)
-    of_another_run = newest is not None and summary.saved is None and newest > trained
-    if newest is None or of_another_run:
+    foreign = newest is not None and summary.saved is None and newest > trained
+    if newest is None or foreign:
         return (
             f"it cannot be resumed, and {lost} must be trained again: no checkpoint is in {save}; --save-interval N "
             "saves every N rollouts"
@@ -183,8 +183,8 @@ def _concerns(summary: RunSummary) -> list[Finding]:
             found.append(warning(name, f"until rollout {event['rollout']}: {text}", remedy))
             continue
         until = "now" if summary.state == "running" else "the end"
-        said = f"from rollout {event['rollout']} until {until}: {text}"
-        found.append((problem if name in STOPS_LEARNING else warning)(one_line(name), said, remedy))
+        detail = f"from rollout {event['rollout']} until {until}: {text}"
+        found.append((problem if name in STOPS_LEARNING else warning)(one_line(name), detail, remedy))
     return found
 
 
@@ -193,29 +193,29 @@ def _memory(summary: RunSummary) -> list[Finding]:
     found = read_measured(summary.run_dir)
     if not found:
         return []
-    told = []
+    shares = []
     cards = {phase: seen for phase, seen in found.items() if seen.cards}
     if cards:
         phase, seen = max(cards.items(), key=lambda pair: pair[1].card or 0.0)
         owners = ", ".join(f"{role} {size:.1f}" for role, size in sorted(seen.fullest().items()))
-        told.append(
+        shares.append(
             f"{seen.card:.1f} of {seen.card_total:.1f} GiB of a card in {phase} ({owners or 'owners hidden'})"
         )
     phase, seen = max(found.items(), key=lambda pair: pair[1].host)
     if seen.host_total:
         by_size = sorted(seen.processes.items(), key=lambda pair: -pair[1]["anonymous_gib"])[:_SHOWN]
         owners = ", ".join(f"{role} {sizes['anonymous_gib']:.1f}" for role, sizes in by_size)
-        told.append(f"{seen.host:.1f} of {seen.host_total:.1f} GiB of the host in {phase} ({owners})")
+        shares.append(f"{seen.host:.1f} of {seen.host_total:.1f} GiB of the host in {phase} ({owners})")
     flags = re.search(r"what lowers it: (.+)", summary.cause)
     if flags and summary.state == "failed":
-        return [problem("memory", "; ".join(told), flags[1])]
-    return [ok("memory", "at most " + ", and ".join(told))]
+        return [problem("memory", "; ".join(shares), flags[1])]
+    return [ok("memory", "at most " + ", and ".join(shares))]
 
 
 def find_cause(summary: RunSummary) -> Cause:
     """Returns the cause of a failed run: the first cause of the table that matches its error."""
     for cause in CAUSES:
-        if re.search(cause.said, f"{summary.error_type}: {summary.cause[:_LOOKED_AT]}", re.DOTALL):
+        if re.search(cause.pattern, f"{summary.error_type}: {summary.cause[:_LOOKED_AT]}", re.DOTALL):
             return cause
     if not summary.error_type:
         if shutil.disk_usage(summary.run_dir).free < MIB:

@@ -50,18 +50,18 @@ def _twice(ledger: Ledger) -> Finding:
 def _prompts(ledger: Ledger) -> Finding:
     """Checks that each prompt of a data set comes once per epoch, also over restarts."""
     jumps = ledger.jumps
-    said = [f"group {group} had two prompts" for group in sorted(ledger.moved)]
-    said += [
+    problems = [f"group {group} had two prompts" for group in sorted(ledger.moved)]
+    problems += [
         f"before group {group} {abs(count)} prompts {'were left out' if count > 0 else 'came again'}"
         for group, count in jumps
     ]
-    more = f" and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
+    more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     in_order = f"{len(ledger.prompts)} in the order of the data" if ledger.prompts else "not recorded"
     return judge(
         "prompts",
-        "; ".join(said[:_SHOWN]) + more if said else in_order,
+        "; ".join(problems[:_SHOWN]) + more if problems else in_order,
         "a resumed run went on at another place of the data: was its data position, or --data-source-path, changed?",
-        fails=bool(said),
+        fails=bool(problems),
         poor=False,
     )
 

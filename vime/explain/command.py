@@ -58,17 +58,17 @@ def search(text: str, messages: Sequence[ErrorMessage]) -> list[ErrorMessage]:
 
 def _by_words(text: str, messages: Sequence[ErrorMessage]) -> list[ErrorMessage]:
     """Returns the messages that have most of the words of the text, best first."""
-    given = list(dict.fromkeys(split_words(text)))
+    query = list(dict.fromkeys(split_words(text)))
     count = Counter(word for m in messages for word in m.words)
-    near = nearest_words(given, count)
+    near = nearest_words(query, count)
     # A word in few messages has a high weight. A word in no message is often a value or the user's own word.
-    weight = {w: math.log(1 + len(messages) / count[w]) if count[w] else UNKNOWN for w in given}
+    weight = {w: math.log(1 + len(messages) / count[w]) if count[w] else UNKNOWN for w in query}
     total = sum(weight.values())
 
     def score(m: ErrorMessage) -> float:
         hits = (
             weight[w] * max((share for other, share in near[w].items() if other in m.words), default=0.0)
-            for w in given
+            for w in query
         )
         return sum(hits) / total
 

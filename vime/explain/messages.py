@@ -68,32 +68,32 @@ def entries(root: Path = sources.ROOT) -> list[ErrorMessage]:
 
 def _content(root: Path) -> dict[str, Any]:
     """Returns the content of FILE, which is made again if it is missing or if its key differs from the code's key."""
-    kept = _read(root / FILE)
+    cached = _read(root / FILE)
     if not sources.pages_exist(root):
-        if kept is None:
+        if cached is None:
             raise ValueError(
                 f"{FILE} must be in an installed vime, got no such file in {root}; install vime again, or run "
                 f"`vime explain` in a checkout that has {sources.NOTES} and {sources.SYMPTOMS}"
             )
-        return kept
-    if kept is None or kept["key"] != sources.key(root):
+        return cached
+    if cached is None or cached["key"] != sources.key(root):
         print(
             "vime explain: reading the messages of the code, once for each change of the code",
             file=sys.stderr,
         )
         text = sources.page(root)
         _keep(root / FILE, text)
-        kept = dict(json.loads(text))
-    return kept
+        cached = dict(json.loads(text))
+    return cached
 
 
 def _read(file: Path) -> dict[str, Any] | None:
     """Returns the content of the file, or None if it is missing or damaged."""
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        cached = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return kept if isinstance(kept, dict) and {"key", "messages"} <= kept.keys() else None
+    return cached if isinstance(cached, dict) and {"key", "messages"} <= cached.keys() else None
 
 
 def _keep(file: Path, text: str) -> None:

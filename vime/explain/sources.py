@@ -89,9 +89,9 @@ def expression_text(node: ast.AST, constants: dict[str, str]) -> str | None:
 
 def _join_fields(call: ast.Call, constants: dict[str, str]) -> str:
     """The text of an error that has fields, as its class builds it."""
-    given = dict(zip(("flag", "rule", "got", "advice"), call.args, strict=False))
-    given |= {str(keyword.arg): keyword.value for keyword in call.keywords}
-    fields = {name: expression_text(node, constants) or HOLE for name, node in given.items()}
+    arguments = dict(zip(("flag", "rule", "got", "advice"), call.args, strict=False))
+    arguments |= {str(keyword.arg): keyword.value for keyword in call.keywords}
+    fields = {name: expression_text(node, constants) or HOLE for name, node in arguments.items()}
     name = getattr(call.func, "id", "")
     if name == "UnknownFlag":
         return re.sub(
@@ -135,13 +135,13 @@ def _texts(tree: ast.Module, constants: dict[str, str]) -> Iterator[str]:
     """Yields the texts of a module's messages, from one pass over its tree."""
     waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
     while waiting:
-        node, part_of_text = waiting.pop()
+        node, inside_text = waiting.pop()
         inside = isinstance(node, ast.JoinedStr | ast.BinOp)
         if isinstance(node, ast.Raise):
             if isinstance(node.exc, ast.Call) and node.exc.args and raises_to_the_user(node.exc):
                 with_fields = getattr(node.exc.func, "id", "") in _WITH_FIELDS
                 yield expression_text(node.exc if with_fields else node.exc.args[0], constants) or ""
-        elif not part_of_text and (inside or isinstance(node, ast.Constant | ast.Call)):
+        elif not inside_text and (inside or isinstance(node, ast.Constant | ast.Call)):
             text = expression_text(node, constants)
             if text and _RULE.search(text):
                 yield text

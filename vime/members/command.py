@@ -22,9 +22,9 @@ def main(argv: Sequence[str]) -> int:
     """Returns exit code 0, or 1 if the run could not serve the request. Raises ValueError for an error that the user
     can correct."""
     args = _parser().parse_args(argv)
-    fleet = read_engines(args.run_dir)
+    engines = read_engines(args.run_dir)
     if args.action == "list":
-        return _list(fleet)
+        return _list(engines)
     asked: dict[str, object] = {"do": args.action}
     if args.action == "add":
         if args.count < 1:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         if args.wait_s < 0:
             raise ValueError(f"--wait-s must not be below 0, got {args.wait_s:g}; give seconds")
         asked |= {"engine": args.engine, "wait_s": args.wait_s}
-    return _ask(fleet, args.run_dir, asked)
+    return _ask(engines, args.run_dir, asked)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,42 +58,42 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _list(fleet: RunEngines) -> int:
-    here = fleet.host == socket.gethostname()
-    control = _connect(fleet) if here else None
+def _list(engines: RunEngines) -> int:
+    here = engines.host == socket.gethostname()
+    control = _connect(engines) if here else None
     if control is not None:
         control.close()
-    print(*table(fleet, ended=here and control is None), sep="\n")
+    print(*table(engines, ended=here and control is None), sep="\n")
     if not here:
         print(
-            f"the run's driver is process {fleet.pid} on {fleet.host}; only there is seen whether it goes on"
+            f"the run's driver is process {engines.pid} on {engines.host}; only there is seen whether it goes on"
         )
     return 0
 
 
-def _connect(fleet: RunEngines) -> socket.socket | None:
+def _connect(engines: RunEngines) -> socket.socket | None:
     """Returns a connection to the run's driver, or None if the run has ended."""
     control = socket.socket(socket.AF_UNIX)
     try:
-        control.connect(fleet.socket)
+        control.connect(engines.socket)
     except (FileNotFoundError, ConnectionRefusedError):
         control.close()
         return None
     except PermissionError as error:
         control.close()
         raise ValueError(
-            f"vime engines must be run by the user of the run, got no permission for {fleet.socket}; take that user"
+            f"vime engines must be run by the user of the run, got no permission for {engines.socket}; take that user"
         ) from error
     return control
 
 
-def _ask(fleet: RunEngines, run_dir: Path, asked: dict[str, object]) -> int:
-    if fleet.host != socket.gethostname():
+def _ask(engines: RunEngines, run_dir: Path, asked: dict[str, object]) -> int:
+    if engines.host != socket.gethostname():
         raise ValueError(
-            f"vime engines {asked['do']} must be run on the host of the run's driver, {fleet.host}, got "
+            f"vime engines {asked['do']} must be run on the host of the run's driver, {engines.host}, got "
             f"{socket.gethostname()}; log in there"
         )
-    control = _connect(fleet)
+    control = _connect(engines)
     if control is None:
         raise ValueError(
             f"RUN_DIR must be that of a run that goes on, got {run_dir}, whose run has ended; resume it first"

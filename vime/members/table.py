@@ -20,21 +20,21 @@ def read_engines(run_dir: Path) -> RunEngines:
     run without engines."""
     if not run_dir.is_dir():
         raise ValueError(f"RUN_DIR must be a directory, got {run_dir}; name the --run-dir of a run")
-    fleet = RunEngines()
+    engines = RunEngines()
     for event in read_events(run_dir, ENGINE_KINDS):
-        fleet.add(event)
-    if not fleet.socket:
+        engines.add(event)
+    if not engines.socket:
         raise ValueError(
             f"RUN_DIR must be that of a run with engines, got none in {run_dir / EVENTS_FILE}; --debug-train-only has "
             "no engines"
         )
-    return fleet
+    return engines
 
 
-def table(fleet: RunEngines, *, ended: bool) -> list[str]:
+def table(engines: RunEngines, *, ended: bool) -> list[str]:
     """Returns the lines of the table. `ended`: the run and its engines have ended."""
     rows: list[tuple[str, ...]] = [("engine", "model", "state", "weights", "address", "started", "place")]
-    for engine in fleet.engines.values():
+    for engine in engines.engines.values():
         state = ENDED if ended and engine.state not in GONE else engine.state
         started = time.strftime("%F %T", time.localtime(engine.since))
         weights = "checkpoint" if engine.version is None else str(engine.version)

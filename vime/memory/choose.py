@@ -75,10 +75,10 @@ class Chosen:
     why: str
 
 
-def choose(c: Config, hf: Hf, machine: MachineSizes, given: set[str]) -> list[Chosen]:
+def choose(c: Config, hf: Hf, machine: MachineSizes, user_flags: set[str]) -> list[Chosen]:
     """Returns the flags that make a run fit. The list is empty if the run fits unchanged.
 
-    `given`: names of the flags that the user set. Raises ValueError if no choice fits.
+    `user_flags`: names of the flags that the user set. Raises ValueError if no choice fits.
     """
     if machine.device is None or c.cluster.device != "cuda":
         return []
@@ -86,9 +86,9 @@ def choose(c: Config, hf: Hf, machine: MachineSizes, given: set[str]) -> list[Ch
     machine = dataclasses.replace(machine, device=card)
     if whole_fit(c, hf, machine).over <= 0:
         return []
-    last = list(last_resorts(c, given))
+    last = list(last_resorts(c, user_flags))
     for resorts, floor in itertools.product(([], last) if last else ([],), (_USUAL_TOKENS, 0)):
-        knobs = [*resorts, *list_knobs(c, given, floor), *share_knobs(c, hf, card, given)]
+        knobs = [*resorts, *list_knobs(c, user_flags, floor), *share_knobs(c, hf, card, user_flags)]
         if (found := _choice(c, hf, machine, knobs)) is not None:
             return found
     flags = "; ".join(remedies(c, hf, machine)) or "no flag alone helps"
@@ -133,27 +133,31 @@ def _with(c: Config, knobs: Sequence[Knob], values: Sequence[float]) -> Config:
     return c
 
 
-def last_resorts(c: Config, given: set[str]) -> Iterator[Knob]:
+def last_resorts(c: Config, user_flags: set[str]) -> Iterator[Knob]:
     """Yields the knobs that cost time in each step: offload of the trainer's state to the host, and recomputation of
     the layers."""
-    if not _OFFLOAD & given and offloading(c):
+    if not _OFFLOAD & user_flags and offloading(c):
         parts = f" --offload-train-parts {' '.join(PARTS)}" if c.cluster.offload_train_parts else ""
         yield Knob((0, 1), lambda c, _: offloading(c)[0].config, lambda _: f"--offload-train{parts}")
-    if not _RECOMPUTATION & given and (full := recomputation(c)):
+    if not _RECOMPUTATION & user_flags and (full := recomputation(c)):
         yield Knob((0, 1), lambda c, _: recomputation(c)[0].config, lambda _: full[0].flag)
 
 
-def list_knobs(c: Config, given: set[str], least_tokens: int) -> Iterator[Knob]:
+def list_knobs(c: Config, user_flags: set[str], least_tokens: int) -> Iterator[Knob]:
     """Yields the knobs that the user did not set. The first value of a knob is the layout's value."""
     adam = {"optimizer_cpu_offload", "no_optimizer_cpu_offload", "optimizer_offload_fraction"}
-    if not adam & given and c.megatron.use_distributed_optimizer and not c.megatron.optimizer_cpu_offload:
+    if (
+        not adam & user_flags
+        and c.megatron.use_distributed_optimizer
+        and not c.megatron.optimizer_cpu_offload
+    ):
         yield Knob(
             _TENTHS,
             lambda c, part: c.with_values(optimizer_cpu_offload=True, optimizer_offload_fraction=part),
             lambda part: f"--optimizer-cpu-offload --optimizer-offload-fraction {part:g}",
         )
     now = c.data.max_tokens_per_gpu
-    if "max_tokens_per_gpu" not in given and c.data.use_dynamic_batch_size and now is not None:
+    if "max_tokens_per_gpu" not in user_flags and c.data.use_dynamic_batch_size and now is not None:
         least = max(longest_sample(c), least_tokens)
         yield Knob(
             (now, *(n for n in _TOKENS if least <= n < now)),
@@ -161,7 +165,7 @@ def list_knobs(c: Config, given: set[str], least_tokens: int) -> Iterator[Knob]:
             lambda tokens: f"--max-tokens-per-gpu {tokens:g}",
         )
     mib = c.kernels.rl_kernel_workspace_mib
-    if "rl_kernel_workspace_mib" not in given and not loss_head(c)[0].has_logits:
+    if "rl_kernel_workspace_mib" not in user_flags and not loss_head(c)[0].has_logits:
         yield Knob(
             (mib, *(n for n in _WORKSPACES_MIB if n < mib)),
             lambda c, size: c.with_values(rl_kernel_workspace_mib=int(size)),
@@ -169,11 +173,11 @@ def list_knobs(c: Config, given: set[str], least_tokens: int) -> Iterator[Knob]:
         )
 
 
-def share_knobs(c: Config, hf: Hf, device: float, given: set[str]) -> Iterator[Knob]:
+def share_knobs(c: Config, hf: Hf, device: float, user_flags: set[str]) -> Iterator[Knob]:
     """Yields the engine's share of a card. Its weights and one sequence must fit in the share."""
     facts = c.engine.engine_facts
     flag, share = facts.flag("memory_share"), facts.memory_share
-    if flag.removeprefix("--").replace("-", "_") in given or facts.cache_bytes or not c.num_engines:
+    if flag.removeprefix("--").replace("-", "_") in user_flags or facts.cache_bytes or not c.num_engines:
         return
 
     def with_share(c: Config, part: float) -> Config:
@@ -211,13 +215,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         flags, sizes = take_sizes([*layout, *user])
         c = light_config(for_gpus(flags, sizes.gpu))
-        given = {group.name for group in with_config_files(split_argv(take_sizes(user)[0]))}
+        user_flags = {group.name for group in with_config_files(split_argv(take_sizes(user)[0]))}
         machine = machine_sizes(c, sizes)
         if not plans and sizes.gpu is None:
             # A layout names the GPU for which it was made with --gpu. The run starts on the GPUs of this machine.
             here = machine_sizes(c, sizes, here_only=True)
             machine = machine if here.device is None else here
-        found = choose(c, read_hf_config(c.rollout.hf_checkpoint), machine, given)
+        found = choose(c, read_hf_config(c.rollout.hf_checkpoint), machine, user_flags)
     except ValueError as error:
         if plans:
             return 0

@@ -111,10 +111,10 @@ def _allocator(run_dir: Path) -> Iterator[str]:
         "perf/memory/estimate_gib": "of them planned",
         "perf/trainer_reserved_gib": "with the gaps and cached blocks of the allocator",
     }
-    told = [f"{text} {newest[name]:.2f}" for name, text in names.items() if name in newest]
-    if told:
+    peaks = [f"{text} {newest[name]:.2f}" for name, text in names.items() if name in newest]
+    if peaks:
         yield ""
-        yield f"training: rank 0 of the trainer, GiB: {', '.join(told)}"
+        yield f"training: rank 0 of the trainer, GiB: {', '.join(peaks)}"
 
 
 def _cells(planned: float | None, seen: float | None, width: int) -> str:

@@ -36,27 +36,27 @@ def take_sizes(argv: Sequence[str]) -> tuple[list[str], RequestedSizes]:
 
     Raises ValueError unless a value is a number above 0.
     """
-    flags, given = list[str](), dict[str, float]()
+    flags, values = list[str](), dict[str, float]()
     tokens = iter(argv)
     for token in tokens:
         written, equals, value = token.partition("=")
         name = written.replace("_", "-")
         if name in _MEANING:
-            given[name] = gib(value if equals else next(tokens, ""), name)
+            values[name] = gib(value if equals else next(tokens, ""), name)
         else:
             flags.append(token)
-    return flags, RequestedSizes(given.get(GPU_MEMORY), given.get(HOST_MEMORY))
+    return flags, RequestedSizes(values.get(GPU_MEMORY), values.get(HOST_MEMORY))
 
 
-def gib(given: str, name: str = GPU_MEMORY) -> float:
+def gib(text: str, name: str = GPU_MEMORY) -> float:
     """Returns the value of an option in GiB. Raises ValueError unless it is a number above 0."""
     try:
-        size = float(given)
+        size = float(text)
     except ValueError:
         size = math.nan
     if not 0 < size < math.inf:
         raise ValueError(
-            f"{name} must be a number above 0, got {given or 'none'}; give the GiB of {_MEANING[name]}"
+            f"{name} must be a number above 0, got {text or 'none'}; give the GiB of {_MEANING[name]}"
         )
     return size
 

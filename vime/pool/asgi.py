@@ -44,23 +44,23 @@ def has_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:
 
     sglang-router sends the key of its worker and the key of its caller; every such header must be right.
     """
-    given = [value for name, value in headers if name == b"authorization"]
-    right = [hmac.compare_digest(each, b"Bearer " + run_key.encode()) for each in given]
+    sent = [value for name, value in headers if name == b"authorization"]
+    right = [hmac.compare_digest(each, b"Bearer " + run_key.encode()) for each in sent]
     return bool(right) and all(right)
 
 
 async def prove(scope: Scope, send: Send, run_key: str) -> None:
     """Answers a challenge, see `slime.peers.proof`."""
-    asked = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("challenge", [""])[0]
+    challenge = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("challenge", [""])[0]
     host, port = scope["server"]
     try:
-        said = proof(run_key, asked, host, port).encode()
+        response = proof(run_key, challenge, host, port).encode()
     except ValueError as error:
         await answer(send, 400, error=str(error))
         return
-    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(said)).encode())]
+    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(response)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": said})
+    await send({"type": "http.response.body", "body": response})
 
 
 async def bounded(scope: Scope, receive: Receive, send: Send, serve: App) -> None:
@@ -98,9 +98,9 @@ async def bounded(scope: Scope, receive: Receive, send: Send, serve: App) -> Non
             )
 
 
-async def answer(send: Send, status: int, **said: str) -> None:
-    """Sends `said` as JSON."""
-    body = json.dumps(said).encode()
+async def answer(send: Send, status: int, **content: str) -> None:
+    """Sends `content` as JSON."""
+    body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,7 +1,7 @@
 """Engines that join and leave a pool while the run goes on (`vime engines add` and `remove`).
 
     add:     a free place -> a server -> the present weights -> the router -> it serves
-    remove:  out of the router -> its requests end -> out of the pool -> its server ends -> its place is free
+    remove:  out of the router -> its requests end -> out of the pool -> its server ends -> its devices are free
 
 An engine that joins takes the same way as one that restarts. An engine that leaves takes part in weight updates until
 it has no requests, or its time is up. Requests that are left begin again at another engine, as after a death.
@@ -49,7 +49,7 @@ class Changes:
 
     def take_in(self, address: str, say: Say) -> list[str]:
         """An engine that was started apart joins; returns its name. ValueError if it cannot be used."""
-        places = self._slots()
+        slots = self._slots()
         where = external.split(address, "--address")
         url = f"http://{where['host']}:{where['port']}"
         if any(member.control.url == url for member in self.state.members):
@@ -57,14 +57,14 @@ class Changes:
                 f"--address must be that of another engine, got {address}, which is in the run; "
                 "start one at another address"
             )
-        external.require_joinable(places.config, url, trained=self.state.transfer.has_source)
-        self._require_model(places, url)
-        return self._join([places.add(where)], say)
+        external.require_joinable(slots.config, url, trained=self.state.transfer.has_source)
+        self._require_model(slots, url)
+        return self._join([slots.add(where)], say)
 
     def remove(self, title: str, wait_s: float, say: Say) -> str:
         """The engine with this name or address leaves, after at most `wait_s` seconds for its requests; returns what
         was done. ValueError if it does not serve, or if no other one does."""
-        places = self._slots()
+        slots = self._slots()
         with self.state.transfer.lock:
             member = self._find(title)
             others = sum(other.serving and not other.leaving for other in self.state.members) - 1
@@ -82,22 +82,26 @@ class Changes:
             member.serving = False
             self.state.members.remove(member)
         member.stop()
-        apart = places.is_external(member.spec.index)
-        places.give_back(member.spec.index)
+        is_external = slots.is_external(member.spec.index)
+        slots.give_back(member.spec.index)
         self.state.record(member, "removed")
-        kept = "it was started apart, and runs on" if apart else "its server has ended, and its place is free"
-        return f"{member.title} has left{left}; {kept}"
+        outcome = (
+            "the external server keeps running"
+            if is_external
+            else "its server ended and its devices are free"
+        )
+        return f"{member.title} has left{left}; {outcome}"
 
     def has(self, title: str) -> bool:
         """Whether an engine of this pool has that name or address."""
         return any(_is(member, title) for member in self.state.members)
 
     def _slots(self) -> EngineSlots:
-        if self.state.places is None:
+        if self.state.slots is None:
             raise ValueError(
                 "engines must have places to join and leave, got a pool without them; report this as a bug"
             )
-        return self.state.places
+        return self.state.slots
 
     def _find(self, title: str) -> Member:
         for member in filter(lambda member: _is(member, title), self.state.members):
@@ -134,10 +138,10 @@ class Changes:
             time.sleep(_LOOK_S)
         return ""
 
-    def _require_model(self, places: EngineSlots, url: str) -> None:
-        checkpoint = places.config.rollout.hf_checkpoint
+    def _require_model(self, slots: EngineSlots, url: str) -> None:
+        checkpoint = slots.config.rollout.hf_checkpoint
         try:
-            served = places.control(url, places.make_spec(0).run_key).model()
+            served = slots.control(url, slots.make_spec(0).run_key).model()
         except (*_FAULTS, KeyError) as error:
             raise ValueError(
                 f"the engine at {url} must say which model it serves, got: {error}; start it with `vime serve engine`"

@@ -67,9 +67,9 @@ def request(
     finally:
         connection.close()
     if not 200 <= response.status < 300:
-        said = content.decode(errors="replace")[:2000]
+        text = content.decode(errors="replace")[:2000]
         route = path.partition("?")[0]  # the query may hold an engine's secret health path
-        raise ControlError(f"{url} must accept {method} {route}, got HTTP {response.status}: {said}")
+        raise ControlError(f"{url} must accept {method} {route}, got HTTP {response.status}: {text}")
     return response, content
 
 

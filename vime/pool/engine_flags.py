@@ -84,20 +84,20 @@ class PrefixOwner:
     def parse(self, groups: list[FlagGroup]) -> dict[str, object]:
         """Checks every flag. Returns `*_args` (typed values) and `*_argv` (the flags as the project spells them)."""
         argv: dict[int | str, list[str]] = {}
-        given: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         problems = Problems()
         for number, group in enumerate(groups):
-            problems.check(self._take, number, group, given, argv, origin=group.origin)
+            problems.check(self._take, number, group, fields, argv, origin=group.origin)
         problems.report()
         return {
-            f"{self._fields}_args": given,
+            f"{self._fields}_args": fields,
             f"{self._fields}_argv": [t for group in argv.values() for t in group],
         }
 
     def _take(
-        self, number: int, group: FlagGroup, given: dict[str, Any], argv: dict[int | str, list[str]]
+        self, number: int, group: FlagGroup, fields: dict[str, Any], argv: dict[int | str, list[str]]
     ) -> None:
-        """Checks one flag and puts it into `given` and `argv`."""
+        """Checks one flag and puts it into `fields` and `argv`."""
         options = self.options()
         # vLLM reads --flag.key value as an entry of a JSON flag.
         name, dot, key = group.name.removeprefix(self.prefix).partition(".")
@@ -110,7 +110,7 @@ class PrefixOwner:
         tokens = [f"--{name.replace('_', '-')}{dot}{key}", *group.values]
         typed = self._typed(tokens, group.typed)
         collects = isinstance(options[name], argparse._AppendAction)
-        given.update({dest: given.get(dest, []) + typed[dest]} if collects else typed)
+        fields.update({dest: fields.get(dest, []) + typed[dest]} if collects else typed)
         # vLLM warns about a flag that is given twice, so only the last is kept. Collected values and entries of a
         # JSON flag are all kept.
         argv[number if dot or collects else dest] = tokens
@@ -126,10 +126,10 @@ class PrefixOwner:
         try:
             parsed = vars(parser.parse_args(tokens, namespace))
         except ValueError as error:
-            said = str(error).partition(": ")[2] or error
+            detail = str(error).partition(": ")[2] or error
             choices = self.options()[tokens[0][2:].partition(".")[0].replace("-", "_")].choices
             near = nearest(tokens[-1], map(str, choices), prefix="") if choices else ""
-            raise FlagError(typed, f"be valid for {self.project}", f"{said}{near}") from error
+            raise FlagError(typed, f"be valid for {self.project}", f"{detail}{near}") from error
         if parsed.pop("model_tag", unset) not in (unset, None):
             raise FlagError(typed, "have no more values than it takes", f"{' '.join(tokens[1:])!r}")
         plain = {k: _plain(v) for k, v in parsed.items() if v is not unset}
@@ -224,9 +224,9 @@ def engine_dtype(config: Config) -> str:
     With --vllm-quantization the name ends in "+" and the quantization. "auto" stays "auto", because only the engine
     then determines its dtype.
     """
-    given = config.engine.backend_args.get("dtype") or config.megatron.params_dtype
+    dtype = config.engine.backend_args.get("dtype") or config.megatron.params_dtype
     quantization = config.engine.backend_args.get("quantization")
-    return _DTYPE_ALIASES.get(given, given) + (f"+{quantization}" if quantization else "")
+    return _DTYPE_ALIASES.get(dtype, dtype) + (f"+{quantization}" if quantization else "")
 
 
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}

@@ -25,11 +25,11 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class EngineSlot:
-    """The bundles of an engine in a placement group. With `lent`, the group was made for this engine only."""
+    """The bundles of an engine in a placement group. With `dedicated`, the group was made for this engine only."""
 
-    placed: Placement
+    placement: Placement
     bundles: Sequence[int]
-    lent: bool = False
+    dedicated: bool = False
 
 
 @dataclass
@@ -53,10 +53,10 @@ class EngineSlots:
     count: int = 0
     """Number of engines so far, and the next index. Each engine gets a new index, so each has a separate log."""
 
-    def add(self, place: EngineSlot | external.Address) -> EngineSpec:
-        """Registers a new engine in `place` and returns its spec."""
+    def add(self, slot: EngineSlot | external.Address) -> EngineSpec:
+        """Registers a new engine in `slot` and returns its spec."""
         index, self.count = self.count, self.count + 1
-        self.taken[index] = place
+        self.taken[index] = slot
         return self.make_spec(index)
 
     def take(self, count: int) -> list[EngineSpec]:
@@ -70,31 +70,31 @@ class EngineSlots:
         found = self.free[:count]
         try:
             while len(found) < count:
-                placed = place_engine(self.config, self.model)
-                found.append(EngineSlot(placed, placed.engine_bundles[self.model][0], lent=True))
+                placement = place_engine(self.config, self.model)
+                found.append(EngineSlot(placement, placement.engine_bundles[self.model][0], dedicated=True))
         except BaseException:
-            for place in found:
-                if place.lent:
-                    place.placed.release()
+            for slot in found:
+                if slot.dedicated:
+                    slot.placement.release()
             raise
         del self.free[:count]
-        return [self.add(place) for place in found]
+        return [self.add(slot) for slot in found]
 
     def give_back(self, index: int) -> None:
         """Frees the devices of an engine that has ended."""
-        place = self.taken.pop(index)
-        if isinstance(place, EngineSlot):
-            if place.lent:
-                place.placed.release()
+        slot = self.taken.pop(index)
+        if isinstance(slot, EngineSlot):
+            if slot.dedicated:
+                slot.placement.release()
             else:
-                self.free.append(place)
+                self.free.append(slot)
 
     def spawn(self, spec: EngineSpec) -> EngineHandle:
         """Returns the handle of an engine's server without starting it."""
-        place = self.taken[spec.index]
-        if not isinstance(place, EngineSlot):
-            return external.ExternalEngine(replace(spec, **place), self.control)
-        return make_servers(spec, self._seats(place), here=not self.joined, server=self.server)
+        slot = self.taken[spec.index]
+        if not isinstance(slot, EngineSlot):
+            return external.ExternalEngine(replace(spec, **slot), self.control)
+        return make_servers(spec, self._seats(slot), here=not self.joined, server=self.server)
 
     def is_external(self, index: int) -> bool:
         """Returns True for an external engine, which this run does not stop."""
@@ -102,25 +102,27 @@ class EngineSlots:
 
     def where(self, index: int) -> str:
         """Returns an engine's host and GPUs, or its address, as text."""
-        place = self.taken[index]
-        if not isinstance(place, EngineSlot):
-            return f"started apart, at {place['host']}"
+        slot = self.taken[index]
+        if not isinstance(slot, EngineSlot):
+            return f"started apart, at {slot['host']}"
         parts = []
-        for part in place.placed.by_node(place.bundles):
-            host = place.placed.nodes[part[0]].address if self.joined else socket.gethostname()
-            names = ",".join(place.placed.gpus[bundle].name for bundle in part) if place.placed.gpus else ""
+        for part in slot.placement.by_node(slot.bundles):
+            host = slot.placement.nodes[part[0]].address if self.joined else socket.gethostname()
+            names = (
+                ",".join(slot.placement.gpus[bundle].name for bundle in part) if slot.placement.gpus else ""
+            )
             parts.append(f"{host} GPU {names}" if names else host)
         return " + ".join(parts)
 
-    def _seats(self, place: EngineSlot) -> list[Seat]:
+    def _seats(self, slot: EngineSlot) -> list[Seat]:
         """Returns host, visible GPUs and Ray options per server process of the engine, one process per node."""
-        placed = place.placed
+        placement = slot.placement
         return [
             Seat(
-                placed.nodes[part[0]].address if self.joined else LOOPBACK,
-                placed.visible(part),
-                placed.buses(part),
-                placed.options(part[0]),
+                placement.nodes[part[0]].address if self.joined else LOOPBACK,
+                placement.visible(part),
+                placement.buses(part),
+                placement.options(part[0]),
             )
-            for part in placed.by_node(place.bundles)
+            for part in placement.by_node(slot.bundles)
         ]

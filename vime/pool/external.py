@@ -169,9 +169,9 @@ def _problem(url: str, key: str, path: str, what: str) -> str | None:
     except ControlError as error:
         return f"{what} must take the key in {KEY_VARIABLE}, got: {error}; start both with the same key"
     except (OSError, http.client.HTTPException) as error:
-        said = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         return (
-            f"{what} must answer at {urlsplit(url).netloc}, got: {said}; check the address and that it runs"
+            f"{what} must answer at {urlsplit(url).netloc}, got: {reason}; check the address and that it runs"
         )
     return None
 

@@ -60,7 +60,7 @@ def make_pool(
         )
 
     parts, colocated = kind or pool.kind, config.cluster.colocate
-    places = EngineSlots(config, model.name, spec_for_index, parts.server, parts.control, joined, colocated)
+    slots = EngineSlots(config, model.name, spec_for_index, parts.server, parts.control, joined, colocated)
     own = [EngineSlot(placed, bundles) for bundles in placed.engine_bundles[model.name]]
     router = RouterSpec(
         run_key=run_key,
@@ -71,10 +71,10 @@ def make_pool(
         **({"host": host} | external.router_settings(config)),
     )
     return pool(
-        [places.add(place) for place in (external.addresses(config) or own)],
+        [slots.add(slot) for slot in (external.addresses(config) or own)],
         router,
-        spawn=places.spawn,
-        places=places,
+        spawn=slots.spawn,
+        slots=slots,
         events=Events("engines", config.logging.run_dir),
         model=model.name,
         source=source,

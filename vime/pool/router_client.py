@@ -37,10 +37,10 @@ async def require_ok(response: aiohttp.ClientResponse) -> None:
     200."""
     if response.status == 200:
         return
-    said = f"HTTP {response.status}: {(await response.text())[:1000]}"
+    detail = f"HTTP {response.status}: {(await response.text())[:1000]}"
     if response.status >= 500 or response.status in _TRANSIENT_STATUS:
-        raise Transient(said)
-    raise ValueError(f"the engine must accept the request, got {said}")
+        raise Transient(detail)
+    raise ValueError(f"the engine must accept the request, got {detail}")
 
 
 def require_finite(log_probs: npt.NDArray[np.float32], version: int) -> None:
@@ -72,10 +72,10 @@ def scored(
 ) -> ScoreResult:
     """Makes the result from flat arrays, for `shape` (positions, most probable tokens per position). Raises ValueError
     if values are missing, and DivergedError if a log-prob is NaN."""
-    places, top_k = shape
-    if (len(log_probs), len(top_ids), len(top_log_probs)) != (places, places * top_k, places * top_k):
+    tokens, top_k = shape
+    if (len(log_probs), len(top_ids), len(top_log_probs)) != (tokens, tokens * top_k, tokens * top_k):
         raise ValueError(
-            f"the engine must give log-probs of {places} tokens and of {top_k} most probable ones at each place, got "
+            f"the engine must give log-probs of {tokens} tokens and of {top_k} most probable ones at each place, got "
             f"{len(log_probs)} and {len(top_ids)} in all; it may serve fewer than {top_k} tokens"
         )
     require_finite(log_probs, versions[-1])

@@ -74,9 +74,9 @@ def _settings(config: Config, model: ServedModel, backend: RolloutBackend) -> Co
     engine = backend.owners[0]
     groups = []
     for typed in model.args:
-        name, given, value = typed.partition("=")
+        name, equals, value = typed.partition("=")
         field = engine.prefix + name.removeprefix("--").replace("-", "_")
-        groups.append(FlagGroup(model.spelling.engine_flag(typed), field, [value] if given else []))
+        groups.append(FlagGroup(model.spelling.engine_flag(typed), field, [value] if equals else []))
     own = {
         "backend_args": {},
         "backend_argv": [],

@@ -53,7 +53,7 @@ class PoolState:
     router: RouterServer
     spawn: Spawn
     pause_mode: PauseMode
-    places: EngineSlots | None
+    slots: EngineSlots | None
     events: Events
     model: str
     patience_s: float
@@ -74,8 +74,8 @@ class PoolState:
     def launch(self, member: Member) -> None:
         """Start the engine's server."""
         member.launch(self.spawn)
-        place = self.places.where(member.spec.index) if self.places else ""
-        self.record(member, "starting", address=member.control.url, place=place)
+        location = self.slots.where(member.spec.index) if self.slots else ""
+        self.record(member, "starting", address=member.control.url, place=location)
 
     def admit(self, member: Member) -> None:
         """Let the router send requests to the engine."""
@@ -122,8 +122,8 @@ class PoolState:
         fields = {"running": load.running, "waiting": load.waiting, "kv_cache": round(load.kv_cache, 4)}
         self.events.add("load", model=self.model, engine=member.title, **fields)
 
-    def record_part(self, part: WeightUpdate, place: int, seconds: float) -> None:
-        fields = {"version": part.version, "part": place, "bytes": part.size_bytes}
+    def record_part(self, part: WeightUpdate, index: int, seconds: float) -> None:
+        fields = {"version": part.version, "part": index, "bytes": part.size_bytes}
         self.events.add("part", model=self.model, seconds=round(seconds, 4), **fields)
 
 

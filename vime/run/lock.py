@@ -71,11 +71,11 @@ def _require_writable(path: Path) -> None:
     """Raises OSError if the folder or a file in the folder cannot be created."""
     if path.exists() and not path.is_dir():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-    place = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not place.is_dir():
+    folder = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    if not os.access(place, os.W_OK | os.X_OK):
-        number = errno.EROFS if os.statvfs(place).f_flag & os.ST_RDONLY else errno.EACCES
+    if not os.access(folder, os.W_OK | os.X_OK):
+        number = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
         raise OSError(number, os.strerror(number))
 
 

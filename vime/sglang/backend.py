@@ -50,9 +50,9 @@ class SglangBackend:
         """slime's flags of the router get the router's names."""
         return flags.translate(groups)
 
-    def fields(self, own: dict[str, object], given: dict[str, Any]) -> dict[str, object]:
+    def fields(self, own: dict[str, object], user_values: dict[str, Any]) -> dict[str, object]:
         """The engine section. Hooks find SGLang's arguments in their `args` as sglang_NAME."""
-        args = given.get("backend_args", {})
+        args = user_values.get("backend_args", {})
         concurrency = own.get(flags.CONCURRENCY.name, flags.CONCURRENCY.default)
         port = own.get(flags.ROUTER_PORT.name)
         hooks = {name: entry.default for name, entry in flags.UNSUPPORTED.items()}
@@ -60,7 +60,7 @@ class SglangBackend:
         hooks |= {flags.CONCURRENCY.name: concurrency, flags.ROUTER_PORT.name: port}
         hooks |= {f"sglang_{name}": value for name, value in args.items()}
         return {
-            **given,
+            **user_values,
             "server_concurrency": concurrency,
             "router_port": port,
             "engine_facts": _facts(args),

@@ -173,12 +173,12 @@ def request_params(sampling_params: dict[str, object]) -> dict[str, object]:
     """`sampling_params` of a request. For a parameter that is None, the engine uses its neutral default."""
     if unknown := sampling_params.keys() - PARAMETERS - {_DROPPED}:
         raise ValueError(f"sampling parameters must be among {sorted(PARAMETERS)}, got {sorted(unknown)}")
-    given = {name: value for name, value in checked(sampling_params).items() if name != _DROPPED}
-    if "max_new_tokens" not in given:
+    params = {name: value for name, value in checked(sampling_params).items() if name != _DROPPED}
+    if "max_new_tokens" not in params:
         raise ValueError(
             "max_new_tokens must be given, got none; SGLang would stop after 128 tokens: set --rollout-max-response-len"
         )
-    return {"no_stop_trim": True, **given}
+    return {"no_stop_trim": True, **params}
 
 
 def parse_result(answer: Answer) -> GenerateResult:
@@ -226,7 +226,7 @@ def parse_scores(answer: Answer, token_ids: list[int], top_k: int) -> ScoreResul
             f"the engine must score the {count} tokens that it was asked for, got {len(rows)} rows of other tokens; "
             "check that it is SGLang 0.5.23 or newer"
         )
-    top = [row for place in meta.input_top_logprobs[-count:] for row in place or ()] if top_k else []
+    top = [row for position in meta.input_top_logprobs[-count:] for row in position or ()] if top_k else []
     return scored(
         _values(rows),
         np.array([token for _, token, _ in top], np.int32),

@@ -36,8 +36,8 @@ class SglangServer(EngineServer):
             argv += [f"--{name}", value]
         if spec.trust_remote_code:
             argv += ["--trust-remote-code"]
-        given = {option(tokens) for tokens in pair_up(spec.sglang_argv)}
-        ours = [token for tokens in pair_up(argv) if option(tokens) not in given for token in tokens]
+        options = {option(tokens) for tokens in pair_up(spec.sglang_argv)}
+        ours = [token for tokens in pair_up(argv) if option(tokens) not in options for token in tokens]
         return [sys.executable, "-m", "vime.sglang.serve", *ours, *spec.sglang_argv]
 
     def environment(self) -> dict[str, str]:

@@ -109,12 +109,12 @@ def translate(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
     """slime's flags of the router under the router's own names, and those of --sglang-config. ValueError for flags of
     vLLM."""
     _require_sglangs(groups)
-    made, notes = config_file.expand(groups, lambda of_frozen: translate(of_frozen)[0])
+    made, notes = config_file.expand(groups, lambda frozen_groups: translate(frozen_groups)[0])
     _require_sglangs(made)
-    for place, group in enumerate(made):
+    for index, group in enumerate(made):
         if group.name in RENAMED:
             typed = "--" + RENAMED[group.name].replace("_", "-")
-            made[place] = FlagGroup(typed, RENAMED[group.name], group.values)
+            made[index] = FlagGroup(typed, RENAMED[group.name], group.values)
             notes.append(f"{group.typed} becomes {typed}")
     return made, notes
 

@@ -60,12 +60,12 @@ class _Model:
 def expand(groups: list[FlagGroup], spell: Spell) -> tuple[list[FlagGroup], list[str]]:
     """Replaces the file's flag in `groups` by the file's flags, and adds a note. Raises ValueError for settings that a
     run cannot have."""
-    given = [group for group in groups if group.name in FLAGS]
-    if not given:
+    present = [group for group in groups if group.name in FLAGS]
+    if not present:
         return groups, []
-    file = given[-1]
-    if len(file.values) != 1 or len({group.name for group in given}) > 1:
-        got = " ".join(group.values[0] for group in given if group.values)
+    file = present[-1]
+    if len(file.values) != 1 or len({group.name for group in present}) > 1:
+        got = " ".join(group.values[0] for group in present if group.values)
         raise FlagError(file.typed, "name one YAML file", got or "none", "give one path")
     path = file.values[0]
     own = {group.name: group.values for group in groups}

@@ -129,8 +129,8 @@ class Gateway:
         """Refuses a request without the key before anything else is read. Only a challenge needs no key."""
         if (request.method, request.path) == ("GET", PROOF_PATH):
             return self._prove(request)
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, b"Bearer " + self._run_key.encode()):
+        authorization = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(authorization, b"Bearer " + self._run_key.encode()):
             return web.json_response({"error": {"message": NO_KEY}}, status=401)
         if (request.content_length or 0) > LARGEST_BODY_BYTES:
             raise web.HTTPRequestEntityTooLarge(LARGEST_BODY_BYTES, request.content_length or 0)
@@ -198,9 +198,9 @@ class Gateway:
             if listed.status != 200:
                 return web.Response(status=listed.status, text=await listed.text())
             urls = (await listed.json(content_type=None))["urls"]
-        said = await asyncio.gather(*map(ask, urls), return_exceptions=True)
-        answers = [one for one in said if not isinstance(one, BaseException)]
-        for one in said:
+        results = await asyncio.gather(*map(ask, urls), return_exceptions=True)
+        answers = [one for one in results if not isinstance(one, BaseException)]
+        for one in results:
             if isinstance(one, BaseException) and not isinstance(one, aiohttp.ClientError | OSError):
                 raise one
         status, text = max(answers, default=(503, '{"error": {"message": "no engine answers"}}'))

@@ -190,31 +190,33 @@ def parse(body: bytes) -> GenerateRequest:
     names = _one_each("rid", fields.rid, len(prompts))
     each = []
     batched = is_list
-    for prompt, given, name in zip(prompts, sampling, names, strict=True):
-        _refuse(given, _REFUSED_SAMPLING, "sampling_params.")
-        params = translate(given)
-        count = given.n or 1
+    for prompt, entry, name in zip(prompts, sampling, names, strict=True):
+        _refuse(entry, _REFUSED_SAMPLING, "sampling_params.")
+        params = translate(entry)
+        count = entry.n or 1
         batched = batched or count > 1
         for copy in range(count):
             own = params if copy == 0 or "seed" not in params else {**params, "seed": params["seed"] + copy}
             named = name if name is None or count == 1 else f"{name}-{copy}"
-            each.append(OneRequest(prompt, own, named, scored=given.max_new_tokens == 0))
+            each.append(OneRequest(prompt, own, named, scored=entry.max_new_tokens == 0))
     return GenerateRequest(each, _wanted_output(fields), bool(fields.stream), batched, fields.lora_path or "")
 
 
-def translate(given: SamplingFields) -> dict[str, Any]:
+def translate(sampling: SamplingFields) -> dict[str, Any]:
     """Returns vLLM's sampling parameters. Raises ValueError for two different seeds."""
     params = {
-        theirs: value for name, theirs in NAMES.items() if (value := getattr(given, name)) not in (None, [])
+        theirs: value
+        for name, theirs in NAMES.items()
+        if (value := getattr(sampling, name)) not in (None, [])
     }
-    if given.max_new_tokens == 0:
+    if sampling.max_new_tokens == 0:
         params["max_tokens"] = 1
-    if given.seed is not None and given.sampling_seed not in (None, given.seed):
+    if sampling.seed is not None and sampling.sampling_seed not in (None, sampling.seed):
         raise ValueError(
-            f"sampling_params.seed must equal sampling_params.sampling_seed, got {given.seed} and "
-            f"{given.sampling_seed}; send one of them"
+            f"sampling_params.seed must equal sampling_params.sampling_seed, got {sampling.seed} and "
+            f"{sampling.sampling_seed}; send one of them"
         )
-    seed = given.seed if given.seed is not None else given.sampling_seed
+    seed = sampling.seed if sampling.seed is not None else sampling.sampling_seed
     return params if seed is None else {**params, "seed": seed}
 
 
@@ -223,27 +225,27 @@ def _prompts(fields: GenerateFields) -> tuple[list[str | list[int]], bool]:
     if (text is None) == (ids is None):
         got = "none" if text is None else "both"
         raise ValueError(f"a request must have one of text and input_ids, got {got}; send one of them")
-    name, given = ("text", text) if ids is None else ("input_ids", ids)
+    name, prompt = ("text", text) if ids is None else ("input_ids", ids)
     nested = isinstance(text, list) or (ids is not None and any(isinstance(one, list) for one in ids))
     if ids is not None and nested and not all(isinstance(one, list) for one in ids):
         raise ValueError("input_ids must be token ids or a list of such lists, got a mixture; send one form")
-    prompts: list[str | list[int]] = list(given) if nested else [given]  # type: ignore[arg-type, list-item]
+    prompts: list[str | list[int]] = list(prompt) if nested else [prompt]  # type: ignore[arg-type, list-item]
     if not prompts or not all(prompts):
-        raise ValueError(f"{name} must not be empty, got {json.dumps(given)[:80]}; send a prompt")
+        raise ValueError(f"{name} must not be empty, got {json.dumps(prompt)[:80]}; send a prompt")
     return prompts, nested
 
 
-def _one_each(name: str, given: object, count: int) -> list[Any]:
-    if not isinstance(given, list):
-        if count > 1 and isinstance(given, str):
-            return [f"{given}-{place}" for place in range(count)]
-        return [given] * count
-    if len(given) != count:
+def _one_each(name: str, value: object, count: int) -> list[Any]:
+    if not isinstance(value, list):
+        if count > 1 and isinstance(value, str):
+            return [f"{value}-{index}" for index in range(count)]
+        return [value] * count
+    if len(value) != count:
         raise ValueError(
-            f"{name} must have one entry per prompt, got {len(given)} for {count} prompts; send one for all or "
+            f"{name} must have one entry per prompt, got {len(value)} for {count} prompts; send one for all or "
             "one for each"
         )
-    return given
+    return value
 
 
 def _wanted_output(fields: GenerateFields) -> WantedOutput:
@@ -268,14 +270,14 @@ def _refuse(fields: msgspec.Struct, names: dict[str, str], where: str) -> None:
 
 def _named(error: msgspec.DecodeError, body: bytes) -> str:
     """Returns msgspec's message with the field first: "Expected `int`, got `str` - at `$.a.b`" -> "a.b must be int"."""
-    said = str(error)
-    if found := re.fullmatch(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(.*)`)?", said):
+    detail = str(error)
+    if found := re.fullmatch(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(.*)`)?", detail):
         name = ".".join(filter(None, (found[2], found[1])))
         return f"{name} must be left out, got it; it is no field of /generate that this engine knows"
-    if found := re.fullmatch(r"Expected (.+?)(?:, got (.+?))?(?: - at `\$\.?(.*)`)?", said):
+    if found := re.fullmatch(r"Expected (.+?)(?:, got (.+?))?(?: - at `\$\.?(.*)`)?", detail):
         what, path = found[1].replace("`", ""), found[3] or ""
         return f"{path or 'the body'} must be {what}, got {_value_at(body, path)}"
-    return f"the body must be a JSON object of /generate, got {body[:80]!r}: {said}"
+    return f"the body must be a JSON object of /generate, got {body[:80]!r}: {detail}"
 
 
 def _value_at(body: bytes, path: str) -> str:
@@ -284,8 +286,8 @@ def _value_at(body: bytes, path: str) -> str:
         value = json.loads(body)
     except (ValueError, RecursionError):  # msgspec has read it up to the field
         return "another value"
-    for name, place in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
         if name == "...":  # msgspec's name of a key of a dict
             break
-        value = value[int(place)] if place.isdigit() else value[name] if name else value
+        value = value[int(index)] if index.isdigit() else value[name] if name else value
     return json.dumps(value)[:80]

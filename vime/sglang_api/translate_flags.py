@@ -197,33 +197,33 @@ SPECIAL: dict[str, tuple[Callable[[FlagGroup], tuple[list[FlagGroup], str]], str
 """Flags that are not renamed: (function, text about the translation)."""
 
 
-def _speculative_config(given: dict[str, FlagGroup]) -> FlagGroup:
+def _speculative_config(by_name: dict[str, FlagGroup]) -> FlagGroup:
     """Translates SGLang's chain speculation into vLLM's JSON. Tree speculation (eagle-topk above 1) has no
     counterpart."""
-    typed = next(iter(given.values())).typed
+    typed = next(iter(by_name.values())).typed
     for needed in ("algorithm", "num_steps"):
-        if needed not in given:
+        if needed not in by_name:
             raise FlagError(
                 f"--sglang-speculative-{needed.replace('_', '-')}", f"be given with {typed}", "none"
             )
-    steps = _number(given["num_steps"])
-    if "eagle_topk" in given and _number(given["eagle_topk"]) != 1:
-        got = _one(given["eagle_topk"])
+    steps = _number(by_name["num_steps"])
+    if "eagle_topk" in by_name and _number(by_name["eagle_topk"]) != 1:
+        got = _one(by_name["eagle_topk"])
         raise FlagError("--sglang-speculative-eagle-topk", "be 1", got, "vLLM drafts one chain, not a tree")
-    if "num_draft_tokens" in given and _number(given["num_draft_tokens"]) != steps + 1:
-        got = _one(given["num_draft_tokens"])
+    if "num_draft_tokens" in by_name and _number(by_name["num_draft_tokens"]) != steps + 1:
+        got = _one(by_name["num_draft_tokens"])
         raise FlagError(
             "--sglang-speculative-num-draft-tokens",
             f"be num-steps + 1 = {steps + 1}",
             got,
             "vLLM drafts one chain",
         )
-    algorithm = _one(given["algorithm"])
+    algorithm = _one(by_name["algorithm"])
     if algorithm not in _METHODS:
         raise FlagError("--sglang-speculative-algorithm", f"be one of {', '.join(_METHODS)}", algorithm)
     config: dict[str, str | int] = {"method": _METHODS[algorithm], "num_speculative_tokens": steps}
-    if "draft_model_path" in given:
-        config["model"] = _one(given["draft_model_path"])
+    if "draft_model_path" in by_name:
+        config["model"] = _one(by_name["draft_model_path"])
     elif algorithm == "EAGLE":
         # Without a draft model SGLang's EAGLE runs the checkpoint's own multi-token-prediction layers.
         config["method"] = "mtp"

@@ -201,8 +201,8 @@ def _require_disk_space(config: Config) -> None:
 def _require_router_port(config: Config) -> None:
     """Checks that the router's port is free before the models are loaded. In a cluster, its host is known only when the
     run starts."""
-    port, given = config.engine.router_port, config.engine.router_ip is not None
-    if port is None or given or not config.num_engines or os.environ.get("RAY_ADDRESS"):
+    port, fixed = config.engine.router_port, config.engine.router_ip is not None
+    if port is None or fixed or not config.num_engines or os.environ.get("RAY_ADDRESS"):
         return
     host = ServerSpec.host
     try:

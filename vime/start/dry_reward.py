@@ -102,13 +102,13 @@ def check_reward(
     custom_rm_path: str | None = None,
     rm_type: str | list[str] | None = None,
     where: str = "",
-    given: Callable[[str], object] | None = None,
+    on_reward: Callable[[str], object] | None = None,
 ) -> str | None:
     """Raises ValueError for a missing reward, or one that cannot score a sample of `prompt`. Returns a note if it was
     not called.
 
-    `custom_rm_path`, `rm_type` and `where` belong to an evaluation dataset; `where` is its name in messages. `given`
-    receives the reward, as text.
+    `custom_rm_path`, `rm_type` and `where` belong to an evaluation dataset; `where` is its name in messages.
+    `on_reward` receives the reward, as text.
     """
     if not _scores(config, evaluation=bool(where)):
         return None
@@ -138,8 +138,8 @@ def check_reward(
         sample.metadata["rm_type"] = called
     key = eval_reward_key(config.reward) if where else config.reward.reward_key
     call = _called_as_runs_do(config, sample, key, flag, is_own=bool(path or own))
-    if given is not None and not (call.leaves or call.problem):
-        given(call.reward)
+    if on_reward is not None and not (call.leaves or call.problem):
+        on_reward(call.reward)
     return _verdict(call, f"{where}{flag}", changes)
 
 
@@ -148,30 +148,32 @@ def _called_as_runs_do(config: Config, sample: Sample, key: str | None, flag: st
 
     A generate function may return samples or lists, so a reward that fails with a sample is called with a list, too.
     """
-    of_group = config.reward.group_rm and sample.custom_rm_path is None
-    call = _call_in_fork(config, sample, key, flag, of_group=of_group, guarded=is_own)
+    whole_group = config.reward.group_rm and sample.custom_rm_path is None
+    call = _call_in_fork(config, sample, key, flag, whole_group=whole_group, guarded=is_own)
     path = sample.custom_rm_path is None and config.reward.custom_rm_path
-    lists = path and config.rollout.custom_generate_function_path and not of_group
+    lists = path and config.rollout.custom_generate_function_path and not whole_group
     if not lists or call.leaves or call.returned or call.problem is None:
         return call
-    of_list = _call_in_fork(config, sample, key, flag, of_group=True, guarded=is_own)
-    if of_list.problem is None or of_list.leaves:
-        return of_list
-    call.problem = f"{call.problem} (with a list of one sample: {of_list.problem})"
+    list_call = _call_in_fork(config, sample, key, flag, whole_group=True, guarded=is_own)
+    if list_call.problem is None or list_call.leaves:
+        return list_call
+    call.problem = f"{call.problem} (with a list of one sample: {list_call.problem})"
     return call
 
 
 def _call_in_fork(
-    config: Config, sample: Sample, key: str | None, flag: str, *, of_group: bool, guarded: bool
+    config: Config, sample: Sample, key: str | None, flag: str, *, whole_group: bool, guarded: bool
 ) -> _Call:
-    """Calls the reward in a separate process, with a list of the sample if `of_group`.
+    """Calls the reward in a separate process, with a list of the sample if `whole_group`.
 
     --group-rm passes such lists to the reward, and so does a generate function that returns lists.
     """
     with tempfile.TemporaryDirectory(prefix="vime-reward-", ignore_cleanup_errors=True) as folder:
         guard = _guard(folder) if guarded else _silent()
         try:
-            return run_in_fork(lambda: _called(config, sample, guard, key, of_group), flag, limit_s=LIMIT_S)
+            return run_in_fork(
+                lambda: _called(config, sample, guard, key, whole_group), flag, limit_s=LIMIT_S
+            )
         except OverLimit:
             return _Call([f"it needs more than {LIMIT_S:g} s"])
 
@@ -235,7 +237,7 @@ def _called(
     sample: Sample,
     guard: AbstractContextManager[None],
     reward_key: str | None,
-    of_group: bool,
+    whole_group: bool,
 ) -> _Call:
     """Calls the reward in this process, which was started for the call."""
     call, args, flags = _Call(_leaves), config.namespace(), config.reward
@@ -244,7 +246,7 @@ def _called(
         args = _Args(**vars(args))
     with guard:
         try:
-            if of_group:
+            if whole_group:
                 (sample.reward,) = asyncio.run(batched_async_rm(args, [sample]))
             else:
                 sample.reward = asyncio.run(async_rm(args, sample))
@@ -306,8 +308,8 @@ def _paths(arguments: tuple[object, ...]) -> Iterator[str]:
     for argument in arguments[:2]:
         if isinstance(argument, str | bytes):
             path = os.fsdecode(argument)
-            of_folder = not os.path.isabs(path) and isinstance(folder, int) and folder >= 0
-            yield os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path) if of_folder else path
+            from_folder = not os.path.isabs(path) and isinstance(folder, int) and folder >= 0
+            yield os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path) if from_folder else path
 
 
 def _is_own(target: str, folder: str) -> bool:

@@ -47,7 +47,7 @@ class FirstPrompt:
             custom_rm_path=custom_rm_path,
             rm_type=rm_type,
             where=where,
-            given=None if where else self._reward.append,
+            on_reward=None if where else self._reward.append,
         )
 
     def lines(self) -> Iterator[str]:
@@ -60,7 +60,9 @@ class FirstPrompt:
         if label is None:
             yield "its label: none (--label-key names the column)"
         else:
-            kind = next((name for of, name in _KINDS if isinstance(label, of)), type(label).__name__)
+            kind = next(
+                (name for kind_type, name in _KINDS if isinstance(label, kind_type)), type(label).__name__
+            )
             yield f"its label: {shortened(label)} ({kind})"
         for reward in self._reward[:1]:
             yield f"its reward, with its own text as the response: {reward}"

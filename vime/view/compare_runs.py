@@ -89,8 +89,8 @@ def _read(path: Path, name: str) -> Line:
 
 def _placed(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the configuration with `<run_dir>` instead of the run's own directory."""
-    given = config_flags(config).get("run_dir")
-    run_dir = given if isinstance(given, str) else ""
+    own_dir = config_flags(config).get("run_dir")
+    run_dir = own_dir if isinstance(own_dir, str) else ""
 
     def without_run_dir(value: object) -> object:
         if isinstance(value, dict):

@@ -40,7 +40,7 @@ class Lanes:
         self._nested = nested
         self._lanes: dict[tuple[str, ...], list[list[float]]] = {}
 
-    def place(self, track: tuple[str, ...], begin: float, end: float) -> int:
+    def assign(self, track: tuple[str, ...], begin: float, end: float) -> int:
         lanes = self._lanes.setdefault(track, [])
         for number, ends in enumerate(lanes):
             while ends and ends[-1] <= begin:
@@ -127,9 +127,9 @@ def group_spans(run_dir: Path, process: str) -> Iterator[TraceSpan]:
     for event in read_events(run_dir, ("drawn", "ended", "kept", "dropped", "put_back", "batch")):
         last = max(last, event.time)
         if event.kind == "drawn":
-            drawn = [_Group(n, event.time, fate={"version": event["version"]}) for n in event["groups"]]
-            known |= {group.number: group for group in drawn}
-            found += drawn
+            groups = [_Group(n, event.time, fate={"version": event["version"]}) for n in event["groups"]]
+            known |= {group.number: group for group in groups}
+            found += groups
             continue
         for group in (known[number] for number in event["groups"] if number in known):
             group.fate |= _fate(event)
@@ -138,7 +138,7 @@ def group_spans(run_dir: Path, process: str) -> Iterator[TraceSpan]:
     lanes = Lanes(nested=False)
     for group in sorted(found, key=lambda group: group.begin):
         end = last if group.end is None else group.end
-        lane = lanes.place((process,), group.begin, end)
+        lane = lanes.assign((process,), group.begin, end)
         title = f"group {group.number}"
         yield TraceSpan(process, "in generation", lane, title, group.begin, end, group.fate)
 
@@ -182,7 +182,7 @@ def ended_spans(run_dir: Path, kind: str, process: str, track: str, title: str) 
     found = [(event.time - event["seconds"], event) for event in read_events(run_dir, (kind,))]
     lanes = Lanes(nested=False)
     for begin, event in sorted(found, key=lambda pair: pair[0]):
-        lane = lanes.place((track,), begin, event.time)
+        lane = lanes.assign((track,), begin, event.time)
         yield TraceSpan(process, track, lane, title.format(**event.fields), begin, event.time, event.fields)
 
 

@@ -87,7 +87,7 @@ def paired_difference(
     differences, P - 1 degrees of freedom: it holds for another pair of runs. Of fewer than MIN_PAIRS there is none,
     unless every step is equal. With `relative`, differences are logs of the ratio of means of positive values.
     """
-    found = [_reported_by_both(pair, of_pair) for pair, of_pair in zip(pairs, weights, strict=True)]
+    found = [_reported_by_both(pair, pair_weights) for pair, pair_weights in zip(pairs, weights, strict=True)]
     usable = [both for both in found if len(both[0][0])]
     if not usable:
         return None

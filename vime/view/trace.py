@@ -153,7 +153,7 @@ def _phase_spans(run_dir: Path, begin: float, end: float) -> Iterator[TraceSpan]
     found = [phase for phase in phases(read_events(run_dir, _PHASES)) if _overlaps(phase, begin, end)]
     for phase in sorted(found, key=lambda phase: (phase.begin, -(phase.end or end))):
         stop = end if phase.end is None else phase.end
-        lane = lanes.place((phase.source, phase.device), phase.begin, stop)
+        lane = lanes.assign((phase.source, phase.device), phase.begin, stop)
         known = {"rollout": phase.rollout, "device": phase.device, "ended": phase.end is not None}
         fields = {name: value for name, value in known.items() if value not in (None, "")}
         title = phase.name if phase.rollout is None else f"{phase.name} {phase.rollout}"

@@ -160,11 +160,11 @@ class GroupTimes:
                     self._end(number, event)
 
     def _end(self, number: int, event: Event) -> None:
-        drawn = self._running.pop(number, None)
+        started = self._running.pop(number, None)
         if "seconds" in event.fields:
             found = SlowSample(number, event["seconds"], event.get("sample"), event.get("tokens"))
-        elif drawn is not None:
-            found = SlowSample(number, event.time - drawn)
+        elif started is not None:
+            found = SlowSample(number, event.time - started)
         else:
             return
         self._ended.append(found)
@@ -177,6 +177,6 @@ class GroupTimes:
         ended: Sequence[SlowSample] = sorted(self._ended, key=lambda one: -one.seconds)[:count]
         longest = ended[0].seconds if ended else 0.0
         running = () if now is None else self._running.items()
-        late = [SlowSample(number, now - drawn, goes_on=True) for number, drawn in running if now]
+        late = [SlowSample(number, now - started, goes_on=True) for number, started in running if now]
         late = sorted((one for one in late if one.seconds > longest), key=lambda one: -one.seconds)
         return [*late, *ended][:count]

@@ -74,13 +74,15 @@ def _cause(summary: RunSummary) -> list[Text]:
     if summary.state != "failed":
         return [Text(one_line(summary.cause), "yellow")]
     cause = find_cause(summary)
-    said = Text.assemble((f"{cause.name}: ", "bold red"), one_line(summary.cause))
-    return [said, Text(f"remedy: {cause.remedy}", "red")]
+    cause_text = Text.assemble((f"{cause.name}: ", "bold red"), one_line(summary.cause))
+    return [cause_text, Text(f"remedy: {cause.remedy}", "red")]
 
 
 def _damaged(summary: RunSummary) -> list[Text]:
-    said = ", ".join(f"{count} damaged lines in {name}" for name, count in summary.damaged.items() if count)
-    return [Text(f"left out: {said}", "yellow")] if said else []
+    damaged = ", ".join(
+        f"{count} damaged lines in {name}" for name, count in summary.damaged.items() if count
+    )
+    return [Text(f"left out: {damaged}", "yellow")] if damaged else []
 
 
 def bar(share: float, width: int) -> str:
@@ -95,17 +97,17 @@ def curve(shown: Curve, points: Points | None, width: int, height: int) -> list[
     if not points:
         return [_cut(title, width), Text("not recorded so far", "dim")]
     newest = points[max(points)]
-    said, steps = format(newest, shown.spec), f"  {min(points)} to {max(points)}"
-    title.truncate(max(1, width - len(said) - 1), overflow="ellipsis")
-    if len(title) + len(steps) + len(said) < width:
+    value, steps = format(newest, shown.spec), f"  {min(points)} to {max(points)}"
+    title.truncate(max(1, width - len(value) - 1), overflow="ellipsis")
+    if len(title) + len(steps) + len(value) < width:
         title.append(steps, "not bold dim")
-    title.append(" " * max(1, width - len(title) - len(said)))
-    title.append(said, "bold green" if math.isfinite(newest) else "bold white on red")
-    drawn = column_means(points, 2 * (width - _LABEL))
-    if not drawn or height < 2:
+    title.append(" " * max(1, width - len(title) - len(value)))
+    title.append(value, "bold green" if math.isfinite(newest) else "bold white on red")
+    means = column_means(points, 2 * (width - _LABEL))
+    if not means or height < 2:
         return [_cut(title, width)]
-    low, high = min(drawn.values()), max(drawn.values())
-    rows = plot(drawn, width - _LABEL, height - 1)
+    low, high = min(means.values()), max(means.values())
+    rows = plot(means, width - _LABEL, height - 1)
     labels = {0: format(high, shown.spec), len(rows) - 1: format(low, shown.spec)}
     lines = [
         Text.assemble((f"{labels.get(i, '')[: _LABEL - 1]:>{_LABEL - 1}}│", "dim"), (row, "green"))
@@ -121,20 +123,20 @@ def column_means(points: Mapping[int, float], columns: int) -> dict[int, float]:
     found: dict[int, list[float]] = {}
     for step, value in points.items():
         if math.isfinite(value):
-            place = (step - first) * count // (last - first + 1)
+            column = (step - first) * count // (last - first + 1)
             if 1 < count < columns:  # few steps fill the whole width
-                place = round(place * (columns - 1) / (count - 1))
-            found.setdefault(place, []).append(value)
-    return {place: math.fsum(values) / len(values) for place, values in sorted(found.items())}
+                column = round(column * (columns - 1) / (count - 1))
+            found.setdefault(column, []).append(value)
+    return {column: math.fsum(values) / len(values) for column, values in sorted(found.items())}
 
 
-def plot(drawn: Mapping[int, float], width: int, height: int) -> list[str]:
+def plot(means: Mapping[int, float], width: int, height: int) -> list[str]:
     """Draws values by column as a braille line: `height` lines of `width` characters. A character is two columns wide
     and four dots high."""
-    low, high, rows = min(drawn.values()), max(drawn.values()), 4 * height
+    low, high, rows = min(means.values()), max(means.values()), 4 * height
     cells = [[_BLANK] * width for _ in range(height)]
     before: tuple[int, int] | None = None
-    for x, value in drawn.items():
+    for x, value in means.items():
         share = 0.5 if high == low else (value - low) / (high - low)
         here = (x, round((1 - share) * (rows - 1)))
         for dot in _line(before or here, here):
@@ -222,8 +224,8 @@ def _wrapped(line: Text, width: int) -> list[Text]:
     """Wraps a line to at most two lines."""
     if len(line) <= width:
         return [line]
-    place = line.plain.rfind(" ", 0, width)
-    first, rest = line.divide([place if place > 0 else width])
+    cut = line.plain.rfind(" ", 0, width)
+    first, rest = line.divide([cut if cut > 0 else width])
     return [first, _cut(rest, width)]
 
 

@@ -145,9 +145,9 @@ class VllmBackend:
         """Translates SGLang's flags into vLLM's flags."""
         return translate_sglang(groups)
 
-    def fields(self, own: dict[str, object], given: dict[str, Any]) -> dict[str, object]:
+    def fields(self, own: dict[str, object], typed: dict[str, Any]) -> dict[str, object]:
         """Returns the fields of the engine section. Hooks find vLLM's arguments in their `args` as vllm_NAME."""
-        args = given.get("backend_args", {})
+        args = typed.get("backend_args", {})
         concurrency = own.get(CONCURRENCY.name, CONCURRENCY.default)
         if adapts := concurrency == "auto":
             concurrency = CONCURRENCY.default  # a number, because hooks compute with it
@@ -159,11 +159,11 @@ class VllmBackend:
             ROUTER_IP.name: own.get(ROUTER_IP.name),
             ROUTER_PORT.name: own.get(ROUTER_PORT.name),
             "vllm_args": args,
-            "vllm_argv": given.get("backend_argv", []),
+            "vllm_argv": typed.get("backend_argv", []),
         }
         hooks |= {f"vllm_{name}": value for name, value in args.items()}
         return {
-            **given,
+            **typed,
             "server_concurrency": concurrency,
             "adapts_concurrency": adapts,
             "router_ip": own.get(ROUTER_IP.name),

@@ -163,14 +163,14 @@ class VllmEngineClient(RouterClient):
             await self._exchange(request)
             missing = sum(not future.done() for future in request.futures)
             refusal = None
-            said = f"the answer lacks {missing} of {len(request.futures)} samples"
+            message = f"the answer lacks {missing} of {len(request.futures)} samples"
         except (Transient, aiohttp.ClientError, msgspec.DecodeError, OSError) as error:
-            refusal, said = None, f"{type(error).__name__}: {error}"
+            refusal, message = None, f"{type(error).__name__}: {error}"
         except ValueError as error:
-            refusal, said = ValueError, str(error)
+            refusal, message = ValueError, str(error)
         for future in request.futures:
             if not future.done():
-                future.set_exception((refusal or Transient)(said))
+                future.set_exception((refusal or Transient)(message))
 
     async def _exchange(self, request: _Request) -> None:
         url = f"{self.router_url}/v1/completions"
@@ -236,9 +236,9 @@ def request_fields(
 
     For a parameter that is None, the engine uses its neutral default.
     """
-    given = {NAMES[name]: value for name, value in checked(sampling_params).items()}
-    own = {"seed": seed} | {name: given.pop(name) for name in _OWN if name in given}
-    return {"include_stop_str_in_output": True, **given}, own
+    params = {NAMES[name]: value for name, value in checked(sampling_params).items()}
+    own = {"seed": seed} | {name: params.pop(name) for name in _OWN if name in params}
+    return {"include_stop_str_in_output": True, **params}, own
 
 
 def parse_result(answer: SampleAnswer, prompt_tokens: int, asked: Mapping[str, int]) -> GenerateResult:

@@ -38,41 +38,41 @@ def in_blocks(argv: Sequence[str]) -> list[str]:
 
 def check_quantisation(config: Config) -> None:
     """Checks the flag's value, the dtype of activations, and --check-weight-update-equal."""
-    given = config.engine.backend_args.get("quantization")
-    if given is None or not config.num_engines:
+    quantization = config.engine.backend_args.get("quantization")
+    if quantization is None or not config.num_engines:
         return
-    if given not in VALUES:
+    if quantization not in VALUES:
         raise FlagError(
             "--vllm-quantization",
             f"be one of {', '.join(VALUES)}",
-            given,
+            quantization,
             "updates bring plain weights, and vLLM quantises these in blocks of fp8",
         )
     dtype = config.engine.backend_args.get("dtype") or config.megatron.params_dtype
     if dtype not in _DTYPES:
         raise FlagError(
             "--vllm-dtype",
-            f"be bfloat16 or float16 with --vllm-quantization {given}",
+            f"be bfloat16 or float16 with --vllm-quantization {quantization}",
             dtype,
             "vLLM has no other activations beside fp8 weights",
         )
     if config.kernels.rlk_consistency == "strict":
         raise FlagError(
             "--rlk-consistency",
-            f"be off or audit with --vllm-quantization {given}",
+            f"be off or audit with --vllm-quantization {quantization}",
             "strict",
             "the weights of trainer and engine differ by their rounding to fp8",
         )
-    _check_model(config, given)
+    _check_model(config, quantization)
 
 
-def _check_model(config: Config, given: str) -> None:
+def _check_model(config: Config, quantization: str) -> None:
     decoder = read_decoder(read_hf_config(config.rollout.hf_checkpoint))
     latent = any(layer.attention.cache_whole for layer in decoder.layers)
     if config.weight_update.check_weight_update_equal and (decoder.experts or latent):
         raise FlagError(
             "--check-weight-update-equal",
-            f"be left out with --vllm-quantization {given} for a model with experts or latent attention",
+            f"be left out with --vllm-quantization {quantization} for a model with experts or latent attention",
             "it",
             "vLLM keeps such weights in forms that are not compared in fp8",
         )
@@ -94,11 +94,13 @@ def check_on_cpu(config: Config) -> None:
 
 def remarks(config: Config) -> Iterator[str]:
     """Yields a note on the log-prob difference of quantised engines and its correction."""
-    given = config.engine.backend_args.get("quantization")
-    if given is None or not config.num_engines:
+    quantization = config.engine.backend_args.get("quantization")
+    if quantization is None or not config.num_engines:
         return
-    text = f"--vllm-quantization {given}: engines sample with weights rounded to fp8, so their log-probs differ from "
-    text += "the trainer's, as vime audit measures"
+    text = (
+        f"--vllm-quantization {quantization}: engines sample with weights rounded to fp8, so their log-probs "
+    )
+    text += "differ from the trainer's, as vime audit measures"
     if not config.off_policy.use_tis:
         text += (
             "; --use-tis weights the loss by the ratio, and --custom-tis-function-path can also mask tokens"

@@ -49,28 +49,30 @@ def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
     shape = Shape.of(hf)
     weights, token, state = engine_weights(c, shape).bytes, _token(c, shape).bytes, _state(c, shape).bytes
     more_gpus = f"--rollout-num-gpus-per-engine (now {c.cluster.rollout_num_gpus_per_engine})"
-    if given := c.engine.engine_facts.cache_bytes:
+    if cache_bytes := c.engine.engine_facts.cache_bytes:
         besides = BESIDES_GENERATING - BESIDES_TRAINER
-        free, short = float(given), weights + given + besides - device_bytes
-        made_of = f"{amount(weights)} of weights, {amount(given)} of KV cache, {amount(besides)} besides"
-        bound = f"--vllm-kv-cache-memory-bytes (now {given})"
+        free, short = float(cache_bytes), weights + cache_bytes + besides - device_bytes
+        composition = (
+            f"{amount(weights)} of weights, {amount(cache_bytes)} of KV cache, {amount(besides)} besides"
+        )
+        bound = f"--vllm-kv-cache-memory-bytes (now {cache_bytes})"
         change = f"lower {bound} or raise {more_gpus}"
     else:
         share = c.engine.engine_facts.memory_share
         free, short = share * device_bytes - weights, weights - share * device_bytes
-        made_of = f"{amount(weights)} of weights in {amount(share * device_bytes)}, {share:g} of it"
+        composition = f"{amount(weights)} of weights in {amount(share * device_bytes)}, {share:g} of it"
         bound = f"--vllm-gpu-memory-utilization (now {share:g})"
         change = f"raise {bound} or {more_gpus}"
     if short > 0:
-        return f"{TOO_SMALL} {gpu(device_bytes)}: {made_of}, {amount(short)} too much; {change}"
+        return f"{TOO_SMALL} {gpu(device_bytes)}: {composition}, {amount(short)} too much; {change}"
     sequence = c.engine.backend_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
     if token * sequence + state > free:
         return (
-            f"{TOO_SMALL} {gpu(device_bytes)}: {made_of}, {amount(free)} for the KV cache, but one sequence of "
+            f"{TOO_SMALL} {gpu(device_bytes)}: {composition}, {amount(free)} for the KV cache, but one sequence of "
             f"{sequence} tokens needs {amount(token * sequence + state)}; raise {bound} or {more_gpus}, or set a lower "
             "--vllm-max-model-len"
         )
-    return f"fits {gpu(device_bytes)}: {made_of}, {_at_a_time(c, free, token, state)}"
+    return f"fits {gpu(device_bytes)}: {composition}, {_at_a_time(c, free, token, state)}"
 
 
 def engine_need(c: Config, hf: Hf, device_bytes: float) -> Need:
@@ -79,8 +81,8 @@ def engine_need(c: Config, hf: Hf, device_bytes: float) -> Need:
     weights = engine_weights(c, shape).bytes
     sequence = c.engine.backend_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
     one = _token(c, shape).bytes * sequence + _state(c, shape).bytes
-    if given := facts.cache_bytes:
-        return Need("an engine's KV cache", "when an engine starts", LOADING, one, float(given), one)
+    if cache_bytes := facts.cache_bytes:
+        return Need("an engine's KV cache", "when an engine starts", LOADING, one, float(cache_bytes), one)
     limit = facts.memory_share * device_bytes
     return Need("an engine's share", "when an engine starts", LOADING, weights + one, limit, weights + one)
 
@@ -133,11 +135,11 @@ def _state(c: Config, shape: Shape) -> Item:
     The state of the newest token is kept, and for the prefix cache also the state of an earlier token. Tensor-parallel
     ranks and pipeline stages share it.
     """
-    given = c.engine.backend_args
+    flags = c.engine.backend_args
     usual = c.engine.engine_facts.dtype or c.megatron.params_dtype
-    newest = _bytes(given.get("mamba_cache_dtype"), BYTES.get(usual, 2))
-    state = _bytes(given.get("mamba_ssm_cache_dtype"), BYTES.get(shape.state_dtype, newest))
-    copies = 1 if given.get("enable_prefix_caching") is False else 2
+    newest = _bytes(flags.get("mamba_cache_dtype"), BYTES.get(usual, 2))
+    state = _bytes(flags.get("mamba_ssm_cache_dtype"), BYTES.get(shape.state_dtype, newest))
+    copies = 1 if flags.get("enable_prefix_caching") is False else 2
     parts = engine_tensor_parallel(c) * c.engine.engine_facts.pipeline_parallel_size
     layers = sum(kind.attention.state > 0 for kind in shape.kinds)
     each = max(layers, 1)

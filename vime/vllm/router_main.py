@@ -45,8 +45,10 @@ def start_key_server(run_key: str) -> str:
         timeout = 30.0  # seconds: a silent client releases its thread
 
         def do_GET(self) -> None:
-            given = self.headers.get("Authorization", "").encode("latin-1")
-            self.send_response(200 if hmac.compare_digest(given, b"Bearer " + run_key.encode()) else 401)
+            authorization = self.headers.get("Authorization", "").encode("latin-1")
+            self.send_response(
+                200 if hmac.compare_digest(authorization, b"Bearer " + run_key.encode()) else 401
+            )
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -79,8 +81,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--gateway-port", type=int, required=True)
     parser.add_argument("--adapter", default="")
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
-    given = parser.parse_args(argv)
-    args = RouterArgs.from_cli_args(given, use_router_prefix=False)
+    options = parser.parse_args(argv)
+    args = RouterArgs.from_cli_args(options, use_router_prefix=False)
     args._validate_router_args()
     prometheus = hold_port("127.0.0.1")
     settings = {
@@ -97,7 +99,7 @@ def main(argv: Sequence[str]) -> None:
     }
     del settings["mini_lb"]
     router_url = f"http://{args.host}:{args.port}"
-    start_gateway(given.gateway_host, given.gateway_port, router_url, given.adapter)
+    start_gateway(options.gateway_host, options.gateway_port, router_url, options.adapter)
     vllm_router_rs.Router(**settings).start()
 
 

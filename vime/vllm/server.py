@@ -69,7 +69,7 @@ class VllmServer(EngineServer):
 
     def command(self) -> list[str]:
         spec = self.spec
-        given = {option(tokens) for tokens in pair_up(spec.vllm_argv)}
+        options = {option(tokens) for tokens in pair_up(spec.vllm_argv)}
         flags = {
             "model": spec.model_path,
             "served-model-name": SERVED_MODEL_NAME,
@@ -104,13 +104,13 @@ class VllmServer(EngineServer):
         if spec.reports_experts:
             argv += [routed_experts.FLAG]
         if spec.bitwise and spec.device == "cuda":
-            argv += ["--compilation-config", bitwise.compilation(given)]
+            argv += ["--compilation-config", bitwise.compilation(options)]
         if spec.lora_rank:
             argv += adapter.server_flags(spec.lora_rank)
         if spec.trust_remote_code:
             argv += ["--trust-remote-code"]
         argv += self._multi_node()
-        ours = [token for tokens in pair_up(argv) if option(tokens) not in given for token in tokens]
+        ours = [token for tokens in pair_up(argv) if option(tokens) not in options for token in tokens]
         theirs = [tokens for tokens in pair_up(spec.vllm_argv) if option(tokens) != OPTION]
         ours += self._settings().flags(*[t for t in pair_up(spec.vllm_argv) if option(t) == OPTION][-1:])
         module = server_module() if spec.node == 0 else "vime.vllm.headless"

@@ -124,8 +124,8 @@ def remarks(config: Config) -> Iterator[str]:
             "not yet on several hosts"
         )
     elif config.cluster.device == "cuda":
-        apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
-        if (gpus := trainer_ranks(config) + apart + frozen_devices(config)) > MOST_GPUS:
+        engine_gpus = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
+        if (gpus := trainer_ranks(config) + engine_gpus + frozen_devices(config)) > MOST_GPUS:
             yield f"{gpus} GPUs: runs on more than {MOST_GPUS} of a host have not been made in this version"
 
 

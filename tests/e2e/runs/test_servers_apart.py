@@ -240,7 +240,7 @@ def test_engines_join_and_leave_a_run(world: World, transport: str) -> None:
         engines("add", run_dir)
         run.answer(launch, "engine-0", "engine-1")
         run.take_in(launch, world.root)
-        assert "its place is free" in engines("remove", run_dir, "engine-0")
+        assert "its devices are free" in engines("remove", run_dir, "engine-0")
         run.go_on(launch)
         listed = [line.split()[:3] for line in engines("list", run_dir).splitlines()]
         assert listed[1:3] == [["engine-0", "policy", "removed"], ["engine-1", "policy", "serving"]]

@@ -49,15 +49,15 @@ class Run:
                 index=index,
             )
 
-        self.places = EngineSlots(self.config, "policy", spec_of, DoubleServer, VllmControl, False, False)
-        specs = [self.places.add(EngineSlot(placed, [i])) for i in range(count)]
-        self.places.free = [EngineSlot(placed, [i]) for i in range(count, 3)]
+        self.slots = EngineSlots(self.config, "policy", spec_of, DoubleServer, VllmControl, False, False)
+        specs = [self.slots.add(EngineSlot(placed, [i])) for i in range(count)]
+        self.slots.free = [EngineSlot(placed, [i]) for i in range(count, 3)]
         router = RouterSpec(run_key=KEY * 4, log_path=str(root / "logs" / "router.log"))
         self.pool = VllmEnginePool(
             specs,
             router,
-            spawn=self.places.spawn,
-            places=self.places,
+            spawn=self.slots.spawn,
+            slots=self.slots,
             events=Events("engines", str(root)),
             source=self.trainer,
             health_check_interval_s=0.5,
@@ -149,12 +149,12 @@ def test_an_engine_joins_with_the_present_weights_and_another_leaves(
     ) == (1, 0.25)
     run.answer(0, "/metrics", metrics_page(0, 0))
     leaving.join(60)
-    assert found == [0] and "its place is free" in capsys.readouterr().out
+    assert found == [0] and "its devices are free" in capsys.readouterr().out
     assert [m.title for m in run.pool._members] == ["engine-1"] and run.told == [2, 1]
     assert run.shown() == [["engine-0", "removed", "4"], ["engine-1", "serving", "4"]]
     assert ask(run, "add") == 0  # it takes the slot of engine-0, or the third slot
     assert [m.title for m in run.pool._members] == ["engine-1", "engine-2"] and run.told[-1] == 2
-    assert len(run.places.free) == 1
+    assert len(run.slots.free) == 1
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_engines_that_joined_are_supervised_and_end_with_the_run(start: Callable
     run = start(1)
     run.publish()
     assert ask(run, "add", "--count", "2") == 0
-    assert run.told[-1] == 3 and run.places.free == []
+    assert run.told[-1] == 3 and run.slots.free == []
     died = run.url(2)
     die(died, KEY * 4)
     wait_for(lambda: run.url(2) != died and ["engine-2", "serving", "4"] in run.shown(), 120)
@@ -207,7 +207,7 @@ def test_what_may_not_join(
     monkeypatch.setattr("vime.pool.engine_slots.place_engine", no_place)
     with pytest.raises(ValueError, match="2 devices must be free"):
         ask(run, "add", "--count", "3")  # there are two free slots
-    assert len(run.places.free) == 2
+    assert len(run.slots.free) == 2
     with pytest.raises(ValueError, match="--model must be one of policy, got judge"):
         ask(run, "add", "--model", "judge")
     for argv, said in (
@@ -224,9 +224,9 @@ def test_what_may_not_join(
     monkeypatch.setattr(DoubleServer, "command", lambda self: ["false"])
     assert ask(run, "add") == 1
     assert "engine-1 did not join: the engine server at" in capsys.readouterr().out
-    assert [m.title for m in run.pool._members] == ["engine-0"] and len(run.places.free) == 2
+    assert [m.title for m in run.pool._members] == ["engine-0"] and len(run.slots.free) == 2
     assert run.shown()[1][:2] == ["engine-1", "failed"]
-    run.places.colocated = True
+    run.slots.colocated = True
     with pytest.raises(ValueError, match="got --colocate"):
         ask(run, "add")
     run.pool.check_health()
@@ -278,7 +278,7 @@ def test_an_engine_that_was_started_apart_joins_and_outlives_the_run(
         assert read_engines(run.root).engines["engine-1"].place == "started apart, at 127.0.0.1"
         capsys.readouterr()
         assert ask(run, "remove", address) == 0
-        assert "it was started apart, and runs on" in capsys.readouterr().out
+        assert "the external server keeps running" in capsys.readouterr().out
         assert apart.poll() is None and run.pool._router.engines() == [run.url(0)]
     finally:
         apart.stop()

@@ -36,35 +36,35 @@ def main(argv: Sequence[str]) -> int:
 
 def open_runs(run_dirs: Sequence[Path]) -> list[RunData]:
     """Opens and checks the runs. Their names are the last parts of their paths, and differ."""
-    places = [place for run_dir in run_dirs for place in runs_below(Path(run_dir).resolve())]
-    if twice := [str(place) for place, count in Counter(places).items() if count > 1]:
+    folders = [folder for run_dir in run_dirs for folder in runs_below(Path(run_dir).resolve())]
+    if twice := [str(folder) for folder, count in Counter(folders).items() if count > 1]:
         raise ValueError(f"each RUN_DIR must be given once, got {twice[0]} twice; remove one")
-    runs = [RunData(place, name) for place, name in zip(places, _names(places), strict=True)]
+    runs = [RunData(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     for run in runs:
         run.check()
     return runs
 
 
-def runs_below(place: Path) -> list[Path]:
+def runs_below(top: Path) -> list[Path]:
     """Returns the folder itself if it is a run or contains no run. Otherwise returns all runs below it, by name.
 
     Runs contain no other runs, and links to folders are not followed.
     """
     found = []
-    for folder, below, files in os.walk(place):
+    for folder, below, files in os.walk(top):
         if EVENTS_FILE in files or METRICS_FILE in files:
             found.append(Path(folder))
             below.clear()
         below.sort()
-    return found or [place]
+    return found or [top]
 
 
-def _names(places: Sequence[Path]) -> list[str]:
-    for parts in range(1, max(len(place.parts) for place in places)):
-        names = ["/".join(place.parts[-parts:]) for place in places]
+def _names(folders: Sequence[Path]) -> list[str]:
+    for parts in range(1, max(len(folder.parts) for folder in folders)):
+        names = ["/".join(folder.parts[-parts:]) for folder in folders]
         if len(set(names)) == len(names):
             return names
-    return list(map(str, places))
+    return list(map(str, folders))
 
 
 async def _serve(runs: Sequence[RunData], port: int) -> None:

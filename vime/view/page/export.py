@@ -66,7 +66,7 @@ def _part(run: RunData, most_bytes: int) -> Json:
         if used > most_bytes and whole:
             break
         whole |= records
-    kept = {
+    sample_rows = {
         rollout: found
         for rollout, found in rows.items()
         if all(f"{rollout}/{row[1]}" in whole for row in found)
@@ -76,7 +76,7 @@ def _part(run: RunData, most_bytes: int) -> Json:
         "curves": run.curves(),
         "timeline": run.timeline(),
         "settings": run.settings(),
-        "samples": {"columns": answer["columns"], "rows": kept, "serial": serial, "more": False},
+        "samples": {"columns": answer["columns"], "rows": sample_rows, "serial": serial, "more": False},
         "whole": whole,
         "kept": len(whole),
         "samples_of": sum(map(len, rows.values())),

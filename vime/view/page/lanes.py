@@ -70,10 +70,10 @@ def read_timeline(run_dir: Path) -> Timeline:
     lanes = _lanes(found, events)
     names = sorted({span.name for span in found})
     timeline = Timeline(origin, [list(lane) for lane in lanes], names)
-    place = {lane: number for number, lane in enumerate(lanes)}
+    lane_rows = {lane: number for number, lane in enumerate(lanes)}
     for span, row in zip(found, _rows(found), strict=True):
         begin, end = round(span.begin - origin, 4), None if span.end is None else round(span.end - origin, 4)
-        timeline.spans.append([place[span.lane], row, names.index(span.name), begin, end, span.rollout])
+        timeline.spans.append([lane_rows[span.lane], row, names.index(span.name), begin, end, span.rollout])
     first = {lane[0]: number for number, lane in reversed(list(enumerate(lanes)))}
     timeline.marks = [mark for event in events for mark in _marks(event, first, origin)]
     timeline.steps = _steps(events, origin)
@@ -144,8 +144,8 @@ def _marked(event: Event) -> list[str]:
 def _marks(event: Event, lanes: dict[str, int], origin: float) -> list[list[float | int | str]]:
     kind = str(event["state"]) if event.kind == "engine" else event.kind
     text = "the engine is {state}" if event.kind == "engine" else MARKS.get(event.kind, "")
-    said = str(mask_secrets(text.format(**event.fields)[:_LOOKED_AT]))[:_LONGEST]
-    return [[lanes[source], round(event.time - origin, 4), kind, said] for source in _marked(event)]
+    text_shown = str(mask_secrets(text.format(**event.fields)[:_LOOKED_AT]))[:_LONGEST]
+    return [[lanes[source], round(event.time - origin, 4), kind, text_shown] for source in _marked(event)]
 
 
 def _steps(events: Iterable[Event], origin: float) -> list[list[float | int]]:

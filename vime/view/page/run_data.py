@@ -124,8 +124,10 @@ class RunData:
         environment = _masked(read_object(self.dir, ENVIRONMENT_FILE))
         flags = {name.partition(".")[2] or name: value for name, value in flatten(config)} if config else {}
         flags = {name: value for name, value in flags.items() if not name.startswith("hook_args.")}
-        told = {name: environment.get(name) for name in ("git", "python", "packages", "host", "cpu", "gpus")}
-        return {"configuration": flags, "versions": dict(flatten(told)) if environment else {}}
+        versions = {
+            name: environment.get(name) for name in ("git", "python", "packages", "host", "cpu", "gpus")
+        }
+        return {"configuration": flags, "versions": dict(flatten(versions)) if environment else {}}
 
     def _read_summary(self) -> RunSummary:
         found = run_summary(self.dir)

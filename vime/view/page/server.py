@@ -84,8 +84,8 @@ class PageServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.query.get("key")
-        key = given if given is not None else request.cookies.get(self._cookie, "")
+        sent = request.query.get("key")
+        key = sent if sent is not None else request.cookies.get(self._cookie, "")
         if not hmac.compare_digest(key.encode(errors="replace"), self.key.encode()):
             text = "The key of this page is missing or wrong. Open the address that `vime ui` printed.\n"
             return web.Response(status=401, text=text, headers=_HEADERS)

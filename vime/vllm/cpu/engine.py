@@ -36,8 +36,8 @@ the memory of an engine grows for hundreds of steps.
 """
 
 
-def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[str, str]:
-    """Returns the environment variables that a server on CPUs needs in addition to `given`, for `threads` threads.
+def environment(inherited: Mapping[str, str], threads: int, *, eager: bool) -> dict[str, str]:
+    """Returns the environment variables that a server on CPUs needs in addition to `inherited`, for `threads` threads.
 
     `eager`: the model runs without compilation. The sampler then runs without compilation too, which saves ten seconds
     in the first rollout.
@@ -45,17 +45,17 @@ def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[
     env = {
         "OMP_NUM_THREADS": str(threads),
         # Threads that wait for work sleep. By default they spin for milliseconds, on the core that the server needs.
-        WAIT_VARIABLE: given.get(WAIT_VARIABLE, "passive"),
-        KERNELS_VARIABLE: given.get(KERNELS_VARIABLE, str(MOST_KERNELS)),
+        WAIT_VARIABLE: inherited.get(WAIT_VARIABLE, "passive"),
+        KERNELS_VARIABLE: inherited.get(KERNELS_VARIABLE, str(MOST_KERNELS)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # The worker runs in the engine's process: on 2 cores a third process costs more time than it saves.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        METHOD_VARIABLE: given.get(METHOD_VARIABLE, "fork"),
+        METHOD_VARIABLE: inherited.get(METHOD_VARIABLE, "fork"),
     }
     if eager:
         env[EAGER_VARIABLE] = "1"
     if library := torchs_openmp():
-        env["LD_PRELOAD"] = ":".join(filter(None, [given.get("LD_PRELOAD"), library]))
+        env["LD_PRELOAD"] = ":".join(filter(None, [inherited.get("LD_PRELOAD"), library]))
     return env
 
 
@@ -85,8 +85,8 @@ def torchs_openmp() -> str | None:
     """
     spec = find_spec("torch")
     for folder in [] if spec is None else spec.submodule_search_locations or []:
-        for place in (Path(folder, "lib"), Path(folder).with_name("torch.libs")):
-            if found := sorted(place.glob("libgomp*.so*")):
+        for folder_path in (Path(folder, "lib"), Path(folder).with_name("torch.libs")):
+            if found := sorted(folder_path.glob("libgomp*.so*")):
                 return str(found[0])
     return None
 

@@ -33,7 +33,7 @@ class AdapterLoader:
         self._weights: WeightSet | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._compared: set[str] = set()
-        self._placed = False
+        self._installed = False
 
     @property
     def manager(self) -> LoRAModelManager:
@@ -55,9 +55,9 @@ class AdapterLoader:
         if part.load:
             self._tensors |= {name: part.get(name).to(self._device, copy=True) for name in part.shapes}
             if part.whole:
-                self._place()
+                self._install()
         if part.compare:
-            self._place()
+            self._install()
             wrong = differing(self.manager, self._model, {n: part.get(n) for n in part.shapes}, weights)
             if wrong:
                 raise RuntimeError(
@@ -73,19 +73,19 @@ class AdapterLoader:
 
     def finish(self) -> None:
         """Makes the complete adapter live. If any tensor was compared, raises RuntimeError unless all tensors were."""
-        self._place()
+        self._install()
         if self._compared and self._tensors and self._compared != self._tensors.keys():
             raise RuntimeError(
                 f"all tensors must be compared, got {len(self._compared)} of {len(self._tensors)} "
                 "(--check-weight-update-equal)"
             )
 
-    def _place(self) -> None:
-        if self._placed or not self._tensors:
+    def _install(self) -> None:
+        if self._installed or not self._tensors:
             return
         assert self._weights is not None
-        place(self.manager, self._model, self._tensors, self._weights, self._device)
-        self._placed = True
+        replace_adapter(self.manager, self._model, self._tensors, self._weights, self._device)
+        self._installed = True
 
 
 def _mapper(model: Any) -> WeightsMapper | None:
@@ -106,7 +106,7 @@ def _matrices(
     return found
 
 
-def place(
+def replace_adapter(
     manager: LoRAModelManager,
     model: Any,
     tensors: dict[str, torch.Tensor],
@@ -159,13 +159,13 @@ def differing(
 
     Raises ValueError for a matrix that is not live.
     """
-    given = _matrices(tensors, model)
+    matrices = _matrices(tensors, model)
     scale = weights.settings["lora_alpha"] / weights.settings["r"]
     slot = manager.lora_index_to_id.index(adapter_number(weights.name))
     wrong, seen = [], set()
     for name, module in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
-        if not any(part in given for part in parts):
+        if not any(part in matrices for part in parts):
             continue
         if not hasattr(module, "lora_a_stacked") or "MoE" in type(module).__name__:
             raise ValueError(
@@ -173,7 +173,7 @@ def differing(
                 f"{name}; vLLM's slots of experts cannot be read back"
             )
         for at, part in enumerate(parts):
-            for is_a, (peft_name, tensor) in given.get(part, {}).items():
+            for is_a, (peft_name, tensor) in matrices.get(part, {}).items():
                 seen.add(peft_name)
                 live = (module.lora_a_stacked if is_a else module.lora_b_stacked)[at][slot, 0]
                 wanted = tensor.to(live.device, live.dtype)
@@ -195,5 +195,5 @@ def _own(module: BaseLayerWithLoRA, whole: torch.Tensor, at: int, parts: int, *,
         return own
     listed: list[torch.Tensor | None] = [None] * parts
     listed[at] = whole
-    of_all: list[torch.Tensor] = cut(listed)
-    return of_all[at]
+    shards: list[torch.Tensor] = cut(listed)
+    return shards[at]

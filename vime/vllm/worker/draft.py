@@ -64,8 +64,8 @@ def live_draft_tensors(
     if not hasattr(draft, "packed_modules_mapping"):
         draft.packed_modules_mapping = getattr(target, "packed_modules_mapping", {})
     mapper = getattr(draft, "hf_to_vllm_mapper", None)
-    of_files = {live: file for file, live in getattr(mapper, "orig_to_new_prefix", {}).items()}
+    file_prefixes = {live: file for file, live in getattr(mapper, "orig_to_new_prefix", {}).items()}
     for path, module, live in live_tensors(draft, update):
         path = path.replace(".mtp_block.", ".")  # vLLM's additional level
-        start = next((start for start in of_files if path.startswith(start)), "")
-        yield of_files.get(start, "") + path.removeprefix(start), module, live
+        start = next((start for start in file_prefixes if path.startswith(start)), "")
+        yield file_prefixes.get(start, "") + path.removeprefix(start), module, live

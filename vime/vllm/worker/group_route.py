@@ -96,28 +96,30 @@ class GroupRequest:
                 f"{len(self.samples)} samples"
             )
         longest = max(params.max_tokens or 1 for params in self.samples)
-        room = max_model_len - len(self.prompt)
-        if room < (1 if cuts else longest):
+        remaining = max_model_len - len(self.prompt)
+        if remaining < (1 if cuts else longest):
             raise ValueError(
                 f"a prompt and its response must fit the engine's context of {max_model_len} tokens, got "
                 f"{len(self.prompt)} and up to {longest}"
             )
-        for params in self.samples if longest > room else ():
-            params.max_tokens = min(params.max_tokens or 1, room)
+        for params in self.samples if longest > remaining else ():
+            params.max_tokens = min(params.max_tokens or 1, remaining)
             params.min_tokens = min(params.min_tokens, params.max_tokens)
 
 
-def _columns(given: object, vocabulary: int) -> dict[str, int]:
+def _columns(requested: object, vocabulary: int) -> dict[str, int]:
     """The columns of a request with their arguments. ValueError for a column that has no producer."""
-    if not isinstance(given, dict) or not all(isinstance(argument, int) for argument in given.values()):
+    if not isinstance(requested, dict) or not all(
+        isinstance(argument, int) for argument in requested.values()
+    ):
         raise ValueError(
-            f"{COLUMNS_FIELD} must map names of columns to integers, got {given!r:.200}; send {{}}"
+            f"{COLUMNS_FIELD} must map names of columns to integers, got {requested!r:.200}; send {{}}"
         )
-    if unknown := sorted(given.keys() - PRODUCERS.keys()):
+    if unknown := sorted(requested.keys() - PRODUCERS.keys()):
         raise ValueError(f"columns must be among {sorted(PRODUCERS)}, got {unknown}; leave them out")
     return {
         name: min(argument, vocabulary) if PRODUCERS[name].likeliest else argument
-        for name, argument in given.items()
+        for name, argument in requested.items()
     }
 
 
@@ -148,8 +150,8 @@ async def answer(
     finished: Finished = asyncio.Queue()
     name = uuid4().hex
     tasks = [
-        asyncio.create_task(_sample(engine, request, place, f"{name}-{place}", lora, versions, finished))
-        for place in range(len(request.samples))
+        asyncio.create_task(_sample(engine, request, index, f"{name}-{index}", lora, versions, finished))
+        for index in range(len(request.samples))
     ]
     tasks += [asyncio.create_task(_gone(receive, finished)), asyncio.create_task(_alive(finished))]
     try:
@@ -201,7 +203,7 @@ async def _alive(finished: Finished) -> None:
 async def _sample(
     engine: AsyncLLM,
     request: GroupRequest,
-    place: int,
+    index: int,
     name: str,
     lora: LoRARequest | None,
     versions: Callable[[str], list[int]],
@@ -210,21 +212,21 @@ async def _sample(
     from vllm.inputs.engine import tokens_input
 
     try:
-        prompt, params = tokens_input(request.prompt), request.samples[place]
+        prompt, params = tokens_input(request.prompt), request.samples[index]
         outputs = engine.generate(prompt, params, name, lora_request=lora)
-        output = await _last(outputs, place, request.streams, finished)
+        output = await _last(outputs, index, request.streams, finished)
         if isinstance(request.score_from, int):
-            finished.put_nowait(_make_scores(output, place, versions(request.adapter), request.score_from))
+            finished.put_nowait(_make_scores(output, index, versions(request.adapter), request.score_from))
             return
-        finished.put_nowait(_make_answer(output, place, request.columns))
+        finished.put_nowait(_make_answer(output, index, request.columns))
     except refusals() as error:
-        finished.put_nowait(SampleAnswer(place, error=str(error)))
+        finished.put_nowait(SampleAnswer(index, error=str(error)))
     except Exception as error:  # the border of a task: `_send_frames` raises it
         finished.put_nowait(error)
 
 
 async def _last(
-    outputs: AsyncIterator[RequestOutput], place: int, streams: bool, finished: Finished
+    outputs: AsyncIterator[RequestOutput], index: int, streams: bool, finished: Finished
 ) -> RequestOutput:
     """Returns the finished output. With `streams`, also puts a frame with each output's new tokens into the queue."""
     known, next_s = 0, 0.0
@@ -235,7 +237,7 @@ async def _last(
         completion = output.outputs[0]
         end = len(completion.token_ids)
         values = _log_probs(completion, known, end)  # the engine's list may already be longer than its tokens
-        finished.put_nowait(SampleAnswer(place, _ids(completion.token_ids[known:]), values, more=True))
+        finished.put_nowait(SampleAnswer(index, _ids(completion.token_ids[known:]), values, more=True))
         known, next_s = end, now + PART_S
     return output
 
@@ -251,7 +253,7 @@ def _log_probs(completion: CompletionOutput, start: int = 0, end: int | None = N
     return np.maximum(np.asarray(values, np.float32), LOWEST).tobytes()
 
 
-def _make_answer(output: RequestOutput, place: int, columns: Mapping[str, int]) -> SampleAnswer:
+def _make_answer(output: RequestOutput, index: int, columns: Mapping[str, int]) -> SampleAnswer:
     completion, times = output.outputs[0], output.metrics
     made = {
         name: PRODUCERS[name].make(output, argument) for name, argument in {**columns, VERSIONS: 1}.items()
@@ -264,7 +266,7 @@ def _make_answer(output: RequestOutput, place: int, columns: Mapping[str, int]) 
         if decoded > 0 and 0 < times.first_token_ts < times.last_token_ts:
             speed = decoded / (times.last_token_ts - times.first_token_ts)
     return SampleAnswer(
-        place,
+        index,
         _ids(completion.token_ids),
         _log_probs(completion),
         completion.text,
@@ -280,7 +282,7 @@ def _make_answer(output: RequestOutput, place: int, columns: Mapping[str, int]) 
     )
 
 
-def _make_scores(output: RequestOutput, place: int, versions: list[int], start: int) -> SampleAnswer:
+def _make_scores(output: RequestOutput, index: int, versions: list[int], start: int) -> SampleAnswer:
     """Returns the log-probs of the prompt from `start` on. At each position, vLLM lists the token itself first, then
     the most probable tokens in order."""
     flat = cast("FlatLogprobs", output.prompt_logprobs)
@@ -289,7 +291,7 @@ def _make_scores(output: RequestOutput, place: int, versions: list[int], start: 
     top = np.asarray([i for first, end in zip(firsts, ends, strict=True) for i in range(first + 1, end)], int)
     values = np.maximum(values, np.float32(LOWEST))  # keeps NaN
     return SampleAnswer(
-        place,
+        index,
         log_probs=values[firsts].tobytes(),
         weight_versions=versions,
         prompt_tokens=len(output.prompt_token_ids or ()),

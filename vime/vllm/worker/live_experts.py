@@ -70,8 +70,8 @@ def expert_tensors(
         stacked = _stacked(module, w13[:, : 2 * width], w2[:, :, :width])
         yield from ((files[f"{parent}.{name}"], holder, value) for name, holder, value in stacked)
         return
-    for place, expert in enumerate(local_experts(module, len(w13))):
-        pieces = w13[place, :width], w13[place, padded : padded + width], w2[place, :, :width]
+    for index, expert in enumerate(local_experts(module, len(w13))):
+        pieces = w13[index, :width], w13[index, padded : padded + width], w2[index, :, :width]
         for name, piece in zip(_names(path, expert, update), pieces, strict=True):
             yield name, module.moe_config.moe_parallel_config, piece
 

@@ -29,15 +29,15 @@ class EngineSettings:
     bitwise: tuple[str, ...] = ()
     """Names in slime's BITWISE_OPERATORS of the operators that the engine uses from rl_kernel.invariant."""
 
-    def flags(self, given: Sequence[str] = ()) -> list[str]:
+    def flags(self, user_tokens: Sequence[str] = ()) -> list[str]:
         """Returns vLLM's flag with these settings and with the user's value of the same flag. The list is empty if both
         are empty.
 
-        `given` has the tokens of the user's own --additional-config: one "--additional-config=JSON" or two tokens.
+        `user_tokens` has the tokens of the user's --additional-config: one "--additional-config=JSON" or two tokens.
         """
-        text = given[-1].partition("=")[2] if len(given) == 1 else "".join(given[1:])
+        text = user_tokens[-1].partition("=")[2] if len(user_tokens) == 1 else "".join(user_tokens[1:])
         ours = {name: value for name, value in asdict(self).items() if value != _DEFAULTS[name]}
-        merged = {**(_parsed(text) if given else {}), **({_NAME: ours} if ours else {})}
+        merged = {**(_parsed(text) if user_tokens else {}), **({_NAME: ours} if ours else {})}
         return [f"--{OPTION}", json.dumps(merged)] if merged else []
 
     @classmethod

@@ -96,32 +96,34 @@ async def _pause(engine: Controlled, mode: str) -> tuple[int, dict[str, object]]
     return 200, {"status": "ok", "message": f"generation is paused ({mode})"}
 
 
-async def _update(engine: Controlled, given: _Update) -> tuple[int, dict[str, object]]:
+async def _update(engine: Controlled, request: _Update) -> tuple[int, dict[str, object]]:
     """Loads the weights of a folder. An engine that is not paused first finishes its requests, as SGLang's does."""
     for name in _UNSERVED:
-        if getattr(given, name):
+        if getattr(request, name):
             raise ValueError(
-                f"{name} must be left out, got {getattr(given, name)!r}; this engine does not serve it"
+                f"{name} must be left out, got {getattr(request, name)!r}; this engine does not serve it"
             )
-    if given.load_format not in _FORMATS:
-        raise ValueError(f"load_format must be auto or safetensors, got {given.load_format!r}; leave it out")
-    version = None if given.weight_version is None else _number(given.weight_version)
-    if given.abort_all_requests:
+    if request.load_format not in _FORMATS:
+        raise ValueError(
+            f"load_format must be auto or safetensors, got {request.load_format!r}; leave it out"
+        )
+    version = None if request.weight_version is None else _number(request.weight_version)
+    if request.abort_all_requests:
         await engine.abort_all()
     paused = await engine.llm.is_paused()
     if not paused:
         await engine.llm.pause_generation(mode="wait", clear_cache=False)
     try:
-        done, said = await _load(engine, given.model_path, version)
+        done, message = await _load(engine, request.model_path, version)
     finally:
-        if not paused and not given.keep_pause:
+        if not paused and not request.keep_pause:
             await engine.llm.resume_generation()
-    if done and given.flush_cache and not await engine.llm.reset_prefix_cache():
-        done, said = (
+    if done and request.flush_cache and not await engine.llm.reset_prefix_cache():
+        done, message = (
             False,
             "the weights are new, but requests in place keep old keys and values; pause with retract",
         )
-    return 200 if done else 400, {"success": done, "message": said, "num_paused_requests": 0}
+    return 200 if done else 400, {"success": done, "message": message, "num_paused_requests": 0}
 
 
 async def _load(engine: Controlled, folder: str, version: int | None) -> tuple[bool, str]:

@@ -217,16 +217,16 @@ async def _stream(jobs: list[_Job], request: GenerateRequest, send: Send) -> Non
         }
     )
 
-    async def events(place: int, job: _Job) -> None:
+    async def events(index: int, job: _Job) -> None:
         try:
             async for answer in job.answers():
-                await _event(send, {**answer, "index": place} if request.batched else answer)
+                await _event(send, {**answer, "index": index} if request.batched else answer)
         except refusals() as error:
             await _event(send, _error(error))
 
     async with asyncio.TaskGroup() as group:
-        for place, job in enumerate(jobs):
-            group.create_task(events(place, job))
+        for index, job in enumerate(jobs):
+            group.create_task(events(index, job))
     await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
@@ -288,14 +288,14 @@ class _Job:
 
 
 def _sampling(
-    engine: ServedEngine, given: dict[str, Any], prompt: list[int], wanted: WantedOutput, *, stream: bool
+    engine: ServedEngine, sampling: dict[str, Any], prompt: list[int], wanted: WantedOutput, *, stream: bool
 ) -> SamplingParams:
     """Returns vLLM's parameters. Raises ValueError if the response or the output does not fit the engine."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     left = engine.llm.model_config.max_model_len - len(prompt)
-    most = given.get("max_tokens", max(left, 1))
+    most = sampling.get("max_tokens", max(left, 1))
     if most > left:
         raise ValueError(
             f"sampling_params.max_new_tokens must fit the engine's context of {left + len(prompt)} tokens, got "
@@ -306,7 +306,7 @@ def _sampling(
             "return_routed_experts must be left out, got true; only a run with --use-rollout-routing-replay has them"
         )
     kind = RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
-    params = {**given, "max_tokens": most, "output_kind": kind, "skip_clone": True}
+    params = {**sampling, "max_tokens": most, "output_kind": kind, "skip_clone": True}
     if wanted.log_probs:
         params["logprobs"] = wanted.top
     if wanted.prompt_from is not None:
@@ -357,10 +357,10 @@ def _prompt_logprobs(
     """Returns `input_token_logprobs` and perhaps `input_top_logprobs`: rows [log-prob, token id, text or null] of the
     prompt's tokens from the wanted one on. The log-prob of the first row is null."""
 
-    def row(place: int) -> list[object]:
-        token = flat.token_ids[place]
+    def row(position: int) -> list[object]:
+        token = flat.token_ids[position]
         text = tokenizer.decode([token]) if wanted.texts else None
-        return [max(flat.logprobs[place], LOWEST), token, text]
+        return [max(flat.logprobs[position], LOWEST), token, text]
 
     start = min(wanted.prompt_from or 0, len(prompt) - 1)
     text = tokenizer.decode([prompt[start]]) if wanted.texts else None

@@ -78,7 +78,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.draft: Any = None  # the model that the engine speculates with; RunWorker sets it
         self.known = ViewCache()
         # views to which this update is copied; None: vLLM's loader loads it
-        self.places: WeightViews | None = None
+        self.views: WeightViews | None = None
         self._expected: dict[bool, dict[str, list[int]] | None] = {}
         self._is_checked = False
 
@@ -188,8 +188,8 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             self.compared |= part.shapes
 
     def _begin_loading(self) -> None:
-        self.places = self.known.of(self._live_model())
-        if self.places is None:
+        self.views = self.known.find(self._live_model())
+        if self.views is None:
             self._begin_reload()
 
     def _live_model(self) -> LiveModel:
@@ -211,7 +211,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
 
     def _reload(self, part: Part) -> None:
         """Loads all weights with vLLM's loader."""
-        self.places = None
+        self.views = None
         self._begin_reload()
         self._load(part)
         self._complete_loading()
@@ -224,8 +224,8 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             initialize_layerwise_reload(self.draft)
 
     def _load(self, part: Part) -> None:
-        if self.places is not None:
-            self.places.load(part)
+        if self.views is not None:
+            self.views.load(part)
             return
         model: Any = self.model  # vLLM's models have the method, their base class does not
         predicted = self._predicted(part.shapes)
@@ -263,7 +263,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
     def _begin_again_after(self, series: str | None) -> None:
         """Resets the state when parts of another series arrive, because they bring all weights again."""
         if self.series not in (None, series):
-            if self.loaded and not self.finished and self.places is None:
+            if self.loaded and not self.finished and self.views is None:
                 self._finalize()  # vLLM drops layers that arrived incomplete
             self.loaded, self.compared, self.finished = {}, {}, False
         self.series = series
@@ -282,8 +282,8 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
 
         A model that is loaded through views has no packed copies of tied weights or experts to renew.
         """
-        if self.places is not None:
-            self.places.finish()
+        if self.views is not None:
+            self.views.finish()
             return
         self._finalize()
         repack_tied_weights(self.model)
@@ -291,13 +291,13 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         if self.draft is not None:
             repack_experts(self.draft)
 
-    def _require_checkpoint(self, given: dict[str, list[int]], where: str) -> None:
+    def _require_checkpoint(self, received: dict[str, list[int]], where: str) -> None:
         """Raises ValueError unless the tensors that `where` brings, by name and shape, are the checkpoint's."""
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        trained = bool(self._predicted(given))
+        trained = bool(self._predicted(received))
         if trained not in self._expected:
             self._expected[trained] = checkpoint_shapes(self.model_config.model, trained=trained)
-        require_same_tensors(given, self._expected[trained], tied=tied, where=where)
+        require_same_tensors(received, self._expected[trained], tied=tied, where=where)
 
 
 def name_loaders(model: nn.Module) -> None:
@@ -333,18 +333,18 @@ def _shards(model_path: str) -> Iterator[Path]:
 
 
 def require_same_tensors(
-    given: dict[str, list[int]], expected: dict[str, list[int]] | None, *, tied: bool, where: str
+    received: dict[str, list[int]], expected: dict[str, list[int]] | None, *, tied: bool, where: str
 ) -> None:
-    """Raises ValueError unless `given` are exactly the tensors of `expected`. A tied lm_head may be on one side
+    """Raises ValueError unless `received` are exactly the tensors of `expected`. A tied lm_head may be on one side
     only."""
     optional = {"lm_head.weight"} if tied else set()
     if expected is None:
         return
-    for name in (given.keys() ^ expected.keys()) - optional:
+    for name in (received.keys() ^ expected.keys()) - optional:
         side = "missing from" if name in expected else "not in the checkpoint but in"
         raise ValueError(f"a weight update must hold the checkpoint's tensors, got {name} {side} {where}")
-    for name in given.keys() & expected.keys():
-        if given[name] != expected[name]:
+    for name in received.keys() & expected.keys():
+        if received[name] != expected[name]:
             raise ValueError(
-                f"{name} must have shape {expected[name]} as in the checkpoint, got {given[name]}"
+                f"{name} must have shape {expected[name]} as in the checkpoint, got {received[name]}"
             )

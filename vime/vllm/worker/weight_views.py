@@ -68,7 +68,7 @@ class ViewCache:
     def __init__(self) -> None:
         self.shapes: Shapes = {}
         """Tensors of the last complete update. The dictionary is empty before the first update."""
-        self._slots: WeightViews | None = None
+        self._views: WeightViews | None = None
         self._addresses: list[int] = []
         self._has_none = False
 
@@ -76,7 +76,7 @@ class ViewCache:
         """Stores the tensors of an update that is complete."""
         self.shapes = dict(shapes)
 
-    def of(self, model: LiveModel) -> WeightViews | None:
+    def find(self, model: LiveModel) -> WeightViews | None:
         """Returns the views, or None if vLLM's loader must load the update.
 
         The result is None before the first complete update, after an update that ended half-way in vLLM's loader, and
@@ -93,8 +93,8 @@ class ViewCache:
                 logger.info("vLLM's loader loads each update of weights: %s", found)
                 return None
             logger.info("updates of weights go straight to %d places", found.count)
-            self._slots, self._addresses = found, _addresses(model.modules)
-        return self._slots
+            self._views, self._addresses = found, _addresses(model.modules)
+        return self._views
 
 
 class WeightViews:
@@ -148,8 +148,8 @@ class WeightViews:
         """Returns the names whose views do not hold `get(name)`."""
         return [
             name
-            for name, places in self._found.items()
-            for module, view in places
+            for name, targets in self._found.items()
+            for module, view in targets
             if not holds(view, cut_shard(get(name), module, view.shape))
         ]
 
@@ -166,22 +166,24 @@ def find_views(model: LiveModel, shapes: Shapes) -> WeightViews | str:
     views = _views(model, shapes)
     if isinstance(views, str):
         return views
-    places, beside = WeightViews(model, shapes, views), _derived_tensors(model.modules)
-    if (size := sum(value.nbytes for value in beside.values())) > _DERIVED_BYTES:
+    weight_views, derived = WeightViews(model, shapes, views), _derived_tensors(model.modules)
+    if (size := sum(value.nbytes for value in derived.values())) > _DERIVED_BYTES:
         return f"modules keep {size} bytes beside their parameters"
     try:
-        return _why_wrong(model, places, beside, random_weights(shapes, model)) or places
+        return _why_wrong(model, weight_views, derived, random_weights(shapes, model)) or weight_views
     except torch.OutOfMemoryError as error:
         # The test needs memory for the largest tensor. vLLM's loader continues from a model that is loaded in part.
         torch.cuda.empty_cache()
         return f"a trial of the places had no memory: {str(error).splitlines()[0]}"
 
 
-def _why_wrong(model: LiveModel, places: WeightViews, beside: dict[str, Tensor], trial: Part) -> str | None:
+def _why_wrong(
+    model: LiveModel, weight_views: WeightViews, derived: dict[str, Tensor], trial: Part
+) -> str | None:
     """Makes vLLM's loader load made-up weights. Returns a text about a tensor that is then not in its view, or None."""
-    before = {name: value.clone() for name, value in beside.items()}
+    before = {name: value.clone() for name, value in derived.items()}
     model.load(trial)
-    wrong = places.wrong(trial.get)
+    wrong = weight_views.wrong(trial.get)
     torch.cuda.empty_cache()  # an engine that shares its GPU allocates its cache with the driver
     if wrong:
         return f"vLLM puts {len(wrong)} tensors elsewhere, such as {wrong[0]}"

@@ -30,14 +30,13 @@ ENVIRONMENT = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}  # graphs of parts without t
 """Environment variables of a bitwise server, on each device."""
 
 
-def compilation(given: Collection[str]) -> str:
+def compilation(user_options: Collection[str]) -> str:
     """Returns vLLM's --compilation-config on GPUs, with which nothing is compiled.
 
     A step with one token per request is one graph. Other steps have one graph for each part between two attentions.
-    `given`: the user's options. If they choose the steps, this function does not, because vLLM does not start with two
-    such choices.
+    If `user_options` choose the steps, this function does not, because vLLM does not start with two such choices.
     """
-    tokens = {} if _CHOOSES_TOKENS & set(given) else {"cudagraph_capture_sizes": _TOKENS}
+    tokens = {} if _CHOOSES_TOKENS & set(user_options) else {"cudagraph_capture_sizes": _TOKENS}
     return json.dumps({**_COMPILATION, **tokens})
 
 

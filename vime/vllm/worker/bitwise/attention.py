@@ -40,19 +40,19 @@ class PagedAttention(Paged, CPUAttentionBackendImpl):
         queries, keys = first.diff(), metadata.seq_lens.long()
         # Requests with one token and whole prompts are computed separately: padding a token to a prompt would be most
         # of the work.
-        for of_call in (queries == 1, queries > 1):
-            if (chosen := of_call.nonzero()[:, 0]).numel():
-                rows, seen, places = _padded(first[chosen], queries[chosen], keys[chosen])
+        for selected in (queries == 1, queries > 1):
+            if (chosen := selected.nonzero()[:, 0]).numel():
+                rows, seen, valid = _padded(first[chosen], queries[chosen], keys[chosen])
                 table = metadata.block_table[chosen].long()
-                found = self._attend(query, kv_cache, table, rows, seen, places)
-                output[rows[places]] = found[places].view(-1, *output.shape[1:])
+                found = self._attend(query, kv_cache, table, rows, seen, valid)
+                output[rows[valid]] = found[valid].view(-1, *output.shape[1:])
 
     def _attend(
-        self, query: Tensor, kv_cache: Tensor, table: Tensor, rows: Tensor, seen: Tensor, places: Tensor
+        self, query: Tensor, kv_cache: Tensor, table: Tensor, rows: Tensor, seen: Tensor, valid: Tensor
     ) -> Tensor:
         """Returns [S, Q, A, D] for the rows [S, Q] of the queries."""
-        size, place = kv_cache.shape[2], torch.arange(seen.shape[-1], device=query.device)
-        pairs = kv_cache[table[:, place // size], :, place % size]  # [S, K, G, 2 D]
+        size, position = kv_cache.shape[2], torch.arange(seen.shape[-1], device=query.device)
+        pairs = kv_cache[table[:, position // size], :, position % size]  # [S, K, G, 2 D]
         there = seen.any(2).squeeze(1)[..., None, None]  # memory behind a request's keys may hold anything
         key, value = pairs.where(there, 0).transpose(1, 2).chunk(2, -1)
         heads = query.view(-1, self.num_heads, self.head_size)[rows].transpose(1, 2)
@@ -63,12 +63,12 @@ def _padded(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tenso
     """Returns the row of each query [S, Q], a mask of the keys that it attends to [S, 1, Q, K], and a mask of the
     queries that exist [S, Q]. A request has `queries` tokens from row `first` on, which are the last of its `keys`
     tokens."""
-    of_query = torch.arange(int(queries.max()), device=first.device)
-    of_key = torch.arange(int(keys.max()), device=first.device)
-    there = of_query < queries[:, None]
-    last = (keys - queries)[:, None] + of_query
-    seen = (of_key <= last[..., None]) & there[..., None]
-    return torch.where(there, first[:, None] + of_query, 0), seen[:, None], there
+    query_index = torch.arange(int(queries.max()), device=first.device)
+    key_index = torch.arange(int(keys.max()), device=first.device)
+    there = query_index < queries[:, None]
+    last = (keys - queries)[:, None] + query_index
+    seen = (key_index <= last[..., None]) & there[..., None]
+    return torch.where(there, first[:, None] + query_index, 0), seen[:, None], there
 
 
 class InvariantAttention(CPUAttentionBackend):

@@ -112,8 +112,8 @@ class InvariantRotary(RotaryEmbedding):
         super().__init__(*args, **kwargs)
         # Computed on the host and for all positions, whatever the device on which vLLM builds the model.
         with torch.device("cpu"):
-            places = torch.arange(self.max_position_embeddings)
-            cos, sin = invariant.angles(places, Rope(self.base, self.rotary_dim).frequencies())
+            positions = torch.arange(self.max_position_embeddings)
+            cos, sin = invariant.angles(positions, Rope(self.base, self.rotary_dim).frequencies())
         self.register_buffer(
             "angles", torch.stack((cos, sin)).to(torch.get_default_device()), persistent=False
         )
@@ -124,12 +124,12 @@ class InvariantRotary(RotaryEmbedding):
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        places = positions.flatten()
-        return self._turned(query, places), None if key is None else self._turned(key, places)
+        flat = positions.flatten()
+        return self._rotate(query, flat), None if key is None else self._rotate(key, flat)
 
-    def _turned(self, x: Tensor, places: Tensor) -> Tensor:
-        heads = x.view(len(places), -1, self.head_size)
-        turned = invariant.rotate(heads[..., : self.rotary_dim], self.angles, places)
+    def _rotate(self, x: Tensor, flat: Tensor) -> Tensor:
+        heads = x.view(len(flat), -1, self.head_size)
+        turned = invariant.rotate(heads[..., : self.rotary_dim], self.angles, flat)
         if self.rotary_dim == self.head_size:
             return turned.view(x.shape)
         return torch.cat((turned, heads[..., self.rotary_dim :]), -1).view(x.shape)

@@ -50,10 +50,10 @@ def attach(completion: CompletionOutput, found: list[Span]) -> None:
 def spans(notes: Sequence[tuple[int, int]], version: int, tokens: int) -> list[Span]:
     """Returns the spans of `tokens` tokens, whose last ones were sampled by the weights `version`."""
     found, start = list[Span](), 0
-    for of, end in (*notes, (version, tokens)):
+    for sampled_by, end in (*notes, (version, tokens)):
         end = min(end, tokens)
         if end > start:
-            found.append(Span(of, start, end))
+            found.append(Span(sampled_by, start, end))
             start = end
     return found or [Span(version, 0, 0)]
 
