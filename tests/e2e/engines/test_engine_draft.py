@@ -105,7 +105,7 @@ def test_the_draft_gets_the_trained_layers(
         with pytest.raises(RuntimeError, match="live weights must equal .*mtp_layers"):
             engine.take(first, load=False)
         if plain:
-            places = engine.worker.weight_transfer_engine.places
+            places = engine.worker.weight_transfer_engine.views
             assert any("mtp_layers" in name for name, found in places._found.items() if found)
             engine.take(first)
             assert drafted(engine)[0] == tokens

@@ -227,7 +227,7 @@ def the_loader_stays(worker: Any, said: pytest.LogCaptureFixture, why: str) -> N
     learn_again(worker)
     for version in (0, 1, 2):
         push(worker, version)
-        assert worker.weight_transfer_engine.places is None
+        assert worker.weight_transfer_engine.views is None
         push(worker, version, load=False)
     assert said.text.count("vLLM's loader loads each update of weights") == 1
     assert why in said.text
@@ -241,7 +241,7 @@ def test_updates_go_to_their_places_from_the_second_on(plain: Any) -> None:
     for version in (0, 1):
         engine.known.shapes = {}
         push(plain, version)
-        assert engine.places is None
+        assert engine.views is None
         by_loader[version] = find_weights(plain)
     embedding = plain.model_runner.model.model.embed_tokens
     rows = embedding.shard_indices.num_org_elements
@@ -249,7 +249,7 @@ def test_updates_go_to_their_places_from_the_second_on(plain: Any) -> None:
     for version in (2, 3, 4):
         embedding.weight.data[rows:] = torch.nan
         push(plain, version)
-        assert engine.places.count == 2 * 11 + (2 if plain.tied else 3)
+        assert engine.views.count == 2 * 11 + (2 if plain.tied else 3)
         found = find_weights(plain)
         wanted = by_loader[version % 2]
         assert found.keys() == wanted.keys()
@@ -265,7 +265,7 @@ def test_buckets_go_to_their_places(plain: Any) -> None:
     for version in (1, 2, 3):
         first, second = halves(load_file(plain.update(version).info["path"]))
         push_buckets(plain, [(first, True), (second, True), (first, False), (second, False)])
-        assert engine.places is not None
+        assert engine.views is not None
         push(plain, version, load=False)
     if plain.tied:  # vLLM ignores a head in the update if the embedding is tied
         head = {"lm_head.weight": {**first, **second}["model.embed_tokens.weight"]}
@@ -313,13 +313,13 @@ def test_places_are_found_again_where_parameters_have_moved(plain: Any) -> None:
     for version in (0, 1, 2):
         push(plain, version)
     engine = plain.weight_transfer_engine
-    before = engine.places
+    before = engine.views
     push(plain, 3)
-    assert engine.places is before
+    assert engine.views is before
     weight = plain.model_runner.model.get_parameter("model.layers.1.mlp.down_proj.weight")
     weight.data = weight.data.clone()
     push(plain, 4)
-    assert engine.places is not None and engine.places is not before
+    assert engine.views is not None and engine.views is not before
     push(plain, 4, load=False)
 
 
@@ -371,6 +371,6 @@ def test_an_update_that_ended_half_way_leaves_the_next_one_to_the_loader(plain: 
     engine = plain.weight_transfer_engine
     engine._begin_reload()  # an update that fails while vLLM loads it leaves this state
     push(plain, 1)
-    assert engine.places is None
+    assert engine.views is None
     push(plain, 2)
-    assert engine.places is not None
+    assert engine.views is not None
