@@ -108,7 +108,7 @@ def test_a_run_that_goes_on_and_a_line_that_is_cut(tmp_path: Path) -> None:
 
 def test_lanes() -> None:
     lanes = Lanes()
-    placed = [lanes.place(("a",), *span) for span in ((0, 10), (1, 5), (2, 8), (8, 9), (11, 12))]
+    placed = [lanes.assign(("a",), *span) for span in ((0, 10), (1, 5), (2, 8), (8, 9), (11, 12))]
     assert placed == [0, 0, 1, 0, 0], "(2, 8) crosses (1, 5)"
     apart = Lanes(nested=False)
     assert [apart.place(("a",), *span) for span in ((0, 10), (1, 5), (5, 6), (10, 11))] == [0, 1, 1, 0]
