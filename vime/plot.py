@@ -124,7 +124,7 @@ def legend(axes: Axes, handles: Sequence[Artist], columns: int) -> None:
 
 def draw_lines(axes: Axes, runs: Sequence[RunMetrics], lines: Sequence[tuple[str, str]], ylabel: str) -> None:
     """Draws each recorded (metric, label). A long line is drawn faintly under its running mean."""
-    proxies: dict[int, Artist] = {}
+    marks: dict[int, Artist] = {}
     for r, run in enumerate(runs):
         for i, (metric, label) in enumerate(lines):
             if metric not in run.series:
@@ -140,12 +140,10 @@ def draw_lines(axes: Axes, runs: Sequence[RunMetrics], lines: Sequence[tuple[str
             width = 1.5 + _under(runs, r)
             axes.plot(series.steps, values, color=colour, linestyle=style, marker=marker, linewidth=width)
             axes.set_xlabel(xlabel)
-            proxies[i] = Line2D(
-                [], [], color=_proxy(runs, colour), linestyle=style, linewidth=1.5, label=label
-            )
+            marks[i] = Line2D([], [], color=_proxy(runs, colour), linestyle=style, linewidth=1.5, label=label)
     axes.set_ylabel(ylabel)
     if len(lines) > 1:
-        legend(axes, [proxies[i] for i in sorted(proxies)], columns=3)
+        legend(axes, [marks[i] for i in sorted(marks)], columns=3)
 
 
 def draw_reward(axes: Axes, runs: Sequence[RunMetrics]) -> None:
@@ -359,10 +357,8 @@ def _overview(panels: Sequence[Panel], runs: Sequence[RunMetrics], notes: Sequen
         figsize=(13, 3.5 * sum(heights) + 0.5), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12)
     )
     # Separate figures, because the legend next to the times would make every picture of the page narrower.
-    filled = [rows for rows in heights if rows]
-    subfigures: Any = figure.subfigures(
-        len(filled), 1, height_ratios=filled
-    )  # one figure, or an array of them
+    nonempty = [rows for rows in heights if rows]
+    subfigures: Any = figure.subfigures(len(nonempty), 1, height_ratios=nonempty)  # a figure or an array
     parts = iter(np.atleast_1d(subfigures))
     for group, columns in ((wide, 1), (pairs, 2)):
         if group:

@@ -66,8 +66,8 @@ def formula(hidden, weight, bias, targets, ids, *, temperature=1.0, vocab_size=N
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.double()[:, None]
     log_p = torch.log_softmax(logits[:, :vocab_size] / temperature, -1)
-    id_log_probs = log_p.gather(1, ids.long().clamp(min=0)).masked_fill(ids == NONE, -torch.inf)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), id_log_probs
+    picked = log_p.gather(1, ids.long().clamp(min=0)).masked_fill(ids == NONE, -torch.inf)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), picked
 
 
 def gains(tokens, count):
@@ -182,17 +182,15 @@ def test_by_hand():
     p = [1 / 16, 3 / 16, 4 / 16, 8 / 16]
     for impl in IMPLS:
         leaf = weight.clone().requires_grad_()
-        log_probs, id_log_probs = linear_logp(
+        log_probs, found = linear_logp(
             torch.ones(1, 1, device=DEVICE),
             leaf,
             torch.tensor([3], device=DEVICE),
             ids=torch.tensor([[3, 0, NONE]], device=DEVICE),
             impl=impl,
         )
-        assert id_log_probs[0].tolist() == pytest.approx(
-            [math.log(1 / 2), math.log(1 / 16), -math.inf], rel=1e-6
-        )
-        (7 * log_probs.sum() + 2 * id_log_probs[0, 0] + 5 * id_log_probs[0, 1]).backward()
+        assert found[0].tolist() == pytest.approx([math.log(1 / 2), math.log(1 / 16), -math.inf], rel=1e-6)
+        (7 * log_probs.sum() + 2 * found[0, 0] + 5 * found[0, 1]).backward()
         want = [(5 if i == 0 else 9 if i == 3 else 0) - 14 * x for i, x in enumerate(p)]
         assert leaf.grad[:, 0].tolist() == pytest.approx(want, rel=1e-5)
 
