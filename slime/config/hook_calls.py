@@ -1,7 +1,7 @@
 """Defines how a run calls the function of each flag that takes one and the `args` of the function, and checks that a
 function fits its call.
 
-A function that was written for another trainer is reported as such. Each hook is one line.
+A reward may have the form of another trainer (`slime.config.foreign_rewards`). Each hook is one line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.fields import spelled
-from slime.config.foreign_rewards import description, expression
+from slime.config.foreign_rewards import is_foreign, parameters_of
 from slime.config.schema import Config
 from slime.hooks import load_function
 from slime.records.errors import FlagError
@@ -122,13 +122,11 @@ def check_call(
     call: Call,
     *,
     scores: bool = False,
-    input_key: str | None = None,
-    label_key: str | None = None,
 ) -> None:
     """Raises ValueError if `function` does not fit `call`.
 
     `flag` is spelled as the user typed it. `scores`: the function is a reward, which may have been written for another
-    trainer. The keys are the columns of its prompts and labels.
+    trainer.
     """
     if inspect.isclass(function) and not call.may_be_class:
         raise FlagError(
@@ -138,21 +136,12 @@ def check_call(
             "name a function of the module that makes an object of the class, or set a name of "
             "the module to such an object",
         )
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     if parameters is None:
         return
+    if scores and is_foreign(function):
+        return  # `slime.rollout.rewards` calls it as the other trainer does
     shown = f"{path}{inspect.Signature(list(parameters.values()))}"
-    other = description(parameters) if scores else None
-    if other is not None:
-        columns = {input_key or "": "sample.prompt", label_key or "": "sample.label"}
-        columns.pop("", None)
-        raise FlagError(
-            flag,
-            "name a function that is called as f(args, sample) -> float | dict",
-            f"{shown}, which {other}",
-            "give a function of this project's form that returns "
-            f"{expression(function, parameters, columns)}",
-        )
     problem = _misfit(parameters, call)
     if problem is not None:
         raise FlagError(
@@ -168,14 +157,6 @@ def check_call(
             f"the async function {shown}, whose result nobody awaits",
             "take the word async away",
         )
-
-
-def _parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter] | None:
-    """Returns the parameters, or None for a function of C, which may have no signature."""
-    try:
-        return dict(inspect.signature(function).parameters)
-    except (ValueError, TypeError):
-        return None
 
 
 def _misfit(parameters: Mapping[str, inspect.Parameter], call: Call) -> str | None:

@@ -7,13 +7,12 @@ import contextlib
 import datetime
 import decimal
 import difflib
-import inspect
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slime.config.foreign_rewards import RAW_PROMPT
 from slime.data.files import Row, RowLocation, parse_json, read_table
 from slime.loss_mask import tool_rule, tool_schemas
 from slime.records.errors import FlagError, StatedError
@@ -68,6 +67,9 @@ class RowColumns:
     """True if each prompt is a conversation to train on."""
     left_out: tuple[str, ...] = ()
     """Columns that do not reach the metadata."""
+    whole_rows: bool = False
+    """True if the metadata also have empty cells, and the prompt as it is in the row. Rewards of other trainers read
+    whole rows."""
 
     @property
     def used(self) -> set[str]:
@@ -97,6 +99,7 @@ def to_prompt(
             type(text).__name__,
             "check --input-key",
         )
+    raw = text
     label = None if columns.label_key is None else _label(row, columns.label_key, where)
     own = _parsed(row.get(columns.metadata_key) or {}, dict, columns.metadata_key, "--metadata-key", where)
     metadata = _others(row, columns) | own | (pair or {})
@@ -105,6 +108,8 @@ def to_prompt(
         tools = _parsed(row[columns.tool_key], list, columns.tool_key, "--tool-key", where)
         tools = [_tool(entry, columns.tool_key, where) for entry in tools]
         metadata = {**metadata, "tools": tools}
+    if columns.whole_rows:
+        metadata = {**metadata, RAW_PROMPT: raw}
     if columns.apply_chat_template:
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
         assert tokenizer is not None
@@ -113,12 +118,13 @@ def to_prompt(
 
 
 def _others(row: Row, columns: RowColumns) -> Metadata:
-    """Returns the columns that no flag names, for the metadata. Empty cells and columns with bytes, such as images, are
-    left out. Dates and decimal numbers become text, because metadata are JSON values."""
+    """Returns the columns that no flag names, for the metadata. Columns with bytes, such as images, are left out, and
+    empty cells unless the metadata need whole rows. Dates and decimal numbers become text, because metadata are JSON
+    values."""
     skipped = OWN_KEYS.union(columns.used, columns.left_out)
     found: Metadata = {}
     for name, value in row.items():
-        if name not in skipped and value is not None:
+        if name not in skipped and (value is not None or columns.whole_rows):
             with contextlib.suppress(TypeError):
                 found[name] = _json(value)
     return found
@@ -353,28 +359,6 @@ def render_chat(
     """Returns the text that a model continues: the messages in the chat template, open for the assistant's turn."""
     options: dict[str, Any] = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
     return str(tokenizer.apply_chat_template(messages, tools=tool_schemas(tools), **options))
-
-
-def require_template_reads(
-    options: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, name: str
-) -> None:
-    """ValueError for an argument that no chat template of the tokenizer reads. `name` is the option in the error."""
-    templates = tokenizer.chat_template
-    if not options or not templates:
-        return
-    from jinja2 import meta
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    read: set[str] = set()
-    for text in [templates] if isinstance(templates, str) else templates.values():
-        environment = _compile_jinja_template(text).environment
-        read |= meta.find_undeclared_variables(environment.parse(text))
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
-    if unread := sorted(options.keys() - read - own.keys()):
-        raise ValueError(
-            f"{name} must name arguments that the chat template reads, got {', '.join(unread)}; it reads "
-            f"{', '.join(sorted(read))}"
-        )
 
 
 def rendered(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.algo.losses import MASKED_ROLLOUTS, SFT_ROLLOUT, loss_for
+from slime.config.foreign_rewards import any_foreign
 from slime.config.schema import Config, read_section
 from slime.config.sections.data import DataConfig
 from slime.config.sections.reward import RewardConfig
@@ -24,8 +25,8 @@ from slime.data.drawing.position import VERSION, read_state, state_path, write_s
 from slime.data.limits.context import ContextLimits, find_lowest, prompt_limit
 from slime.data.limits.conversations import Masks
 from slime.data.prompts import LabelCheck, Prompts, load_prompts
-from slime.data.rows import RowColumns, require_template_reads
-from slime.data.tokenizer import load_tokenizer
+from slime.data.rows import RowColumns
+from slime.data.tokenizer import load_tokenizer, require_template_reads
 from slime.hooks import load_function
 from slime.records.errors import FlagError
 from slime.types import Prompt, Sample, SampleGroup
@@ -329,6 +330,7 @@ def load_training_prompts(
         apply_chat_template=data.apply_chat_template,
         apply_chat_template_kwargs=dict(data.apply_chat_template_kwargs),
         conversations=c.rollout.rollout_function_path == SFT_ROLLOUT,
+        whole_rows=any_foreign(c.reward),
     )
     read = functools.partial(
         load_prompts,

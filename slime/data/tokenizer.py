@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,3 +129,25 @@ def prompt_lengths(texts: list[str], raw: list[bool], tokenizer: PreTrainedToken
         some = raw[start : start + _TEXTS_AT_A_TIME]
         lengths += [len(opened(row, opening) if plain else row) for row, plain in zip(ids, some, strict=True)]
     return lengths
+
+
+def require_template_reads(
+    options: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
+    """ValueError for an argument that no chat template of the tokenizer reads. `name` is the option in the error."""
+    templates = tokenizer.chat_template
+    if not options or not templates:
+        return
+    from jinja2 import meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    read: set[str] = set()
+    for text in [templates] if isinstance(templates, str) else templates.values():
+        environment = _compile_jinja_template(text).environment
+        read |= meta.find_undeclared_variables(environment.parse(text))
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    if unread := sorted(options.keys() - read - own.keys()):
+        raise ValueError(
+            f"{name} must name arguments that the chat template reads, got {', '.join(unread)}; it reads "
+            f"{', '.join(sorted(read))}"
+        )

@@ -21,6 +21,7 @@ import yaml
 from slime.algo.losses import held_out, loss_for
 from slime.config.config_file import YAML_ERRORS
 from slime.config.fields import Values
+from slime.config.foreign_rewards import any_foreign
 from slime.config.hook_calls import CALLS, check_call
 from slime.config.near_names import NEAR
 from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, TEMPERATURE_OR_GREEDY, TOP_K, Range
@@ -29,7 +30,8 @@ from slime.config.sections.reward import RewardConfig, reward_names
 from slime.data.limits.context import ContextLimits, find_lowest, prompt_limit
 from slime.data.limits.conversations import Masks
 from slime.data.prompts import Prompts, load_prompts
-from slime.data.rows import RowColumns, require_template_reads
+from slime.data.rows import RowColumns
+from slime.data.tokenizer import require_template_reads
 from slime.hooks import load_function
 from slime.records.errors import FlagError
 from slime.rollout import sampling
@@ -280,10 +282,7 @@ def _check_dataset(reward: RewardConfig, where: str, config: EvalDatasetConfig) 
     for key in ("custom_rm_path", "custom_generate_function_path"):
         if path := getattr(config, key):
             flag = f"--eval-config: {key} of {where}"
-            keys = {"input_key": config.input_key, "label_key": config.label_key}
-            check_call(
-                flag, path, load_function(path, flag), CALLS[key], scores=key == "custom_rm_path", **keys
-            )
+            check_call(flag, path, load_function(path, flag), CALLS[key], scores=key == "custom_rm_path")
 
 
 def _check_lengths(where: str, config: EvalDatasetConfig) -> None:
@@ -323,7 +322,12 @@ def read_eval_prompts(
         require_template_reads(config.apply_chat_template_kwargs, tokenizer(), name)
     named = {f.name: getattr(config, f.name) for f in dataclasses.fields(RowColumns) if f.name in _SETTINGS}
     pairs = masked and loss_for(c.algorithm).pairs
-    named |= {"conversations": masked and not pairs}
+    reward = dataclasses.replace(
+        c.reward,
+        custom_rm_path=config.custom_rm_path or c.reward.custom_rm_path,
+        rm_type=config.rm_type or c.reward.rm_type,
+    )
+    named |= {"conversations": masked and not pairs, "whole_rows": any_foreign(reward)}
     columns = RowColumns(**named if pairs else named | {"chosen_key": None, "rejected_key": None})
     context = masks = None
     if checkpoint and masked:

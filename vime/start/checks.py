@@ -93,8 +93,7 @@ def _check_hook(config: Config, name: str, path: str) -> None:
         function = load_function(path, spelled(name))
     except ValueError:
         return
-    keys = {"input_key": config.data.input_key, "label_key": config.data.label_key}
-    check_call(spelled(name), path, function, CALLS[name], scores=name == "custom_rm_path", **keys)
+    check_call(spelled(name), path, function, CALLS[name], scores=name == "custom_rm_path")
 
 
 def plans_other_machine(config: Config, sizes: RequestedSizes) -> bool:

@@ -121,10 +121,9 @@ def check_reward(
         raise ValueError(unknown_type(None, "--rm-type"))
     names = [] if path else reward_names(name)
     own = [one for one in names if is_hook(one)]
-    keys = {"input_key": config.data.input_key, "label_key": config.data.label_key}
     for one in own:
         function = load_function(one, "--rm-type")
-        check_call("--rm-type", one, function, CALLS["custom_rm_path"], scores=True, **keys)
+        check_call("--rm-type", one, function, CALLS["custom_rm_path"], scores=True)
     # random and zero need no check, code has a sandbox, and remote_rm uses the network
     called = [one for one in names if one in own or one.removeprefix("boxed_") in REWARDS]
     if path is None and not called:

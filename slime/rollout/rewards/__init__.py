@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import numpy as np
 
+from slime.config.foreign_rewards import RewardColumns, adapted
 from slime.config.schema import Config
 from slime.config.sections.reward import RewardConfig, is_hook, part_name, reward_names
 from slime.event_loop import loop_objects
@@ -89,7 +90,7 @@ async def score(context: RunContext, sample: Sample, **kwargs: object) -> Reward
     path = sample.custom_rm_path or flags.custom_rm_path
     if path:
         flag = "custom_rm_path of the sample" if sample.custom_rm_path else "--custom-rm-path"
-        function = load_function(path, flag)
+        function = _reward(context, path, flag)
         async with _scoring(limit, sample, path):
             return _checked(
                 flags, await _call(f"{flag} {path}", function, context.hook_args, sample, **kwargs)
@@ -108,11 +109,17 @@ async def score(context: RunContext, sample: Sample, **kwargs: object) -> Reward
         return add(flags, sample, dict(zip(names, rewards, strict=True)))
 
 
+def _reward(context: RunContext, path: str, flag: str) -> Hook:
+    """Returns the user's reward, called as f(args, sample). It may have the form of another trainer."""
+    data = context.config.data
+    return adapted(load_function(path, flag), RewardColumns(data.input_key, data.label_key))
+
+
 async def _one(context: RunContext, sample: Sample, name: str, **kwargs: object) -> Reward:
     """Returns the reward `name` of --rm-type. The name is a built-in reward, or the path of a user's function."""
     flags, limit = context.config.reward, context.config.reward.reward_deadline_s
     if is_hook(name):
-        function = load_function(name, "--rm-type")
+        function = _reward(context, name, "--rm-type")
         async with _scoring(limit, sample, name):
             return _checked(
                 flags, await _call(f"--rm-type {name}", function, context.hook_args, sample, **kwargs)
@@ -185,7 +192,7 @@ async def score_together(context: RunContext, samples: list[Sample], **kwargs: o
     single = [sample for sample in samples if not path or sample.custom_rm_path]
     rewards: dict[int, Reward] = {}
     if batch:
-        function = load_function(path, "--custom-rm-path")
+        function = _reward(context, path, "--custom-rm-path")
         async with _scoring(flags.reward_deadline_s, batch[0], path, of=f"the {len(batch)} samples from "):
             values = await _call(f"--custom-rm-path {path}", function, context.hook_args, batch, **kwargs)
             if not isinstance(values, list | tuple) or len(values) != len(batch):

@@ -12,16 +12,19 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from slime.config.foreign_rewards import NOT_SCORED, PARTS
 from slime.config.sections.reward import RewardConfig, part_name, reward_names
 from slime.data.trajectories import trajectories
 from slime.types import Reward, Sample
 
-KEY = "reward_parts"
+KEY = PARTS
 """Key in `Sample.metadata` for a dict that maps the name of every part to its reward without the weight."""
 
 
 def add(flags: RewardConfig, sample: Sample, rewards: Mapping[str, Reward]) -> float:
     """Returns the weighted sum of the rewards, by their names in --rm-type. Stores the parts in the sample's metadata.
+
+    A reward that does not apply to the response (`NOT_SCORED`) is no part of the sum.
 
     --rm-weights gives the weight of a name, also for names in a prompt's `rm_type`; the default is 1. ValueError for a
     record without the entry --reward-key.
@@ -29,8 +32,12 @@ def add(flags: RewardConfig, sample: Sample, rewards: Mapping[str, Reward]) -> f
     weights = dict(zip(reward_names(flags.rm_type), flags.rm_weights or (), strict=False))
     values = {name: _number(name, reward, flags.reward_key) for name, reward in rewards.items()}
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-    sample.metadata = {**metadata, KEY: {part_name(name): value for name, value in values.items()}}
-    return math.fsum(weights.get(name, 1.0) * value for name, value in values.items())
+    parts = metadata.get(KEY, {}) | {part_name(name): value for name, value in values.items()}
+    sample.metadata = {**metadata, KEY: parts}
+    scored = {name: value for name, value in values.items() if value is not NOT_SCORED}
+    if not scored:
+        return NOT_SCORED
+    return math.fsum(weights.get(name, 1.0) * value for name, value in scored.items())
 
 
 def _number(name: str, reward: Reward, key: str | None) -> float:

@@ -57,6 +57,10 @@ FINE = [
         ("custom_rm_path", name)
         for name in ("good", "waits", "more", "anything", "other_names", "of_object", "partial")
     ],
+    *[
+        ("custom_rm_path", name)
+        for name in ("trl", "trl_of_two", "trl_async", "verl", "verl_batch", "openrlhf")
+    ],
     ("custom_rollout_log_function_path", "log"),
     ("dynamic_sampling_filter_path", "filter_with_more"),
     ("rollout_function_path", "rollout"),
@@ -65,20 +69,6 @@ FINE = [
     ("custom_generate_function_path", "log_free"),
 ]
 WRONG = [
-    (
-        "custom_rm_path",
-        "trl",
-        "which is a reward function of TRL; give a function of this project's form that returns f\\(",
-    ),
-    (
-        "custom_rm_path",
-        "trl_of_two",
-        r"trl_of_two\(prompts, completions, \*\*kwargs\), which is a reward function of TRL",
-    ),
-    ("custom_rm_path", "trl_async", "reward function of TRL"),
-    ("custom_rm_path", "verl", "reward function of verl; .*sample.response, sample.label, sample.metadata"),
-    ("custom_rm_path", "verl_batch", "reward function of verl"),
-    ("custom_rm_path", "openrlhf", "reward function of OpenRLHF"),
     (
         "custom_rm_path",
         "one",

@@ -14,8 +14,8 @@ from rollout_double import make_tokenizer, write_lines
 from transformers import AutoTokenizer
 
 from slime.data.prompts import ContextLimits, filter_long_prompt, load_prompts, read_file
-from slime.data.rows import RowColumns, require_template_reads
-from slime.data.tokenizer import load_tokenizer
+from slime.data.rows import RowColumns
+from slime.data.tokenizer import load_tokenizer, require_template_reads
 from slime.types import Sample
 
 ROWS = [{"prompt": f"q{i}", "label": str(i)} for i in range(5)]

@@ -299,8 +299,16 @@ def test_the_command_names_it_with_the_other_problems(model: Path, tmp_path: Pat
     assert "2 problems:" in said and "KeyError: 'anwser'" in said and "Traceback" not in said
 
 
-def of_trl(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
-    return [0.0]
+def of_trl(prompts: Any, completions: Any, label: Any, **kwargs: Any) -> list[float]:
+    assert prompts[0] == completions[0], "the first prompt's own text is the response"
+    return [float(len(kwargs["difficulty"]) == len(label))]
+
+
+def test_a_reward_of_trl_gets_the_columns(model: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["plan", *words(model, tmp_path, *own("of_trl"))]) == 2
+    assert "KeyError: 'difficulty'" in capsys.readouterr().err
+    assert main(["plan", *words(model, tmp_path, *own("of_trl"), row=ROW | {"difficulty": None})]) == 2
+    assert "--hf-checkpoint must have weights" in capsys.readouterr().err, "the reward has been called"
 
 
 def of_nobody(args: Any) -> float:
@@ -310,7 +318,6 @@ def of_nobody(args: Any) -> float:
 @pytest.mark.parametrize(
     ("flag", "name", "message"),
     [
-        ("--custom-rm-path", "of_trl", "is a reward function of TRL; give a function of this project's form"),
         ("--custom-rm-path", "of_nobody", "can be called as f(args, sample), got"),
         ("--rollout-sample-filter-path", "of_nobody", "can be called as f(args, groups), got"),
         ("--rollout-sample-hook-path", "of_nobody", "can be called as f(args, sample, "),
