@@ -33,6 +33,7 @@ MODULES = {
     "explain": "vime.explain.command",
     "flags": "vime.list_flags",
     "trace": "vime.view.trace",
+    "train": "vime.driver",
     "ui": "vime.view.page.command",
     "watch": "vime.view.watch",
 }

@@ -72,6 +72,18 @@ def defaults(config: Config) -> Iterator[FlagGroup]:
         yield yaml_group(name, value)
 
 
+def all_flags(config: Config) -> Iterator[FlagGroup]:
+    """Yields every flag of a configuration that was made before: those of this project, of Megatron, of the engine, and
+    the run directory. A command line with these flags makes the same configuration."""
+    yield from defaults(config)
+    yield yaml_group("run_dir", config.logging.run_dir)
+    for name, value in {**config.megatron.model_args, **config.megatron.overrides}.items():
+        yield yaml_group(name, value)
+    prefix = f"--{config.engine.rollout_backend}-"
+    for group in split_argv(config.engine.backend_argv):
+        yield FlagGroup(prefix + group.typed[2:], f"{prefix[2:-1]}_{group.name}", group.values)
+
+
 def as_shell(groups: Sequence[FlagGroup]) -> str:
     """Formats the flags as a bash array with one flag per line."""
     lines = ["    " + " ".join(shlex.quote(token) for token in group.tokens) for group in groups]

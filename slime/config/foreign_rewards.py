@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import numbers
-import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,7 +105,6 @@ _LABELS = {"label", "labels", "answer", "answers", "ground_truth", "ground_truth
 _TEXTS = {"prompt", "response", "completion", "solution_str", "label", "answer", "ground_truth"}
 _IN_PLACE = _TEXTS | {"prompts", "completions", "responses"}
 """Names of texts, which a run never passes as the first two arguments."""
-_READS_MESSAGES = re.compile(r"""\[\s*["']content["']\s*\]|\.get\(\s*["']content["']""")
 
 
 @dataclass(frozen=True)
@@ -373,23 +371,21 @@ def _prompt_messages(sample: Sample) -> object:
 
 
 def reads_messages(function: Callable[..., object]) -> bool:
-    """Returns True if the function, or a function of its module that it names, reads the content of chat messages."""
-    return any(_READS_MESSAGES.search(text) for text in _sources(function))
-
-
-def _sources(function: Callable[..., object]) -> Iterator[str]:
-    """Yields the text of a function, and of the functions of its module that it names."""
+    """Returns True if the function, or a function of its module that it names, reads the entry `content` of chat
+    messages. The compiled code shows it, because a function of a notebook has no file in another process."""
     function = inspect.unwrap(function)
+    if not hasattr(function, "__code__"):  # an object, or a method
+        own_call = getattr(type(function), "__call__", function)  # noqa: B004
+        function = getattr(function, "__func__", own_call)
     code, others = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    helpers = [others.get(name) for name in _words(code)] if code is not None else []
-    read: list[Callable[..., object]] = [function]
-    read += [one for one in helpers if inspect.isfunction(one) and one.__globals__ is others]
-    for one in read:
-        with contextlib.suppress(OSError, TypeError):  # a function without a file
-            yield inspect.getsource(one)
+    if code is None:
+        return False
+    helpers = [others.get(name) for name in _of_code(code, "co_names")]
+    read = [one for one in helpers if inspect.isfunction(one) and one.__globals__ is others]
+    return any("content" in _of_code(one, "co_consts") for one in (code, *(one.__code__ for one in read)))
 
 
-def _words(code: CodeType) -> set[str]:
-    """Returns the names that a function reads, also those of the functions inside it."""
-    inner = [_words(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return set(code.co_names).union(*inner)
+def _of_code(code: CodeType, table: str) -> list[object]:
+    """Returns the entries of a table of the compiled code, also those of the functions inside it."""
+    inner = [_of_code(one, table) for one in code.co_consts if isinstance(one, CodeType)]
+    return [*getattr(code, table), *(entry for part in inner for entry in part)]

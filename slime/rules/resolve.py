@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import glob
-import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from slime.config.fields import Values, spelled
 from slime.config.schema import SECTIONS, Config, read_section
 from slime.config.sections.algorithm import AlgorithmConfig
 from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
+from slime.config.sections.logging import new_run_dir
 from slime.config.sections.lora import LoraConfig
 from slime.config.sections.reward import reward_names
 from slime.hardware import HARDWARE
@@ -300,10 +299,7 @@ def _kernels(c: argparse.Namespace) -> None:
 
 def _run_dir(c: argparse.Namespace) -> None:
     if c.run_dir is None:
-        model = Path(c.hf_checkpoint).name if c.hf_checkpoint else "run"
-        # With the random number, two runs with the same model that start in the same second have different directories.
-        started = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-        c.run_dir = str(Path("runs") / f"{model}-{started}")
+        c.run_dir = new_run_dir(c.hf_checkpoint)
 
 
 def _remarks(c: Config) -> Iterator[str]:

@@ -35,7 +35,7 @@ HEAVY = {
         "slime/config/megatron_flags.py",
         "slime/megatron_versions.py",
     ),
-    "ray": ("slime/bridges/", "slime/cluster/", "vime/train.py", "vime/pool/"),
+    "ray": ("slime/bridges/", "slime/cluster/", "vime/driver.py", "vime/pool/"),
     "vllm": ("vime/vllm/",),
     "vllm_router": ("vime/vllm/",),
     "vllm_router_rs": ("vime/vllm/",),

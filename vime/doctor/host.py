@@ -16,7 +16,7 @@ from vime.doctor.machine import Machine, words
 SMALL_MEMORY = 6 * 10**9
 # slime/cluster/ray_start.py: the object store of Ray that a run starts on one host.
 OBJECT_STORE = 512 * MIB
-# slime/weight_sync/file_channel.py keeps two versions of the weights in shared memory (vime/train.py).
+# slime/weight_sync/file_channel.py keeps two versions of the weights in shared memory (vime/driver.py).
 WEIGHT_VERSIONS = 2
 ROOMY_SHARED_MEMORY = 4 * GIB
 # Space for logs and metrics, and for one checkpoint with optimizer state of a 0.5B model (16 bytes per parameter).

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import secrets
 from dataclasses import dataclass
+from pathlib import Path
 
 from slime.config.fields import flag
 from slime.config.ranges import COUNT_OR_ZERO, PORT_OR_ANY
@@ -84,3 +87,13 @@ class LoggingConfig:
     log_passrate: bool = flag(False, "report pass@k of the training samples")
     log_reward_category: str | None = flag(None, "field of the reward object whose values are counted")
     log_correct_samples: bool = flag(False, "report the lengths of correct samples separately")
+
+
+def new_run_dir(checkpoint: str | None) -> str:
+    """Returns the run directory of a run without --run-dir.
+
+    With the random number, two runs with the same model that start in the same second have different directories.
+    """
+    model = Path(checkpoint).name if checkpoint else "run"
+    started = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return str(Path("runs") / f"{model}-{started}")

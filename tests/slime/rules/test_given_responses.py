@@ -133,6 +133,6 @@ def test_a_folder_to_load_exists_or_is_made_by_the_run(tmp_path, monkeypatch, fl
     ],
 )
 def test_the_line_of_a_start_names_the_parts_of_the_run(tmp_path, flags, parts):
-    from vime.train import _starting
+    from vime.driver import _starting
 
     assert _starting(parse_args([*good_argv(tmp_path), *flags.split()])) == f"starting {parts}"

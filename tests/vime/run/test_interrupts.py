@@ -16,7 +16,7 @@ import pytest
 from config_cases import good_argv
 
 from slime.rules import parse_args
-from vime import train
+from vime import driver
 from vime.run import interrupts
 
 ROOT = Path(__file__).parents[3]
@@ -181,7 +181,7 @@ def test_a_start_that_fails_leaves_no_temporary_folder(tmp_path, monkeypatch):
         raise BlockingIOError("no more processes")
 
     config = parse_args([*good_argv(tmp_path), "--run-dir", str(tmp_path / "run")])
-    monkeypatch.setattr(train, "Watchdog", no_process)
+    monkeypatch.setattr(driver, "Watchdog", no_process)
     with pytest.raises(BlockingIOError, match="no more processes"):
-        train.run(config, [])
+        driver.run(config, [])
     assert list(folder.iterdir()) == []

@@ -18,7 +18,7 @@ from vime.plan import main as plan
 from vime.run.lock import lock
 from vime.start import checks
 from vime.start.checks import check_run, plans_other_machine
-from vime.train import _read
+from vime.driver import _read
 
 Change = Callable[[Path, list[str], ExitStack], None]
 
