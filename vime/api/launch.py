@@ -64,7 +64,15 @@ def train(
     values = dict(flags) | _keywords(reward=reward, generate=generate, filter=filter)
     words, own = _parts(config)
     values = {name: value for name, value in {**own, **_named(values)}.items() if value is not None}
-    run_dir = _run_dir(words, values)
+    given = {group.name: group.values for group in with_config_files(split_argv(words))}
+    if isinstance(reward, list | tuple) and "custom_rm_path" in (given | values):
+        raise FlagError(
+            "reward",
+            "be one function with --custom-rm-path",
+            f"{len(reward)} rewards",
+            "leave that flag out of the configuration",
+        )
+    run_dir = _run_dir(given, values)
     folder = run_dir / functions.FOLDER
     values.pop("run_dir", None)
     groups = [yaml_group(name, _plain(value)) for name, value in _copied(folder, values).items()]
@@ -135,12 +143,8 @@ def _copied(folder: Path, values: Mapping[str, object]) -> dict[str, object]:
     return replaced
 
 
-def _run_dir(words: Sequence[str], values: Mapping[str, object]) -> Path:
-    """Returns the run directory: the one of the flags, else a new one."""
-    given = {group.name: group.values for group in with_config_files(split_argv(words))}
-    for name in ("run_dir", "hf_checkpoint"):
-        if (value := values.get(name)) is None and given.get(name):
-            value = given[name][0]
-        if name == "run_dir" and value is not None:
-            return Path(str(value))
-    return Path(new_run_dir(None if value is None else str(value)))
+def _run_dir(given: Mapping[str, Sequence[str]], values: Mapping[str, object]) -> Path:
+    """Returns the run directory: the one of the flags, else a new one. `given`: the flags of the files."""
+    texts = {name: words[0] for name, words in given.items() if words}
+    texts |= {name: str(value) for name, value in values.items() if name in ("run_dir", "hf_checkpoint")}
+    return Path(texts.get("run_dir") or new_run_dir(texts.get("hf_checkpoint")))

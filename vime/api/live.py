@@ -20,6 +20,7 @@ from vime.api.records import Run
 if TYPE_CHECKING:
     from vime.types import Callback
 
+CHILD = ("-m", "vime.api.child")
 _EVERY_S = 0.2
 _ERROR = "vime train: "
 """Begin of the line with which a run that failed ends its standard error."""
@@ -61,7 +62,7 @@ class LiveRun(Run):
         self._thread: threading.Thread | None = None
         self._out, self._error, self._began = Output(), Output(), time.time()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vime.api.child", *argv],
+            [sys.executable, *CHILD, *argv],
             stdin=subprocess.PIPE,
             stdout=self._out.file,
             stderr=self._error.file,
@@ -122,6 +123,16 @@ class LiveRun(Run):
         self._thread = threading.Thread(target=self._attend, name=f"vime run {self.dir}", daemon=True)
         self._thread.start()
         return self
+
+    def close(self) -> None:
+        """Ends the run at once if it is running, and closes its files. Its records can still be read."""
+        self._process.terminate()
+        self._process.wait()
+        if self._thread is not None:
+            self._thread.join()
+        assert self._process.stdin is not None
+        for file in (self._process.stdin, self._out.file, self._error.file):
+            file.close()
 
     def _attend(self) -> None:
         while self._process.poll() is None:
