@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import CodeType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from slime.config.sections.reward import RewardConfig, is_hook, reward_names
+from slime.config.sections.reward import is_hook, reward_names
 from slime.hooks import load_function
 from slime.records.errors import FlagError
 
@@ -145,12 +145,10 @@ def is_foreign(function: Callable[..., object]) -> bool:
     return bool(_IN_PLACE.intersection(list(parameters)[:2]))
 
 
-def any_foreign(reward: RewardConfig) -> bool:
+def any_foreign(custom_rm_path: str | None, rm_type: object) -> bool:
     """Returns True if a reward of the run is a reward of another trainer. A function that cannot be loaded does not
     count, because another check reports it."""
-    paths = (
-        [reward.custom_rm_path] if reward.custom_rm_path else filter(is_hook, reward_names(reward.rm_type))
-    )
+    paths = [custom_rm_path] if custom_rm_path else filter(is_hook, reward_names(rm_type))
     for path in paths:
         with contextlib.suppress(ValueError):
             if is_foreign(load_function(path)):
@@ -188,21 +186,21 @@ def _adapt(reward: ForeignReward) -> Callable[..., Any]:
         getattr(function, "__call__", None)  # noqa: B004  # an object whose call is async
     ):
 
-        async def awaited(args: object, given: Sample | list[Sample], **kwargs: object) -> object:
+        async def awaited(hook_args: object, given: Sample | list[Sample], **kwargs: object) -> object:
             samples = given if isinstance(given, list) else [given]
             found = [
-                reward.numbers_of(args, one, await function(*places, **words))
-                for one, places, words in reward.calls(args, samples)
+                reward.numbers_of(hook_args, one, await function(*places, **words))
+                for one, places, words in reward.calls(hook_args, samples)
             ]
             return _as_given(found, given)
 
         return awaited
 
-    def called(args: object, given: Sample | list[Sample], **kwargs: object) -> object:
+    def called(hook_args: object, given: Sample | list[Sample], **kwargs: object) -> object:
         samples = given if isinstance(given, list) else [given]
         found = [
-            reward.numbers_of(args, one, function(*places, **words))
-            for one, places, words in reward.calls(args, samples)
+            reward.numbers_of(hook_args, one, function(*places, **words))
+            for one, places, words in reward.calls(hook_args, samples)
         ]
         return _as_given(found, given)
 
@@ -227,21 +225,21 @@ class ForeignReward:
         self._takes_rest = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in self._parameters.values())
 
     def calls(
-        self, args: object, samples: Sequence[Sample]
+        self, hook_args: object, samples: Sequence[Sample]
     ) -> Iterator[tuple[Sequence[Sample], list[object], dict[str, object]]]:
         """Yields (samples, positional arguments, named arguments) for each call: one call for all samples of a reward
         that takes lists, else one call per sample."""
         if not self.is_batched:
             for sample in samples:
-                yield [sample], *self._placed(self._arguments(sample) | {"args": args})
+                yield [sample], *self._placed(self._arguments(sample) | {"args": hook_args})
             return
         each = [self._arguments(sample) for sample in samples]
         names = dict.fromkeys(name for values in each for name in values)
         words: dict[str, object] = {name: [values.get(name) for values in each] for name in names}
         if "args" in self._parameters:
-            words["args"] = args
+            words["args"] = hook_args
         if self._is_trl:
-            words |= _trainer(args, samples)
+            words |= _trainer(hook_args, samples)
         yield samples, *self._placed(words)
 
     def _placed(self, values: Mapping[str, object]) -> tuple[list[object], dict[str, object]]:
@@ -304,10 +302,10 @@ class ForeignReward:
         """Returns True if the reward gets chat messages: TRL passes messages if the prompt of the row has messages."""
         return self._reads_messages or (self._is_trl and isinstance(_raw(sample), list))
 
-    def numbers_of(self, args: object, samples: Sequence[Sample], result: Any) -> list[object]:
+    def numbers_of(self, hook_args: object, samples: Sequence[Sample], result: Any) -> list[object]:
         """Returns the rewards of a call's samples. ValueError for a result of another length."""
         if not self.is_batched:
-            return [_number(result, samples[0], getattr(args, "reward_key", None))]
+            return [_number(result, samples[0], getattr(hook_args, "reward_key", None))]
         if isinstance(result, dict) and "rewards" in result:
             result = result["rewards"]
         if hasattr(result, "tolist"):  # an array or a tensor
@@ -317,7 +315,7 @@ class ForeignReward:
             raise FlagError(
                 "the reward", f"return a list of {len(samples)} rewards", got, "return one per completion"
             )
-        key = getattr(args, "reward_key", None)
+        key = getattr(hook_args, "reward_key", None)
         return [_number(value, sample, key) for value, sample in zip(result, samples, strict=True)]
 
 
@@ -328,12 +326,12 @@ _NEVER = ("prompt", "completion", "completion_ids")
 """Columns that TRL does not pass."""
 
 
-def _trainer(args: object, samples: Sequence[Sample]) -> dict[str, object]:
+def _trainer(hook_args: object, samples: Sequence[Sample]) -> dict[str, object]:
     """Returns TRL's further arguments. The state has the rollout's number as the step. The functions that log store
     their values with the samples."""
     step = next((sample.rollout_id for sample in samples if sample.rollout_id is not None), 0)
     state = SimpleNamespace(
-        global_step=step, max_steps=getattr(args, "num_rollout", None), epoch=0.0, log_history=[]
+        global_step=step, max_steps=getattr(hook_args, "num_rollout", None), epoch=0.0, log_history=[]
     )
 
     def log_extra(column: str, values: Sequence[object]) -> None:

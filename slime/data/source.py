@@ -330,7 +330,7 @@ def load_training_prompts(
         apply_chat_template=data.apply_chat_template,
         apply_chat_template_kwargs=dict(data.apply_chat_template_kwargs),
         conversations=c.rollout.rollout_function_path == SFT_ROLLOUT,
-        whole_rows=any_foreign(c.reward),
+        whole_rows=any_foreign(c.reward.custom_rm_path, c.reward.rm_type),
     )
     read = functools.partial(
         load_prompts,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """Tokens [start, stop) of a sequence. Their attention reads the sequence's tokens [0, stop)."""
 
     sequence: int
@@ -35,7 +35,7 @@ class TokenSlice:
     """Number of tokens per sequence in the row."""
     rank: int
     size: int
-    runs: list[Run]
+    runs: list[TokenRun]
     """This rank's runs, in the order of computation."""
     tokens: Tensor
     """[n]: the indices of this rank's tokens in the packed row."""
@@ -84,7 +84,7 @@ def token_slice(
     first = torch.tensor([0, *lengths]).cumsum(0).tolist()
     if prompts:
         starts = [taken for _, taken in prompts]
-        runs = [[Run(s, a, b) for s, (a, b) in enumerate(zip(starts, lengths, strict=True)) if a < b]]
+        runs = [[TokenRun(s, a, b) for s, (a, b) in enumerate(zip(starts, lengths, strict=True)) if a < b]]
     else:
         runs = [_runs(lengths, r, size) for r in range(size)]
     tokens = [
@@ -109,10 +109,10 @@ def run_bounds(length: int, rank: int, size: int) -> list[tuple[int, int]]:
     return [(length * k // (2 * size), length * (k + 1) // (2 * size)) for k in (rank, 2 * size - 1 - rank)]
 
 
-def _runs(lengths: Sequence[int], rank: int, size: int) -> list[Run]:
+def _runs(lengths: Sequence[int], rank: int, size: int) -> list[TokenRun]:
     """Returns the non-empty runs of a rank."""
     return [
-        Run(s, start, stop)
+        TokenRun(s, start, stop)
         for s, length in enumerate(lengths)
         for start, stop in run_bounds(length, rank, size)
         if stop > start

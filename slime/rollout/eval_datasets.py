@@ -322,12 +322,8 @@ def read_eval_prompts(
         require_template_reads(config.apply_chat_template_kwargs, tokenizer(), name)
     named = {f.name: getattr(config, f.name) for f in dataclasses.fields(RowColumns) if f.name in _SETTINGS}
     pairs = masked and loss_for(c.algorithm).pairs
-    reward = dataclasses.replace(
-        c.reward,
-        custom_rm_path=config.custom_rm_path or c.reward.custom_rm_path,
-        rm_type=config.rm_type or c.reward.rm_type,
-    )
-    named |= {"conversations": masked and not pairs, "whole_rows": any_foreign(reward)}
+    rewards = config.custom_rm_path or c.reward.custom_rm_path, config.rm_type or c.reward.rm_type
+    named |= {"conversations": masked and not pairs, "whole_rows": any_foreign(*rewards)}
     columns = RowColumns(**named if pairs else named | {"chosen_key": None, "rejected_key": None})
     context = masks = None
     if checkpoint and masked:

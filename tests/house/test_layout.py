@@ -296,7 +296,9 @@ def test_slime_names_no_engine() -> None:
 def test_args_end_at_the_border():
     """`args` holds all flags for a user's functions. Inside, functions get sections (`slime.rollout.context`)."""
     found = []
-    for path in sorted([*(ROOT / "slime").rglob("*.py"), *(ROOT / "vime").rglob("*.py")]):
+    paths = [*(ROOT / "slime").rglob("*.py"), *(ROOT / "vime").rglob("*.py")]
+    # vime.types describes the functions of users, which take args
+    for path in sorted(path for path in paths if path.parent.name != "types"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__torch_function__":
                 given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs

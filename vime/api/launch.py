@@ -107,7 +107,10 @@ def _parts(config: ConfigLike) -> tuple[list[str], dict[str, object]]:
         config = [config]
     if not isinstance(config, list | tuple) or not all(isinstance(one, str | os.PathLike) for one in config):
         raise FlagError(
-            "config", "be a YAML file, a list of files, a dict or a Config", f"a {type(config).__name__}"
+            "config",
+            "be a YAML file, a list of files, a dict or a Config",
+            f"a {type(config).__name__}",
+            "write the flags of vime train as one of these",
         )
     return [f"--{CONFIG}", *map(os.fspath, config)] if config else [], {}
 

@@ -26,7 +26,7 @@ _ERROR = "vime train: "
 """Begin of the line with which a run that failed ends its standard error."""
 
 
-class Output:
+class RunOutput:
     """The standard output or error of the run, in a file without a name."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class LiveRun(Run):
         self._seen: tuple[int, int] = (0, 0)
         self._stopped, self._problem = False, list[BaseException]()
         self._thread: threading.Thread | None = None
-        self._out, self._error, self._began = Output(), Output(), time.time()
+        self._out, self._error, self._began = RunOutput(), RunOutput(), time.time()
         self._process = subprocess.Popen(
             [sys.executable, *CHILD, *argv],
             stdin=subprocess.PIPE,
@@ -98,7 +98,9 @@ class LiveRun(Run):
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while self._goes_on():
             if end is not None and time.monotonic() > end:
-                raise TimeoutError(f"the run in {self.dir} goes on after {timeout_s:g} s")
+                raise TimeoutError(
+                    f"the run must end within {timeout_s:g} s, got a running one; call wait again, or stop"
+                )
             time.sleep(_EVERY_S)
         self._raise_problem()
         return self

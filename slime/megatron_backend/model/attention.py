@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rl_kernel import rotary
-from slime.data.token_slice import Run, TokenSlice, ranges
+from slime.data.token_slice import TokenRun, TokenSlice, ranges
 from slime.megatron_backend.model.attention_scores import (
     Bucket,
     Inner,
@@ -92,7 +92,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     def sequences(self) -> tuple[Tensor, list[Bucket]]:
         """Returns padded batches of whole sequences, for layers that have a state: the buffer rows [T] of the row's
         tokens, and the buckets."""
-        slots, _, buckets = _buckets([Run(i, 0, length) for i, length in enumerate(self.lengths)])
+        slots, _, buckets = _buckets([TokenRun(i, 0, length) for i, length in enumerate(self.lengths)])
         return slots.to(self.places.device), buckets
 
 
@@ -135,7 +135,7 @@ def _cumulative(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
-def _buckets(runs: Sequence[Run]) -> tuple[Tensor, Tensor, list[Bucket]]:
+def _buckets(runs: Sequence[TokenRun]) -> tuple[Tensor, Tensor, list[Bucket]]:
     """Groups runs of similar length. Returns the queries' buffer rows, the keys' buffer rows, and the
     buckets in buffer order.
 

@@ -7,7 +7,7 @@ import torch
 
 from slime.backends.megatron_utils.cp_utils import get_logits_and_tokens_offset_with_cp
 from slime.data.packing import pack
-from slime.data.token_slice import Run, token_slice
+from slime.data.token_slice import TokenRun, token_slice
 
 LENGTHS = [8, 3, 5, 1, 40]
 
@@ -15,8 +15,8 @@ LENGTHS = [8, 3, 5, 1, 40]
 def test_by_hand():
     """8 tokens form 4 runs of 2: rank 0 has the first and the last. 3 tokens have the bounds 0, 0, 1, 2, 3."""
     first, second = (token_slice([8, 3], rank=rank, size=2, multiple=4) for rank in (0, 1))
-    assert first.runs == [Run(0, 0, 2), Run(0, 6, 8), Run(1, 2, 3)]
-    assert second.runs == [Run(0, 2, 4), Run(0, 4, 6), Run(1, 0, 1), Run(1, 1, 2)]
+    assert first.runs == [TokenRun(0, 0, 2), TokenRun(0, 6, 8), TokenRun(1, 2, 3)]
+    assert second.runs == [TokenRun(0, 2, 4), TokenRun(0, 4, 6), TokenRun(1, 0, 1), TokenRun(1, 1, 2)]
     assert first.tokens.tolist() == [0, 1, 6, 7, 10] and second.tokens.tolist() == [2, 3, 4, 5, 8, 9]
     assert first.rows == second.rows == 8  # the larger part, 6 tokens, as a multiple of 4
     assert first.gathered.tolist() == [0, 1, 8, 9, 10, 11, 2, 3, 12, 13, 4]

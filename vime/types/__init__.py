@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from slime.types import Metadata, SampleGroup, SamplingParams
@@ -22,7 +23,7 @@ from slime.types import Sample as Sample
 
 if TYPE_CHECKING:
     from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-    from vime.api.live import LiveRun
+    from slime.tracking.samples import SampleRecord
 
 Args: TypeAlias = Namespace
 """The flags of the run, by their names with underscores, and values that only a run has."""
@@ -122,11 +123,30 @@ class EvalRolloutLog(Protocol):
     ) -> bool | None: ...
 
 
+class RunHandle(Protocol):
+    """The run that a callback gets (docs/python-api.md)."""
+
+    dir: Path
+
+    @property
+    def metrics(self) -> list[dict[str, float]]: ...
+
+    @property
+    def evaluations(self) -> list[dict[str, float]]: ...
+
+    @property
+    def samples(self) -> list[SampleRecord]: ...
+
+    def samples_from(self, rollout: int) -> list[SampleRecord]: ...
+
+    def stop(self) -> None: ...
+
+
 class Callback(Protocol):
     """A callback of `vime.train`: called in the caller's process after each rollout, with the run and the rollout's
     metrics. `run.stop()` ends the run."""
 
-    def __call__(self, run: LiveRun, metrics: dict[str, float], /) -> object: ...
+    def __call__(self, run: RunHandle, metrics: dict[str, float], /) -> object: ...
 
 
 HOOKS: Mapping[str, type] = {
@@ -160,6 +180,7 @@ __all__ = [
     "RewardPostProcess",
     "RewardValue",
     "RolloutLog",
+    "RunHandle",
     "Sample",
     "SampleGroup",
     "SampleHook",

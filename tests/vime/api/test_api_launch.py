@@ -201,7 +201,7 @@ def test_stop_ends_the_run_and_is_no_error(started) -> None:
     run = started(SLOW)
     while "up" not in run.output:
         time.sleep(0.05)
-    with pytest.raises(TimeoutError, match="goes on after 0.1 s"):
+    with pytest.raises(TimeoutError, match="the run must end within 0.1 s, got a running one"):
         run.wait(0.1)
     run.stop()
     assert run.wait(30).state == "interrupted"
