@@ -13,12 +13,12 @@ import pytest
 from make_model import main as make_model
 
 from vime.cli import main
+from vime.driver import _read
 from vime.memory.sizes import RequestedSizes
 from vime.plan import main as plan
 from vime.run.lock import lock
 from vime.start import checks
 from vime.start.checks import check_run, plans_other_machine
-from vime.driver import _read
 
 Change = Callable[[Path, list[str], ExitStack], None]
 
