@@ -39,7 +39,7 @@ class RolloutBackend(BackendFlags, Protocol):
         ...
 
     def require_reachable(self, config: Config) -> None:
-        """Before a run starts anything: ValueError, within 15 s, for an engine or a router started apart that does not
+        """Before a run starts anything: ValueError, within 15 s, for an external engine or router that does not
         answer or cannot be used, and for engines that cannot run on this machine."""
         ...
 

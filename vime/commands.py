@@ -3,7 +3,7 @@
 COMMANDS = {
     "train": "run a training job from the flags of a launch script",
     "plan": "check the same flags and show what they mean; starts nothing",
-    "engines": "list|add|remove RUN_DIR: show the engines of a run, change them while it goes on",
+    "engines": "list|add|remove RUN_DIR: show the engines of a run, and change them while it runs",
     "serve": "engine|router HOST:PORT: start an engine or a router that a run uses by its address",
     "config": "print the flags of --config files as YAML or as a shell array",
     "doctor": "check whether this machine has what a run needs; --json",

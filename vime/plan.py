@@ -70,7 +70,7 @@ def topology(c: Config) -> Iterator[str]:
             else "synchronous"
         )
         yield f"order     {where}, {phases}"
-    devices = plural(_device_count(c, trains), "GPU" if c.cluster.device == "cuda" else "CPU place")
+    devices = plural(_device_count(c, trains), "GPU" if c.cluster.device == "cuda" else "CPU slot")
     yield f"needs     {devices}; this machine has {this_machine()}"
 
 
@@ -102,7 +102,7 @@ def _engines_line(c: Config, model: ServedModel) -> str:
     return (
         f"{name:<9} {plural(c.num_engines, f'{facts.project} server')} x {each} {c.cluster.device}"
         f"{spread if c.nodes_per_engine > 1 else ''}{'' if model.frozen else _split(c)}, behind one {facts.router}"
-        f"{', started apart' if c.rollout.rollout_external_engine_addrs else ''}"
+        f"{', external' if c.rollout.rollout_external_engine_addrs else ''}"
         f"{f', with the weights of {model.checkpoint}' if model.frozen else ''}"
     )
 

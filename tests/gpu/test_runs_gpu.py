@@ -59,4 +59,4 @@ def test_updates_go_straight_to_their_places_never_run(world: World) -> None:
     assert len(steps) == 4
     assert all(row["train/train_rollout_logprob_abs_diff"] < TOLERANCE for row in steps.values())
     log = (world.root / "places" / "logs" / "engine-0.log").read_text()
-    assert log.count("updates of weights go straight to") == 1
+    assert log.count("weight updates are copied into") == 1

@@ -129,7 +129,7 @@ def test_messages_are_read_from_the_code(tmp_path: Path) -> None:
         '    said = f"{x} must be " "known, got " + str(x)\n    raise KeyError("internal")\n'
         'raise RuntimeError("engine died")\n'
     )
-    found = {(m.rule, m.remedy) for m in sources.get_messages(file, tmp_path)}
+    found = {(m.rule, m.remedy) for m in sources.find_messages(file, tmp_path)}
     assert found == {
         ("--a must be above …, got …", "raise it"),
         ("… must be known, got …", ""),

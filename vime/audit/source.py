@@ -117,8 +117,8 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
     if not chosen:
         reasons = ", ".join(f"{reason}: {n} tokens" for reason, n in left_out.most_common())
         raise ValueError(
-            f"rollout {rollout_id} must have samples that can be compared, got none ({reasons}); docs/audit.md says "
-            "what each reason means"
+            f"rollout {rollout_id} must have samples that can be compared, got none ({reasons}); docs/audit.md "
+            "explains each reason"
         )
     return AuditSource(rollout_id, version, chosen, rows, left_out)
 

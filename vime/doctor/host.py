@@ -90,7 +90,7 @@ def check_disk(machine: Machine, wanted: WantedRun) -> list[Finding]:
     run_dir = machine.space(wanted.run_dir).free
     cache = hf_home(machine)
     cached = machine.space(cache).free
-    more = "free some space, or choose another place with"
+    more = "free some space, or choose another directory with"
     return [
         judge(
             "disk, run directory",

@@ -60,7 +60,7 @@ def _prompts(ledger: Ledger) -> Finding:
     return judge(
         "prompts",
         "; ".join(problems[:_SHOWN]) + more if problems else in_order,
-        "a resumed run went on at another place of the data: was its data position, or --data-source-path, changed?",
+        "a resumed run continued at another data position: was the position, or --data-source-path, changed?",
         fails=bool(problems),
         poor=False,
     )

@@ -42,13 +42,15 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vime engines", allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", required=True)
-    shown = actions.add_parser("list", help="a table of the engines of a run that goes on or has ended")
-    add = actions.add_parser("add", help="start more engines, or take in one that was started apart")
+    shown = actions.add_parser("list", help="a table of the engines of a running or ended run")
+    add = actions.add_parser("add", help="start more engines, or add an external engine")
     remove = actions.add_parser("remove", help="let an engine finish its requests, and end it")
     for each in (shown, add, remove):
         each.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     how = add.add_mutually_exclusive_group()
-    how.add_argument("--count", type=int, default=1, help="engines to start on free places (default 1)")
+    how.add_argument(
+        "--count", type=int, default=1, help="number of engines to start on free devices (default 1)"
+    )
     how.add_argument("--address", metavar="HOST:PORT", help="an engine of `vime serve engine`")
     add.add_argument("--model", default=POLICY, help="the served model that gets them (default policy)")
     remove.add_argument("engine", metavar="ENGINE", help="its name or its HOST:PORT")
@@ -66,7 +68,7 @@ def _list(engines: RunEngines) -> int:
     print(*table(engines, ended=here and control is None), sep="\n")
     if not here:
         print(
-            f"the run's driver is process {engines.pid} on {engines.host}; only there is seen whether it goes on"
+            f"the run's driver is process {engines.pid} on {engines.host}; run this command there to see its state"
         )
     return 0
 
@@ -96,7 +98,7 @@ def _ask(engines: RunEngines, run_dir: Path, asked: dict[str, object]) -> int:
     control = _connect(engines)
     if control is None:
         raise ValueError(
-            f"RUN_DIR must be that of a run that goes on, got {run_dir}, whose run has ended; resume it first"
+            f"RUN_DIR must belong to a running run, got {run_dir}, whose run has ended; resume it first"
         )
     with control, contextlib.suppress(ConnectionResetError):
         control.sendall(json.dumps(asked).encode() + b"\n")

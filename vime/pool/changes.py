@@ -43,12 +43,12 @@ class Changes:
     tell: Callable[[int], None] = lambda count: None
 
     def add(self, count: int, say: Say) -> list[str]:
-        """Start that many engines on free places; returns their names when they serve. ValueError, before anything
-        starts, if there are too few places; RuntimeError if a server does not serve."""
+        """Starts that many engines on free devices; returns their names when they serve. ValueError, before anything
+        starts, if too few devices are free; RuntimeError if a server does not serve."""
         return self._join(self._slots().take(count), say)
 
     def take_in(self, address: str, say: Say) -> list[str]:
-        """An engine that was started apart joins; returns its name. ValueError if it cannot be used."""
+        """Adds an external engine and returns its name. Raises ValueError if it cannot be used."""
         slots = self._slots()
         where = external.split(address, "--address")
         url = f"http://{where['host']}:{where['port']}"
@@ -99,7 +99,7 @@ class Changes:
     def _slots(self) -> EngineSlots:
         if self.state.slots is None:
             raise ValueError(
-                "engines must have places to join and leave, got a pool without them; report this as a bug"
+                "a pool must have device slots to change its engines, got none; report this as a bug"
             )
         return self.state.slots
 
@@ -128,7 +128,7 @@ class Changes:
                 logger.warning("engine %s did not answer while it left: %s", member.control.url, error)
                 return ", without an answer; its requests begin again elsewhere"
             if load is None:
-                return "; its engine does not say what runs, so its requests begin again elsewhere"
+                return "; the engine does not report its requests, so they begin again on other engines"
             running = load.running + load.waiting
             quiet = 0 if running else quiet + 1
             if quiet == 2:  # a request may have been between router and engine
@@ -173,7 +173,7 @@ class Changes:
             self.state.launch(member)
             if self.state.stopping.is_set():  # `stop` has not seen this server
                 raise RuntimeError(
-                    "an engine must join before its run ends, got a run that ends; add it when the run goes on again"
+                    "an engine must join before its run ends, got a run that ends; add the engine after the run resumed"
                 )
             assert member.handle is not None
             say(f"{member.title} starts at {member.control.url}; log: {member.spec.log_path}")

@@ -99,7 +99,7 @@ def answers(url: str, run_key: str, path: str, *, timeout_s: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Load:
+class EngineLoad:
     """The load of an engine."""
 
     running: int
@@ -130,7 +130,7 @@ class Control(Protocol):
         """Returns the folder of the checkpoint with which the server was started."""
         ...
 
-    def load(self) -> Load | None:
+    def load(self) -> EngineLoad | None:
         """Returns the engine's load, or None if the engine does not report it."""
         ...
 

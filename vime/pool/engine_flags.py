@@ -22,9 +22,9 @@ from slime.rules.listing import Row
 KEY = "every server of a run gets the run's own key"
 ROUTER_RESERVED = {
     "api_key": KEY,
-    "prefill": "--prefill-num-servers says which engines are for prefill",
-    "decode": "--prefill-num-servers says which engines are for prefill",
-    "vllm_pd_disaggregation": "--prefill-num-servers says which engines are for prefill",
+    "prefill": "--prefill-num-servers sets the engines for prefill",
+    "decode": "--prefill-num-servers sets the engines for prefill",
+    "vllm_pd_disaggregation": "--prefill-num-servers sets the engines for prefill",
     "mini_lb": "the full router is used",
     "service_discovery": "the engine pool adds and removes workers itself",
 }

@@ -64,8 +64,8 @@ class EngineSlots:
         if too few devices are free."""
         if self.colocated:
             raise ValueError(
-                "engines must have places of their own to join a run, got --colocate, which gives the places of "
-                "engines to the trainer in turn; start the run without it"
+                "engines that join a run must not share devices with the trainer, got --colocate; start the run "
+                "without --colocate"
             )
         found = self.free[:count]
         try:
@@ -104,7 +104,7 @@ class EngineSlots:
         """Returns an engine's host and GPUs, or its address, as text."""
         slot = self.taken[index]
         if not isinstance(slot, EngineSlot):
-            return f"started apart, at {slot['host']}"
+            return f"external, at {slot['host']}"
         parts = []
         for part in slot.placement.by_node(slot.bundles):
             host = slot.placement.nodes[part[0]].address if self.joined else socket.gethostname()

@@ -48,7 +48,7 @@ def read_run_key() -> str:
     key = os.environ.get(KEY_VARIABLE, "")
     if len(key) < LEAST_KEY:
         raise ValueError(
-            f"{KEY_VARIABLE} must hold the key of the servers that were started apart, at least {LEAST_KEY} "
+            f"{KEY_VARIABLE} must hold the key of the external servers, at least {LEAST_KEY} "
             f"characters, got {len(key)}; export {KEY_VARIABLE}=$(openssl rand -hex 32) for them and for the run"
         )
     return key
@@ -127,13 +127,13 @@ def require_joinable(config: Config, url: str, *, trained: bool) -> None:
     address = urlsplit(url).netloc
     if KEY_VARIABLE not in os.environ:
         raise ValueError(
-            f"{KEY_VARIABLE} must have been given to a run that takes in an engine started apart, got {address} and a "
-            f"key that only this run knows; export {KEY_VARIABLE} for the run and for the engine"
+            f"{KEY_VARIABLE} must be set for a run that adds an external engine, got {address} and a random key of "
+            f"this run; export {KEY_VARIABLE} for the run and for the engine"
         )
     transport = config.weight_update.update_weight_transport
     if trained and (transport != "disk" or config.cluster.colocate):
         raise FlagError(
-            "an engine that was started apart",
+            "an external engine",
             "get its weights as files",
             f"--update-weight-transport {transport}{' and --colocate' if config.cluster.colocate else ''}",
             "start the run with --update-weight-transport disk",
@@ -224,7 +224,7 @@ class ExternalEngine:
             if time.monotonic() >= end:
                 raise RuntimeError(
                     f"the engine at {self.spec.host}:{self.spec.port} must serve within --engine-start-timeout-s "
-                    f"{self.spec.start_timeout_s:g}, got no answer; it was started apart: start it there again"
+                    f"{self.spec.start_timeout_s:g}, got no answer; it is an external server: start it again there"
                 )
             time.sleep(_POLL_S)
         self._control(self.spec.url, self.spec.run_key).resume()
@@ -235,9 +235,9 @@ class ExternalEngine:
         return None if accepts(host, port) and not is_strangers(host, port, self.spec.run_key) else 1
 
     def whereabouts(self) -> tuple[str, bool]:
-        return f"a server that was started apart, at {self.spec.host}:{self.spec.port}", False
+        return f"an external server at {self.spec.host}:{self.spec.port}", False
 
     def tail_log(self) -> str:
-        return f"(the engine at {self.spec.host}:{self.spec.port} was started apart; its log is there)"
+        return f"(the engine at {self.spec.host}:{self.spec.port} is external; its log is on that host)"
 
     def stop(self) -> None: ...

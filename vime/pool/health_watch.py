@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from vime.pool.control import ControlError, Load
+from vime.pool.control import ControlError, EngineLoad
 from vime.pool.member import Member
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,13 @@ class HealthWatch:
         members: Sequence[Member],
         stopping: threading.Event,
         patience_s: float,
-        record: Callable[[Member, Load], None],
+        record: Callable[[Member, EngineLoad], None],
     ) -> None:
         """`patience_s` is the number of seconds without an answer after which the pool replaces an engine. The watch
         calls `record` with an engine's load when the load has changed."""
         self._members, self._stopping, self._patience_s = members, stopping, patience_s
         self._record = record
-        self._loads: dict[str, tuple[float, Load]] = {}
+        self._loads: dict[str, tuple[float, EngineLoad]] = {}
         self._good: dict[str, float] = {}
         self._reported: set[str] = set()
         self._thread = threading.Thread(target=self._watch, name="engine-health-watch", daemon=True)

@@ -33,9 +33,9 @@ class Spawn(Protocol):
 class Member:
     """A `slime.weight_sync.transfer.Engine`. The spec stays when the server is replaced."""
 
-    def __init__(self, spec: EngineSpec, place: int, pause_mode: PauseMode, control: MakeControl) -> None:
+    def __init__(self, spec: EngineSpec, index: int, pause_mode: PauseMode, control: MakeControl) -> None:
         self.spec = spec
-        self.place = place
+        self.index = index
         self.starts = 0
         self.handle: EngineHandle | None = None
         self._control = control
@@ -50,8 +50,8 @@ class Member:
 
     @property
     def name(self) -> str:
-        """The name of the server that is in this place now."""
-        return f"engine-{self.place}-{self.starts}"
+        """Returns the name of the present server."""
+        return f"engine-{self.index}-{self.starts}"
 
     @property
     def title(self) -> str:

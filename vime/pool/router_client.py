@@ -75,8 +75,8 @@ def scored(
     tokens, top_k = shape
     if (len(log_probs), len(top_ids), len(top_log_probs)) != (tokens, tokens * top_k, tokens * top_k):
         raise ValueError(
-            f"the engine must give log-probs of {tokens} tokens and of {top_k} most probable ones at each place, got "
-            f"{len(log_probs)} and {len(top_ids)} in all; it may serve fewer than {top_k} tokens"
+            f"the engine must give log-probs of {tokens} tokens and of {top_k} most probable ones at each position, "
+            f"got {len(log_probs)} and {len(top_ids)} in all; it may serve fewer than {top_k} tokens"
         )
     require_finite(log_probs, versions[-1])
     top = (top_ids.reshape(shape), top_log_probs.reshape(shape)) if top_k else None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from slime.protocols import RolloutEngine, WeightSource, WeightUpdate
 from slime.tracking.events import Events
 from slime.weight_sync.transfer import Engine, WeightTransfer
-from vime.pool.control import ControlError, Load, MakeControl, PauseMode
+from vime.pool.control import ControlError, EngineLoad, MakeControl, PauseMode
 from vime.pool.engine_server import EngineServer, EngineSpec
 from vime.pool.member import Member, Spawn
 from vime.pool.router import RouterServer, RouterSpec
@@ -118,7 +118,7 @@ class PoolState:
         """Write an event of an engine."""
         self.events.add("engine", model=self.model, engine=member.title, state=state, **more)
 
-    def record_load(self, member: Member, load: Load) -> None:
+    def record_load(self, member: Member, load: EngineLoad) -> None:
         fields = {"running": load.running, "waiting": load.waiting, "kv_cache": round(load.kv_cache, 4)}
         self.events.add("load", model=self.model, engine=member.title, **fields)
 

@@ -28,7 +28,7 @@ class _LastingFile(io.FileIO):
                 self._reported = True
                 other = sys.stdout if self._name == "standard error" else sys.stderr
                 print(
-                    f"note: {self._name} cannot be written ({error.strerror}); the command goes on without it",
+                    f"note: {self._name} cannot be written ({error.strerror}); the command continues without it",
                     file=other,
                     flush=True,
                 )

@@ -57,7 +57,7 @@ INVARIANT = FlagSpec(
     False,
     "answers that do not depend on the other requests of a batch (slower)",
 )
-ROUTER_IP = FlagSpec("vllm_router_ip", str, None, "address of a router that was started apart")
+ROUTER_IP = FlagSpec("vllm_router_ip", str, None, "address of an external router")
 ROUTER_PORT = FlagSpec(
     "vllm_router_port",
     int,

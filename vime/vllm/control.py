@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 from urllib.parse import urlencode
 
-from vime.pool.control import ADAPTER_HEADER, ControlError, Load, PauseMode, answers, request
+from vime.pool.control import ADAPTER_HEADER, ControlError, EngineLoad, PauseMode, answers, request
 from vime.vllm.versions import finish_body
 from vime.vllm.worker.middleware import NEW_VERSION_HEADER, VERSIONS_HEADER
 
@@ -88,7 +88,7 @@ class VllmControl:
         _, answer = request(self.url, self._run_key, "GET", "/v1/models", timeout_s=_QUICK_S)
         return str(json.loads(answer)["data"][0]["root"])
 
-    def load(self) -> Load | None:
+    def load(self) -> EngineLoad | None:
         """Returns the load from the server's gauges: sums over its engine processes, and the mean usage of their KV
         caches.
 
@@ -108,7 +108,7 @@ class VllmControl:
                 "that `vime doctor` accepts"
             )
         running, waiting, caches = found.values()
-        return Load(round(sum(running)), round(sum(waiting)), sum(caches) / len(caches))
+        return EngineLoad(round(sum(running)), round(sum(waiting)), sum(caches) / len(caches))
 
     def _post(
         self,

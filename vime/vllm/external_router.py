@@ -17,7 +17,7 @@ class ExternalRouter(VllmRouter):
     """Supervises the gateway process of an external router. If the router ends, `start` and `wait_ready` wait for a new
     router."""
 
-    name = "the router that was started apart, or its gateway,"
+    name = "the external router, or its gateway,"
 
     def command(self) -> list[str]:
         spec = self.spec

@@ -54,7 +54,7 @@ def check_quantisation(config: Config) -> None:
             "--vllm-dtype",
             f"be bfloat16 or float16 with --vllm-quantization {quantization}",
             dtype,
-            "vLLM has no other activations beside fp8 weights",
+            "vLLM has no other activations for fp8 weights",
         )
     if config.kernels.rlk_consistency == "strict":
         raise FlagError(

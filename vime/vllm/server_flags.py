@@ -110,8 +110,8 @@ def remarks(config: Config) -> Iterator[str]:
         yield remark
     if config.cluster.device == "cpu" and "gpu_memory_utilization" in config.engine.backend_args:
         yield (
-            "--vllm-gpu-memory-utilization has no effect on CPU engines: their KV cache is as large as "
-            "--vllm-kv-cache-memory-bytes says"
+            "--vllm-gpu-memory-utilization has no effect on CPU engines: --vllm-kv-cache-memory-bytes sets the size of "
+            "their KV cache"
         )
     if config.cluster.device == "cpu" and config.engine.backend_env:
         yield "--vllm-batch-invariant has no effect on CPU engines: vLLM has it on GPUs alone"

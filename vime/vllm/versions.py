@@ -132,9 +132,7 @@ def check(version: str) -> str | None:
         )
     if numbers > LAST:
         run = " and ".join(f"{known} {where}" for known, where in RUN.items())
-        return (
-            f"vLLM {version} is newer than {_text(LAST)}, the last that this version knows of; run were {run}"
-        )
+        return f"vLLM {version} is newer than {_text(LAST)}, the newest that this version supports; tested were {run}"
     return None
 
 

@@ -55,7 +55,7 @@ class Unavailable(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Layer:
+class OutputLayer:
     """The inputs of `logits = (hidden @ weight.T + bias) / temperature`."""
 
     hidden: Tensor
@@ -107,7 +107,7 @@ def provider(request: Request) -> Selected:
     )
 
 
-def _layer(request: Request) -> Layer | None:
+def _layer(request: Request) -> OutputLayer | None:
     """Returns the layer of a request, or None if the logits must be read."""
     hidden, weight = getattr(request, "hidden", None), getattr(request, "lm_head_weight", None)
     temperature = getattr(request, "temperature", None)
@@ -117,10 +117,10 @@ def _layer(request: Request) -> Layer | None:
         return None
     if isinstance(temperature, Tensor):
         temperature = temperature.reshape(-1).expand(len(hidden))
-    return Layer(hidden, weight, getattr(request, "lm_head_bias", None), temperature)
+    return OutputLayer(hidden, weight, getattr(request, "lm_head_bias", None), temperature)
 
 
-def _check_served(request: Request, layer: Layer | None) -> None:
+def _check_served(request: Request, layer: OutputLayer | None) -> None:
     group, ids = request.tensor_parallel_group, request.target_ids.dtype
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise Unavailable(
@@ -138,7 +138,7 @@ def _check_served(request: Request, layer: Layer | None) -> None:
             raise Unavailable(f"{name} must be one of {wanted}, got {dtype_name(value.dtype)}; convert it")
 
 
-def _choice(request: Request, layer: Layer | None) -> Choice:
+def _choice(request: Request, layer: OutputLayer | None) -> Choice:
     """Returns the implementation that the operator will run."""
     if layer is None:
         return choose("logp", request.logits.device, refusal=float64_refusal(request.logits))
@@ -147,7 +147,7 @@ def _choice(request: Request, layer: Layer | None) -> Choice:
 
 
 def _by_layer(
-    request: Request, layer: Layer, group: dist.ProcessGroup | None
+    request: Request, layer: OutputLayer, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor | None]:
     out = linear_logp(
         layer.hidden,

@@ -12,7 +12,7 @@ from rl_kernel.ops.expert_rows import kernels
 from rl_kernel.telemetry import timed
 
 
-class _Total(Context):
+class _CombineContext(Context):
     total: int
 
 
@@ -36,14 +36,14 @@ class Combine(Function):
     """Autograd function of `expert_combine`. It saves the rows only."""
 
     @staticmethod
-    def forward(ctx: _Total, y: Tensor, rows: Tensor) -> Tensor:
+    def forward(ctx: _CombineContext, y: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.total = len(y)
         return kernels.gather_sum(y, None, rows)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Total, upstream: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _CombineContext, upstream: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
         with timed("expert_combine", upstream.device):
             return kernels.spread(upstream, None, rows, ctx.total)[0], None

@@ -51,8 +51,8 @@ def combine_reference(y: Tensor, rows: Tensor) -> Tensor:
     """Computes the sums y [C, H], rows [T, K] -> [T, H]."""
     padded = torch.cat((_wide(y), _wide(y).new_zeros(1, y.shape[1])))  # row -1 is zero
     out = padded.new_zeros(len(rows), y.shape[1])
-    for row_of_choice in rows.long().unbind(1):
-        out = out + padded[row_of_choice]
+    for chosen_rows in rows.long().unbind(1):
+        out = out + padded[chosen_rows]
     return out.to(y.dtype)
 
 

@@ -14,7 +14,7 @@ from rl_kernel.autograd import Context
 from rl_kernel.ops.linear_logp import exp_head
 from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.exp_head import ExpHead
-from rl_kernel.ops.linear_logp.head import Problem, Rows, Sinks, VocabularyHead
+from rl_kernel.ops.linear_logp.head import HeadProblem, Rows, Sinks, VocabularyHead
 from rl_kernel.ops.linear_logp.plain_head import PlainHead
 from rl_kernel.ops.linear_logp.plan import Budget, forward_rows, plan
 from rl_kernel.telemetry import record_variant, timed
@@ -22,12 +22,12 @@ from rl_kernel.token_ids import Top, merge_top
 from rl_kernel.vocab import usable_temperature
 
 
-def make_head(problem: Problem) -> VocabularyHead:
+def make_head(problem: HeadProblem) -> VocabularyHead:
     """Returns the fastest head that takes these inputs. Both heads keep the same contract."""
     return PlainHead(problem) if exp_head.refusal(problem) else ExpHead(problem)
 
 
-def record_head(operator: str, problem: Problem) -> None:
+def record_head(operator: str, problem: HeadProblem) -> None:
     """Counts in the telemetry the head that runs a call, and the reason why it is not the fastest."""
     reason = exp_head.refusal(problem)
     record_variant(operator, "exponentials" if reason is None else f"logits: {reason}")
@@ -39,7 +39,7 @@ def seen_by_autograd(*tensors: Tensor | None) -> list[Tensor | None]:
     return [t if t is None or torch.is_grad_enabled() else t.detach() for t in tensors]
 
 
-def prepared(problem: Problem) -> Problem:
+def prepared(problem: HeadProblem) -> HeadProblem:
     """Returns the problem with rows that the kernels can read, and a temperature tensor in float32.
 
     If the vocabulary is split, all processes must choose the same head, even if one process has another memory
@@ -55,10 +55,10 @@ def prepared(problem: Problem) -> Problem:
     if isinstance(temperature, Tensor):
         temperature = temperature.contiguous()
     ready = replace(task, targets=task.targets.contiguous(), temperature=temperature)
-    return Problem(hidden, weight, problem.bias, ready)
+    return HeadProblem(hidden, weight, problem.bias, ready)
 
 
-class LinearContext(Context, Protocol):
+class HeadContext(Context, Protocol):
     """Record of a call. kept: the tile of the forward, which the first backward takes. extra: the names of the row
     tensors that only this head saves."""
 
@@ -74,13 +74,13 @@ class LinearLogpOnDevice(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: LinearContext,
+        ctx: HeadContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         task: Task,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        problem = prepared(Problem(hidden, weight, bias, task))
+        problem = prepared(HeadProblem(hidden, weight, bias, task))
         record_head("linear_logp", problem)
         ctx.set_materialize_grads(False)
         if not any(ctx.needs_input_grad):
@@ -99,12 +99,12 @@ class LinearLogpOnDevice(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: LinearContext, grad: Tensor | None, grad_entropy: Tensor | None, grad_ids: Tensor | None
+        ctx: HeadContext, grad: Tensor | None, grad_entropy: Tensor | None, grad_ids: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if grad is None and grad_entropy is None and grad_ids is None:
             return (None,) * 4
         hidden, weight, bias, log_probs, lse, entropy, *extra = ctx.saved_tensors
-        head = make_head(prepared(Problem(hidden, weight, bias, ctx.task)))
+        head = make_head(prepared(HeadProblem(hidden, weight, bias, ctx.task)))
         rows = Rows(log_probs, lse, entropy, ctx.kept, extra=dict(zip(ctx.extra, extra, strict=True)))
         ctx.kept = None
         grad = rows.upstream(grad, grad_ids, ctx.task)
@@ -125,7 +125,7 @@ class LinearLogpOnDevice(torch.autograd.Function):
         return sinks.hidden, sinks.weight, d_bias, None
 
 
-def _log_probs_only(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _log_probs_only(problem: HeadProblem) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns log-probs, entropy and log-probs of the ids, without gradients."""
     found = [(rows.log_probs, rows.entropy, rows.id_log_probs) for rows in _forward_only(problem)]
     log_probs, entropy, id_log_probs = (joined(column) for column in zip(*found, strict=True))
@@ -136,14 +136,14 @@ def linear_top_on_device(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
 ) -> tuple[Tensor, Top]:
     """Returns the log-probs [N] of the targets, and the `task.top` largest log-probs per token."""
-    problem = prepared(Problem(hidden, weight, bias, task))
+    problem = prepared(HeadProblem(hidden, weight, bias, task))
     record_head("linear_top", problem)
     found = [(rows.log_probs, rows.lse, rows.extra["top_keys"]) for rows in _forward_only(problem)]
     log_probs, lse, keys = (joined(column) for column in zip(*found, strict=True))
     return log_probs, merge_top(keys, lse, task.top, task.shard.group)
 
 
-def _forward_only(problem: Problem) -> Iterator[Rows]:
+def _forward_only(problem: HeadProblem) -> Iterator[Rows]:
     """Yields statistics without gradients, block by block of tokens if the workspace is too small for all tokens.
 
     Each block runs its own collectives. If the processes' shards differ in size, their blocks might differ too, so

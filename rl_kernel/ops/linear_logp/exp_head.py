@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_kernel.collectives import gather_stack
 from rl_kernel.dispatch import interpreted
 from rl_kernel.ops.linear_logp import kernels
-from rl_kernel.ops.linear_logp.head import Problem, Rows, VocabularyHead
+from rl_kernel.ops.linear_logp.head import HeadProblem, Rows, VocabularyHead
 from rl_kernel.ops.linear_logp.plan import Budget, Costs
 from rl_kernel.ops.logp.kernels import merge
 
@@ -30,7 +30,7 @@ ROW_VECTORS = 64
 """Bytes per token for statistics, factors and gradients of rows together."""
 
 
-def refusal(problem: Problem) -> str | None:
+def refusal(problem: HeadProblem) -> str | None:
     """Returns the reason why these inputs need `PlainHead`; None if they do not."""
     if problem.weight.dtype != torch.bfloat16:
         return "it is for bfloat16"

@@ -25,7 +25,7 @@ from rl_kernel.token_ids import with_ids
 
 
 @dataclass(frozen=True)
-class Problem:
+class HeadProblem:
     """A layer and the task of a call, or of a block of the call's tokens. hidden [N, H], weight [V, H], bias [V]."""
 
     hidden: Tensor
@@ -33,9 +33,9 @@ class Problem:
     bias: Tensor | None
     task: Task
 
-    def rows(self, rows: slice) -> Problem:
+    def rows(self, rows: slice) -> HeadProblem:
         """Returns the same layer for the tokens in `rows`."""
-        return Problem(self.hidden[rows], self.weight, self.bias, self.task.rows(rows))
+        return HeadProblem(self.hidden[rows], self.weight, self.bias, self.task.rows(rows))
 
 
 @dataclass
@@ -80,7 +80,7 @@ class VocabularyHead(ABC):
     """Base class of the two ways to compute tiles. Call `forward`, then `backward` at most once on the rows that
     `forward` returned."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: HeadProblem) -> None:
         self.problem, self.task = problem, problem.task
 
     @abstractmethod

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_kernel.collectives import gather_stack
 from rl_kernel.gemm import product_
-from rl_kernel.ops.linear_logp.head import Problem, Rows, VocabularyHead
+from rl_kernel.ops.linear_logp.head import HeadProblem, Rows, VocabularyHead
 from rl_kernel.ops.linear_logp.plan import Budget, Costs
 from rl_kernel.ops.logp.id_kernels import as_kept, ids_logits_grad
 from rl_kernel.ops.logp.kept_kernels import kept_logits_grad, merge_kept, no_logits, pick_
@@ -33,7 +33,7 @@ TOP_BYTES = 32
 class PlainHead(VocabularyHead):
     """Head whose tile holds logits before the temperature. `gradient_tile` works in place if the dtypes agree."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: HeadProblem) -> None:
         super().__init__(problem)
         weight = problem.weight
         # cuBLAS rounds its result to the weight's dtype; the row kernels do every other rounding.

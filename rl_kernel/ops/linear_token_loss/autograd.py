@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from rl_kernel.ops.linear_logp import kernels
 from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.autograd import joined, make_head, prepared, record_head, seen_by_autograd
-from rl_kernel.ops.linear_logp.head import Problem, Sinks
+from rl_kernel.ops.linear_logp.head import HeadProblem, Sinks
 from rl_kernel.ops.linear_logp.plan import Budget, block_rows, plan
 from rl_kernel.ops.linear_token_loss.reference import AGAIN, LossContext, TokenLoss, TokenLossResult
 
@@ -46,7 +46,7 @@ class _OnePass(torch.autograd.Function):
         weight_grad: Tensor | None,
         metrics: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        problem = prepared(Problem(hidden, weight, bias, task))
+        problem = prepared(HeadProblem(hidden, weight, bias, task))
         with_entropy, workspace_bytes = task.with_entropy, task.workspace_bytes
         record_head("linear_token_loss", problem)
         grads = _make_gradients(problem, ctx.needs_input_grad, weight_grad)
@@ -104,7 +104,7 @@ class _OnePass(torch.autograd.Function):
         return *(None if g is None else _scaled(g, upstream) for g in grads), *(None,) * 4
 
 
-def _make_gradients(problem: Problem, needed: tuple[bool, ...], weight_grad: Tensor | None) -> Sinks:
+def _make_gradients(problem: HeadProblem, needed: tuple[bool, ...], weight_grad: Tensor | None) -> Sinks:
     """Returns memory for the gradients that autograd expects. The weight gets no memory if `weight_grad` receives its
     gradient."""
     hidden, weight, bias = problem.hidden, problem.weight, problem.bias
@@ -117,7 +117,7 @@ def _make_gradients(problem: Problem, needed: tuple[bool, ...], weight_grad: Ten
 
 
 def _block(
-    problem: Problem,
+    problem: HeadProblem,
     rows: slice,
     token_loss: TokenLoss,
     workspace_bytes: int,

@@ -68,7 +68,7 @@ def logp(
     check_kept(keep_mask, targets, shard.limit)
     check_cap(logit_cap, logit_scale)
     usable = usable_temperature(temperature / logit_scale, compute_dtype(logits))
-    task = reference.Task(usable, shard, return_entropy, keep_mask, inplace_backward, logit_cap)
+    task = reference.LogpTask(usable, shard, return_entropy, keep_mask, inplace_backward, logit_cap)
     choice = choose("logp", logits.device, impl, float64_refusal(logits))
     record(choice, len(logits))
     with timed("logp", logits.device):
@@ -90,5 +90,5 @@ def _function(implementation: str) -> type[Function]:
     if implementation == "triton":
         from rl_kernel.ops.logp import autograd
 
-        return autograd.Logp
+        return autograd.TritonLogp
     return reference.Logp

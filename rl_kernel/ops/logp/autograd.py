@@ -14,22 +14,22 @@ from rl_kernel.autograd import Context
 from rl_kernel.collectives import gather_stack
 from rl_kernel.ops.logp.kept_kernels import kept_logits_grad, merge_kept, no_logits, pick_
 from rl_kernel.ops.logp.kernels import logits_grad, merge, row_stats
-from rl_kernel.ops.logp.reference import Task
+from rl_kernel.ops.logp.reference import LogpTask
 from rl_kernel.telemetry import timed
 
 
-class LogpContext(Context, Protocol):
-    task: Task
+class TritonLogpContext(Context, Protocol):
+    task: LogpTask
     inverse: float | Tensor
 
 
-class Logp(torch.autograd.Function):
+class TritonLogp(torch.autograd.Function):
     """Autograd function for log-probs [N] and entropy [N] of materialised logits. The entropy is None unless
     requested."""
 
     @staticmethod
     def forward(
-        ctx: LogpContext, logits: Tensor, targets: Tensor, task: Task
+        ctx: TritonLogpContext, logits: Tensor, targets: Tensor, task: LogpTask
     ) -> tuple[Tensor, Tensor | None]:
         shard, kept = task.shard, task.keep
         inverse = 1.0 / task.temperature
@@ -49,7 +49,7 @@ class Logp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: LogpContext, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+        ctx: TritonLogpContext, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 3

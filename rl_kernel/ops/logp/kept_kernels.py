@@ -174,10 +174,10 @@ def merge_kept(
     stats = torch.cat([combined(parts), kept_stats(z, kept, targets, shard)])
     parts = gather_stack(stats, shard.group)
     log_probs, whole_lse, entropy = merge(parts[:, :-3])
-    of_kept = merge(parts[:, -3:])
+    kept_columns = merge(parts[:, -3:])
     truncated = kept.truncated
-    log_probs = torch.where(truncated, of_kept[0], log_probs)
-    return log_probs, torch.where(truncated, of_kept[1], whole_lse), entropy, whole_lse
+    log_probs = torch.where(truncated, kept_columns[0], log_probs)
+    return log_probs, torch.where(truncated, kept_columns[1], whole_lse), entropy, whole_lse
 
 
 def kept_logits_grad(

@@ -21,7 +21,7 @@ from rl_kernel.vocab import VocabShard, cap_slope_, capped, merge_stats, row_til
 
 
 @dataclass(frozen=True)
-class Task:
+class LogpTask:
     """The computation that one call requests from logits and targets. `temperature`: a positive number or [N], in the
     compute dtype. `keep`: the ids that top-p or top-k sampling kept. `in_place`: the backward overwrites the logits.
     `cap`: the soft cap of the logits."""
@@ -34,7 +34,7 @@ class Task:
     cap: float | None = None
 
 
-def tile_logits(logits: Tensor, rows: slice, task: Task) -> Tensor:
+def tile_logits(logits: Tensor, rows: slice, task: LogpTask) -> Tensor:
     """Returns a copy [C, V] of `rows`, capped and divided by the temperature, without the padding, in the compute
     dtype."""
     tile = capped(logits[rows, : task.shard.real], task.cap).to(compute_dtype(logits), copy=task.cap is None)
@@ -42,7 +42,7 @@ def tile_logits(logits: Tensor, rows: slice, task: Task) -> Tensor:
 
 
 class LogpContext(Context, Protocol):
-    task: Task
+    task: LogpTask
 
 
 class Logp(torch.autograd.Function):
@@ -51,7 +51,7 @@ class Logp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: LogpContext, logits: Tensor, targets: Tensor, task: Task
+        ctx: LogpContext, logits: Tensor, targets: Tensor, task: LogpTask
     ) -> tuple[Tensor, Tensor | None]:
         shard, with_entropy, keep = task.shard, task.with_entropy, task.keep
         stats = logits.new_empty(stats_count(with_entropy, keep), len(logits), dtype=compute_dtype(logits))

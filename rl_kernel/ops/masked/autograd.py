@@ -25,7 +25,7 @@ class TotalContext(Context, Protocol):
     dtype: torch.dtype
 
 
-class _Total(Function):
+class _MaskedTotal(Function):
     """Autograd function of the sum or mean of the counted values. Saves the mask, the number of counted values and
     their sum."""
 
@@ -75,7 +75,7 @@ class _Whiten(Function):
 def masked_total_triton(values: Tensor, mask: Tensor, group: ProcessGroup | None, *, mean: bool) -> Tensor:
     """Returns the sum or mean, a float32 scalar."""
     if group is None:
-        total_or_mean: Tensor = _Total.apply(values, mask, mean)
+        total_or_mean: Tensor = _MaskedTotal.apply(values, mask, mean)
         return total_or_mean
     stats, _ = kernels.moments(flat(values), flat(mask), spread=False)
     number, total = rank_sum(stats, group).unbind()

@@ -358,7 +358,7 @@ def test_a_trial_without_memory_leaves_updates_to_the_loader(
         return replace(part, get=get)
 
     monkeypatch.setattr(weight_views, "random_weights", too_large)
-    the_loader_stays(plain, said, "a trial of the places had no memory: CUDA out of memory. Tried to")
+    the_loader_stays(plain, said, "the test of the views ran out of memory: CUDA out of memory. Tried to")
 
 
 def test_packed_matrices_have_no_places(worker: Any, said: pytest.LogCaptureFixture) -> None:

@@ -40,7 +40,7 @@ def compared(world: World, name: str, rollouts: int, *flags: str, ranks: int = 1
         assert row["rl_kernel/bitwise/differing"] == row["consistency/abs_dlogp_max"] == 0
         assert row["consistency/bitwise_equal_tokens"] == row["consistency/tokens"] == tokens
     log = (world.root / name / "logs" / "engine-0.log").read_text()
-    assert log.count("updates of weights go straight to") == ranks
+    assert log.count("weight updates are copied into") == ranks
     return sum(int(audit["tokens"]) for audit in audits)
 
 

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.autograd import make_head, prepared
-from rl_kernel.ops.linear_logp.head import Problem
+from rl_kernel.ops.linear_logp.head import HeadProblem
 from rl_kernel.vocab import VocabShard
 
 pytestmark = [
@@ -86,7 +86,7 @@ def problem_of(layer, targets):
     shard = VocabShard(0, stored, None, None, stored)
     rounding = None if dtype == FP32 else dtype
     task = Task(targets, 1.0, None, shard, rounding)
-    return prepared(Problem(layer["hidden"], layer["weight"], None, task))
+    return prepared(HeadProblem(layer["hidden"], layer["weight"], None, task))
 
 
 def workspace(layer, targets, rows, columns, entropy=True):

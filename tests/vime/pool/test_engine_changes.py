@@ -169,7 +169,7 @@ def test_engines_that_joined_are_supervised_and_end_with_the_run(start: Callable
     run.stop()
     ended = table(read_engines(run.root), ended=True)
     assert [line.split()[2] for line in ended[1:]] == ["ended"] * 3
-    with pytest.raises(ValueError, match="must be that of a run that goes on, got .* whose run has ended"):
+    with pytest.raises(ValueError, match="must belong to a running run, got .* whose run has ended"):
         ask(run, "add")
 
 
@@ -275,7 +275,7 @@ def test_an_engine_that_was_started_apart_joins_and_outlives_the_run(
         assert ask(run, "add", "--address", address) == 0
         assert sorted(run.pool._router.engines()) == sorted([run.url(0), url])
         assert VllmControl(url, KEY * 4).weight_version() == 4
-        assert read_engines(run.root).engines["engine-1"].place == "started apart, at 127.0.0.1"
+        assert read_engines(run.root).engines["engine-1"].place == "external, at 127.0.0.1"
         capsys.readouterr()
         assert ask(run, "remove", address) == 0
         assert "the external server keeps running" in capsys.readouterr().out

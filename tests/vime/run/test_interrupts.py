@@ -115,7 +115,7 @@ def test_the_first_signal_asks_and_another_one_ends_at_once(signals, capfd, numb
     except KeyboardInterrupt as interrupt:
         ended = interrupt
     assert (ended is None) == saves and interrupts.stop.is_set()
-    assert interrupts.exit_code(interrupts.asked() if ended is None else ended) == code
+    assert interrupts.exit_code(interrupts.interrupt_error() if ended is None else ended) == code
     assert capfd.readouterr().err == ASKED.format("Ctrl-C" if numbers[0] == signal.SIGINT else "SIGTERM")
     with pytest.raises(KeyboardInterrupt):  # after the block it ends at once, too
         os.kill(os.getpid(), signal.SIGINT)
@@ -127,7 +127,7 @@ def test_ctrl_c_that_is_ignored_stays_so(signals):
     strike(signal.SIGINT)
     assert not interrupts.stop.is_set()
     strike(signal.SIGTERM)
-    assert interrupts.exit_code(interrupts.asked()) == 143
+    assert interrupts.exit_code(interrupts.interrupt_error()) == 143
 
 
 PRINTS = """
@@ -158,7 +158,7 @@ def test_a_command_that_works_goes_on_without_a_reader(command, tmp_path, reader
     process.stderr.close()
     assert process.wait(60) == 0, said
     assert (tmp_path / "saved").exists()
-    wanted = f"note: standard output cannot be written ({reason}); the command goes on without it\n"
+    wanted = f"note: standard output cannot be written ({reason}); the command continues without it\n"
     assert said == ("" if reader == "none" else wanted)
 
 

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from vime.pool.control import ControlError, Load
+from vime.pool.control import ControlError, EngineLoad
 from vime.vllm.control import GAUGES, VllmControl
 
 PAGE = "".join(f'{name}{{engine="{i}"}} {i + 1}.0\n' for name in GAUGES[:2] for i in (0, 1))
@@ -35,7 +35,7 @@ def control(request: pytest.FixtureRequest) -> Iterator[VllmControl]:
 
 @pytest.mark.parametrize("control", [PAGE + CACHES], indirect=True)
 def test_its_processes_are_added_up(control: VllmControl) -> None:
-    assert control.load() == Load(running=3, waiting=3, kv_cache=0.5)
+    assert control.load() == EngineLoad(running=3, waiting=3, kv_cache=0.5)
 
 
 @pytest.mark.parametrize("control", ["python_gc_objects_collected_total 7.0\n"], indirect=True)

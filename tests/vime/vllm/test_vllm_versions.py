@@ -42,7 +42,7 @@ def test_older_ones_are_refused(version):
 @pytest.mark.parametrize("version", ["0.34.0", "0.34.0rc1", "1.0.0"])
 def test_newer_ones_are_noted(version):
     assert check(version) == (
-        f"vLLM {version} is newer than 0.33, the last that this version knows of; run were 0.26.0 on GPUs and "
+        f"vLLM {version} is newer than 0.33, the newest that this version supports; tested were 0.26.0 on GPUs and "
         "0.32.0 on CPUs"
     )
 

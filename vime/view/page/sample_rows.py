@@ -109,7 +109,9 @@ class SampleRows:
 
 
 def _no_sample(rollout: int, place: int) -> ValueError:
-    return ValueError(f"place must be of a sample that rollout {rollout} keeps, got {place}; choose another")
+    return ValueError(
+        f"place must be the index of a stored sample of rollout {rollout}, got {place}; choose another"
+    )
 
 
 def prompt_text(prompt: str | list[Message]) -> str:

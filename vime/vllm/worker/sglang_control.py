@@ -121,7 +121,7 @@ async def _update(engine: Controlled, request: _Update) -> tuple[int, dict[str, 
     if done and request.flush_cache and not await engine.llm.reset_prefix_cache():
         done, message = (
             False,
-            "the weights are new, but requests in place keep old keys and values; pause with retract",
+            "the weights are new, but running requests keep old keys and values; pause with retract",
         )
     return 200 if done else 400, {"success": done, "message": message, "num_paused_requests": 0}
 

@@ -92,7 +92,7 @@ class ViewCache:
                 self._has_none = True
                 logger.info("vLLM's loader loads each update of weights: %s", found)
                 return None
-            logger.info("updates of weights go straight to %d places", found.count)
+            logger.info("weight updates are copied into %d views", found.count)
             self._views, self._addresses = found, _addresses(model.modules)
         return self._views
 
@@ -131,7 +131,7 @@ class WeightViews:
                 views, shards, waiting = [], [], 0
         if views:
             torch._foreach_copy_(views, shards)
-        logger.debug("%d of %d tensors went to their places", len(part.shapes), len(self._shapes))
+        logger.debug("copied %d of %d tensors into their views", len(part.shapes), len(self._shapes))
 
     def finish(self) -> None:
         """Does the work of vLLM's loader other than copying.
@@ -168,13 +168,13 @@ def find_views(model: LiveModel, shapes: Shapes) -> WeightViews | str:
         return views
     weight_views, derived = WeightViews(model, shapes, views), _derived_tensors(model.modules)
     if (size := sum(value.nbytes for value in derived.values())) > _DERIVED_BYTES:
-        return f"modules keep {size} bytes beside their parameters"
+        return f"modules keep {size} bytes outside their parameters"
     try:
         return _why_wrong(model, weight_views, derived, random_weights(shapes, model)) or weight_views
     except torch.OutOfMemoryError as error:
         # The test needs memory for the largest tensor. vLLM's loader continues from a model that is loaded in part.
         torch.cuda.empty_cache()
-        return f"a trial of the places had no memory: {str(error).splitlines()[0]}"
+        return f"the test of the views ran out of memory: {str(error).splitlines()[0]}"
 
 
 def _why_wrong(

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from hardware_rounding import nearest  # noqa: F401
 
 from rl_kernel.ops.linear_logp.arguments import Task
-from rl_kernel.ops.linear_logp.head import Problem
+from rl_kernel.ops.linear_logp.head import HeadProblem
 from rl_kernel.ops.linear_logp.plain_head import PlainHead
 from rl_kernel.ops.linear_logp.plan import Budget, plan
 from rl_kernel.vocab import VocabShard
@@ -192,7 +192,7 @@ def test_tiles_of_a_small_workspace(dtype):
     case = LinearCase("tiles", 6, 4, 7000, vocab_size=6990)
     hidden, weight, targets, kept, _, temperature = inputs(case, dtype)
     task = Task(targets, temperature, kept, VocabShard(0, 7000, 6990, None, 7000), None)
-    problem = Problem(hidden, weight, None, task)
+    problem = HeadProblem(hidden, weight, None, task)
     costs = PlainHead(problem).costs(True)
     workspace = case.tokens * (costs.row + 4200 * costs.element)
     budget = plan(case.tokens, case.vocab, costs, workspace)

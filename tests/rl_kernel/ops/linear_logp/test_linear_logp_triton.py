@@ -26,7 +26,7 @@ from hardware_rounding import nearest  # noqa: F401
 from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.autograd import make_head, prepared
 from rl_kernel.ops.linear_logp.exp_head import ExpHead, refusal
-from rl_kernel.ops.linear_logp.head import Problem
+from rl_kernel.ops.linear_logp.head import HeadProblem
 from rl_kernel.ops.linear_logp.plain_head import PlainHead
 from rl_kernel.ops.linear_logp.plan import plan
 from rl_kernel.vocab import VocabShard
@@ -66,7 +66,7 @@ def problem_of(layer, targets, rounding=BF16, temperature=1.0):
     shard = VocabShard(0, stored, None, None, stored)
     bias = layer.get("bias")
     task = Task(targets, temperature, None, shard, rounding)
-    return prepared(Problem(layer["hidden"], layer["weight"], bias, task))
+    return prepared(HeadProblem(layer["hidden"], layer["weight"], bias, task))
 
 
 def workspace_for(layer, targets, columns, rounding=BF16):

@@ -146,7 +146,7 @@ def test_a_sample_is_found_by_its_text_in_any_case(tmp_path: Path) -> None:
     assert run.find("</SCRIPT>", 0) == {"found": [[0, 1]], "next": None}
     assert run.find("sum of", 1) == {"found": [[3, 0]], "next": None}
     assert run.sample(0, 1)["prompt"] == HOSTILE
-    with pytest.raises(ValueError, match="place must be of a sample that rollout 0 keeps, got 7"):
+    with pytest.raises(ValueError, match="place must be the index of a stored sample of rollout 0, got 7"):
         run.sample(0, 7)
     with pytest.raises(ValueError, match="the rollout must have samples, got no"):
         run.sample(2, 0)
@@ -161,7 +161,7 @@ def test_the_answers_of_a_group_are_read_together(tmp_path: Path) -> None:
     assert len(second["tokens"]) == 6 and second["advantage"] == -0.5
     assert [answer["prompt"] for answer in run.group(0, 4)] == ["three"]
     with pytest.raises(
-        ValueError, match="place must be of a sample that rollout 0 keeps, got 9; choose another"
+        ValueError, match="place must be the index of a stored sample of rollout 0, got 9; choose another"
     ):
         run.group(0, 9)
     path = run.dir / "samples" / "0.jsonl"

@@ -61,8 +61,8 @@ def for_the_older_runner(vllms: Callable[..., object]) -> Callable[..., None]:
         vllms(as_newer)
         if self.aux_output_config.enabled and self.speculative_config is not None:
             raise ValueError(
-                "--vllm-speculative-config must be left out with --use-rollout-routing-replay on a CPU, got it; which "
-                "drafted tokens were rejected is not told here"
+                "--vllm-speculative-config must be left out with --use-rollout-routing-replay on a CPU, got it; "
+                "vLLM does not report which draft tokens it rejected there"
             )
 
     return verify
