@@ -4,10 +4,12 @@ curves.
     python scripts/make_model.py --arch qwen3-4b --random OUT_DIR
     python scripts/make_model.py --arch qwen3-50m --random --arithmetic OUT_DIR
 
+    python scripts/make_model.py --arch qwen3-50m --random --quantize fp8 OUT_DIR
+
 write these files to OUT_DIR: config.json, safetensors files (with an index if there are several), a fast tokenizer with
 a chat template, generation_config.json, and make_model.json, which describes the model. With --arithmetic, they also
 write OUT_DIR/arithmetic (see arithmetic.py). The shapes are rows of architectures.py. --layers makes a model with fewer
-layers and no other difference.
+layers and no other difference. --quantize stores the linear layers in fp8 or int4 (see quantise.py).
 
 Nothing is downloaded, so the script makes a tokenizer. It has one token per byte, the special tokens at the ids of the
 published model, and an invented word for every other id up to vocab_size. Therefore every token of a random model is
@@ -34,6 +36,7 @@ import torch
 from architecture import NOT_IN_TRANSFORMERS, STACKED, STORED_AS
 from architectures import ARCHITECTURES
 from arithmetic import write_data
+from quantise import SCHEMES, find_routers, quantise, quantization_config
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
@@ -220,10 +223,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--arithmetic", action="store_true", help="also write addition data to OUT_DIR/arithmetic"
     )
+    parser.add_argument(
+        "--quantize", choices=sorted(SCHEMES), help="quantise the linear layers, as quantise.py does"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     args = parser.parse_args(argv)
     if args.arch not in ARCHITECTURES:
         parser.error(f"--arch must be one of {', '.join(ARCHITECTURES)}, got {args.arch}")
+    if args.quantize and not args.random:
+        parser.error(
+            f"--quantize must be given with --random, got --no-weights and {args.quantize}; leave it out"
+        )
     if args.layers is not None and not 1 <= args.layers <= ARCHITECTURES[args.arch].layers:
         most = ARCHITECTURES[args.arch].layers
         parser.error(f"--layers must lie in [1, {most}], the depth of {args.arch}, got {args.layers}")
@@ -266,6 +276,10 @@ def main(argv: list[str] | None = None) -> None:
             write_data(partial / "arithmetic", args.seed)
         if args.random:
             save_model(build_model(config, args.seed, args.device), partial)
+            if args.quantize:
+                plain = partial.rename(partial.with_name(f"{partial.name}-plain"))
+                stack.callback(shutil.rmtree, plain)
+                quantise(plain, partial, quantization_config(args.quantize, routers=find_routers(plain)))
         partial.rename(folder)
     what = "no weights"
     if args.random:

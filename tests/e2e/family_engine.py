@@ -50,6 +50,8 @@ def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums
     from slime.megatron_backend.model.attention import packed_layout
     from slime.megatron_backend.model.gpt import build_model, compute_logits, stage_output, unwrap
     from slime.megatron_backend.parallel import init_parallel
+    from slime.models import family_for
+    from slime.weight_sync.quantized import QuantizedWeights
 
     config = make_config()
     device = init_parallel(0, 1, config, init_method=f"file://{root}/store").device
@@ -62,14 +64,17 @@ def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums
         )
 
     def versions(name: str) -> list[Any]:
-        params_dtype = dtype or CASES[name].dtype
-        model = build_model(read_hf_config(root / name), make_config(params_dtype=params_dtype))
+        params_dtype, hf = dtype or CASES[name].dtype, read_hf_config(root / name)
+        model = build_model(hf, make_config(params_dtype=params_dtype))
         load_hf(model, root / name)
         made = []
-        channel = FileChannel(root / f"{name}-weights")
+        channel, scheme = FileChannel(root / f"{name}-weights"), family_for(hf).scheme(hf)
         for version in (0, 1):
             values = log_probs(model)
-            update = channel.publish(whole_slices(export_hf(model)), version, checksums=checksums)
+            slices = whole_slices(export_hf(model))
+            if scheme is not None:
+                slices = QuantizedWeights.of(root / name, scheme).slices(slices)
+            update = channel.publish(slices, version, checksums=checksums)
             made.append((values.detach().cpu(), update))
             values.sum().backward()
             for parameter in unwrap(model).parameters():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.config.hook_calls import Hooks
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
@@ -16,12 +17,14 @@ from slime.megatron_backend.checkpoint.own_slices import OwnSlices
 from slime.megatron_backend.checkpoint.peft import export_adapters, peft_config
 from slime.megatron_backend.checkpoint.weights import export_hf, live, save_hf
 from slime.megatron_backend.step.models import Models
+from slime.models import family_for
 from slime.models.lora import sends_adapters
 from slime.protocols import CHECKPOINT, FULL, WeightSet, WeightUpdate
 from slime.roles import POLICY
 from slime.weight_sync.channel import Export, TrainerSettings
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.publisher import Publisher, Written
+from slime.weight_sync.quantized import QuantizedWeights, quantized
 
 
 class Outputs:
@@ -128,10 +131,21 @@ class Outputs:
         if sends_adapters(self.config):
             return Export(lambda: export_adapters(main.model, main.residence.read))
         own = OwnSlices(main.model)
-        return Export(
+        export = Export(
             lambda: export_hf(main.model, merged(main.model, main.residence.read)),
             lambda: own(merged(main.model, main.residence.read)),
         )
+        weights = self._scheme()
+        return export if weights is None else quantized(export, weights)
+
+    def _scheme(self) -> QuantizedWeights | None:
+        """Returns the form in which engines keep the weights of a quantised --hf-checkpoint."""
+        checkpoint = self.config.rollout.hf_checkpoint
+        hf = read_hf_config(checkpoint)
+        scheme = family_for(hf).scheme(hf)
+        if scheme is None or not self.config.num_engines:
+            return None
+        return QuantizedWeights.of(checkpoint, scheme)
 
     def _save_hf(self, rollout_id: int) -> None:
         assert self.config.checkpoint.save_hf is not None

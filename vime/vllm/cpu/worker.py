@@ -15,6 +15,7 @@ from vime.vllm.worker.columns import routed_experts
 from vime.vllm.worker.workers import RunWorker
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -28,15 +29,19 @@ class CpuWorker(RunWorker, CPUWorker):
     scheduled: dict[str, int]
     """Number of tokens per request in the running step."""
 
-    def register(self) -> None:
+    def register(self, vllm_config: VllmConfig) -> None:
         """Registers the base class's parts and applies the patches of a worker on CPUs.
 
         Operators of --rlk-bitwise are registered first, because the registry keeps the first class of a name.
         """
         patches.apply("worker on CPUs")
-        super().register()
+        super().register(vllm_config)
         rotary.register()
         draft.register()
+        if vllm_config.quant_config is not None:
+            from vime.vllm.cpu import quantized  # imports vLLM's methods of quantisation
+
+            quantized.take_plain_experts(vllm_config)
 
     def init_device(self) -> None:
         """Initialises the device, and lets the groups of ranks that share experts exchange tokens."""

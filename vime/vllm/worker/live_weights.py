@@ -133,12 +133,12 @@ def _pieces(
             quantised = quantised_pieces(module, _rows(module, parts))
             yield from ((part, module, found) for part, found in zip(parts, quantised, strict=True))
         return
-    for value in _copies(module, kind, parameter):
+    for value in used_values(module, kind, parameter):
         for part, (holder, piece) in zip(parts, _split(module, value, parts), strict=True):
             yield part, holder, piece
 
 
-def _copies(module: nn.Module, kind: str, parameter: nn.Parameter) -> list[torch.Tensor]:
+def used_values(module: nn.Module, kind: str, parameter: nn.Parameter) -> list[torch.Tensor]:
     """Returns the values of a parameter that the module computes with, in the order of files."""
     values = [parameter.data] if parameter.numel() else []
     if kind == "weight" and hasattr(module, "_cpu_unpacked_conv_weight"):

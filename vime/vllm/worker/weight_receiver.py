@@ -8,7 +8,7 @@ parts are checked when the update ends; an engine that lacks some weights must n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from vime.vllm.worker.draft import (
     predicted_names,
     trained_shapes,
 )
+from vime.vllm.worker.live_checksums import checksums, has_scales
 from vime.vllm.worker.live_experts import exclude_from_reload, repack_experts, stacks_experts
 from vime.vllm.worker.live_weights import (
     differing_tensors,
@@ -93,6 +94,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
     def start_weight_update(self) -> None:
         """Starts an update and resets its state.
 
+        `before`: checksums of live values, while the update is loaded a second time.
         `loaded`, `compared`: names and shapes of the tensors that parts brought so far. `finished`: vLLM has processed
         all loaded tensors. `series`: identifies the parts that belong together, see `slime.weight_sync.channel.Part`.
         """
@@ -100,6 +102,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             bitwise.require(self.model, EngineSettings.from_config(self.vllm_config).bitwise)
             self._is_checked = True
         self.series: str | None = None
+        self.before: dict[str, int] | None = None
         self.loaded: dict[str, list[int]] = {}
         self.compared: dict[str, list[int]] = {}
         self.finished = False
@@ -116,6 +119,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.adapter.finish()
         self.delta.finish()
         self._finish_loading()
+        self._finish_comparison()
         if self.compared and self.compared != self.loaded:
             raise RuntimeError(
                 f"all tensors must be compared, got {len(self.compared)} of {len(self.loaded)} "
@@ -192,6 +196,9 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         if self.views is None:
             self._begin_reload()
 
+    def _models(self) -> list[nn.Module]:
+        return [self.model] if self.draft is None else [self.model, self.draft]
+
     def _live_model(self) -> LiveModel:
         models = [self.model]
         if self.draft is not None and self._predicted(self.known.shapes):
@@ -248,24 +255,39 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             finalize(self.draft, self.model_config)
 
     def _compare(self, part: Part, update: dict[str, list[int]]) -> None:
-        """Raises RuntimeError when live weights differ from the part. `update` has every part's tensors."""
+        """Raises RuntimeError when live weights differ from the part. `update` has every part's tensors. Weights in the
+        scheme of a quantised checkpoint are compared when all parts have come."""
+        if has_scales(update):
+            if self.before is None:
+                self.views, self.before = None, checksums(self._models())
+                self._begin_reload()
+            self._load(part)
+            if part.whole:
+                self._finish_comparison()
+            return
         predicted = self._predicted(update)
         mine = [name for name in part.shapes if name not in predicted]
         wrong = differing_tensors(self.model, mine, part.get, update=update.keys() - predicted)
         if self.draft is not None and (ahead := predicted & part.shapes.keys()):
             wrong += differing_draft_tensors(self.draft, self.model, ahead, part.get, predicted)
-        if wrong:
-            raise RuntimeError(
-                f"live weights must equal {part.origin}, got {len(wrong)} that differ: {', '.join(wrong[:8])} "
-                "(--check-weight-update-equal)"
-            )
+        _require_none(wrong, part.origin)
+
+    def _finish_comparison(self) -> None:
+        """Raises RuntimeError if the second load of an update has changed a live value."""
+        if self.before is None:
+            return
+        before, self.before = self.before, None
+        self._complete_loading()
+        after = checksums(self._models())
+        _require_none([name for name, value in before.items() if after.get(name) != value], "the trainer's")
 
     def _begin_again_after(self, series: str | None) -> None:
         """Resets the state when parts of another series arrive, because they bring all weights again."""
         if self.series not in (None, series):
-            if self.loaded and not self.finished and self.views is None:
+            loads = self.loaded and not self.finished and self.views is None
+            if loads or self.before is not None:
                 self._finalize()  # vLLM drops layers that arrived incomplete
-            self.loaded, self.compared, self.finished = {}, {}, False
+            self.loaded, self.compared, self.finished, self.before = {}, {}, False, None
         self.series = series
 
     def _finish_loading(self) -> None:
@@ -298,6 +320,15 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         if trained not in self._expected:
             self._expected[trained] = checkpoint_shapes(self.model_config.model, trained=trained)
         require_same_tensors(received, self._expected[trained], tied=tied, where=where)
+
+
+def _require_none(wrong: Sequence[str], origin: str) -> None:
+    """Raises RuntimeError with the names of live values that differ."""
+    if wrong:
+        raise RuntimeError(
+            f"live weights must equal {origin}, got {len(wrong)} that differ: {', '.join(wrong[:8])} "
+            "(--check-weight-update-equal)"
+        )
 
 
 def name_loaders(model: nn.Module) -> None:

@@ -38,11 +38,11 @@ class RunWorker(_Base):
         is_driver_worker: bool = False,
     ) -> None:
         self.settings = EngineSettings.take(vllm_config)
-        self.register()
+        self.register(vllm_config)
         address = file_init_method(distributed_init_method, vllm_config.parallel_config.world_size)
         super().__init__(vllm_config, local_rank, rank, address, is_driver_worker)
 
-    def register(self) -> None:
+    def register(self, vllm_config: VllmConfig) -> None:
         """Registers the classes of this project with vLLM, before vLLM builds the model."""
         if self.settings.bitwise:
             bitwise.register(self.settings.bitwise)

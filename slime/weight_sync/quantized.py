@@ -1,0 +1,237 @@
+"""Quantises the weights of an update to the scheme of the checkpoint that engines serve (slime.models.quantization).
+
+Each trainer rank quantises its own slices, so an update has the bytes of the checkpoint, and engines load it with the
+loader of the checkpoint. The checkpoint's files decide which weights are quantised, and the dtype of their scales.
+
+A block of fp8 may lie on two ranks. The ranks then exchange the largest values of such blocks before they quantise. The
+scale of a block belongs to the rank with the block's first element. A group of int4 must lie on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime.checkpoints.hf_files import Files
+from slime.models.quantization import (
+    QuantizationScheme,
+    block_maxima,
+    check_groups,
+    quantised_names,
+    quantize,
+    scales_from,
+    to_fp8,
+)
+from slime.weight_sync.channel import Export, Named
+from slime.weight_sync.ranks import everywhere
+from slime.weight_sync.slices import Slice, SlicePosition, Where
+
+_PER_WORD = 8
+
+
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """The weights that a served checkpoint has in quantised form."""
+
+    scheme: QuantizationScheme
+    names: frozenset[str]
+    """HF names of the weights, such as "model.layers.0.mlp.up_proj.weight"."""
+    scale_dtype: str
+
+    @classmethod
+    def of(cls, checkpoint: str | Path, scheme: QuantizationScheme) -> QuantizedWeights:
+        """Reads the names of a checkpoint's tensors, and the dtype of one scale. Raises ValueError for a checkpoint
+        without scales."""
+        files = Files(Path(checkpoint))
+        names = sorted(quantised_names(files.names(), scheme))
+        if not names:
+            raise ValueError(
+                f"--hf-checkpoint must have tensors {scheme.scale} for {scheme.title}, got none in {checkpoint}; "
+                "download the checkpoint again"
+            )
+        scale = files.get(f"{names[0].removesuffix('weight')}{scheme.scale}")[...]
+        return cls(scheme, frozenset(names), str(scale.dtype).removeprefix("torch."))
+
+    def quantized(self, name: str, tensor: Tensor) -> Iterator[Named]:
+        """Yields the tensors of a whole weight as the checkpoint has them."""
+        if name not in self.names:
+            yield name, tensor
+            return
+        for last, found in quantize(tensor, self.scheme, name=name, scale_dtype=self.scale_dtype).items():
+            yield f"{name.removesuffix('weight')}{last}", found
+
+    def slices(self, given: Iterable[Slice]) -> Iterator[Slice]:
+        """Returns the quantised form of this rank's slices. Collective."""
+        mine = list(given)
+        shared = _shared_maxima(self._unaligned(mine), self.scheme)
+        return (part for each in mine for part in self._parts(each, shared))
+
+    def _unaligned(self, mine: list[Slice]) -> list[Slice]:
+        """Returns the slices with a part of a block. Raises ValueError for a part of a group of int4."""
+        found = []
+        for each in mine:
+            if each.place.name not in self.names:
+                continue
+            check_groups(each.place.shape, self.scheme, each.place.name)
+            if _is_aligned(each.place, self.scheme):
+                continue
+            if self.scheme.kind == "int4":
+                raise ValueError(
+                    f"{each.place.name} must have whole groups of {self.scheme.block[1]} on each trainer rank, got "
+                    f"columns {list(each.place.where[1])} of {each.place.shape[1]}; lower "
+                    "--expert-tensor-parallel-size or --tensor-model-parallel-size"
+                )
+            found.append(each)
+        return found
+
+    def _parts(self, each: Slice, shared: dict[str, Tensor]) -> Iterator[Slice]:
+        place = each.place
+        if place.name not in self.names:
+            yield each
+            return
+        found = _Quantised(each, self.scheme, self.scale_dtype, shared.get(place.name))
+        module = place.name.removesuffix("weight")
+        (top, bottom), (left, right) = place.where
+        packed = _PER_WORD if self.scheme.kind == "int4" else 1
+        yield Slice(
+            SlicePosition(
+                f"{module}{self.scheme.weight}",
+                "int32" if packed > 1 else self.scheme.kind,
+                (place.shape[0], place.shape[1] // packed),
+                ((top, bottom), (left // packed, right // packed)),
+            ),
+            found.codes,
+        )
+        where = _scales_of(place, self.scheme)
+        if all(start < end for start, end in where):
+            grid = self.scheme.grid(place.shape)
+            yield Slice(
+                SlicePosition(f"{module}{self.scheme.scale}", self.scale_dtype, grid, where),
+                partial(found.scales, where),
+            )
+        if packed > 1 and top == left == 0:
+            shape = torch.tensor(place.shape, dtype=torch.int64)
+            yield Slice(SlicePosition(f"{module}weight_shape", "int64", (2,), ((0, 2),)), lambda: shape)
+
+
+class _Quantised:
+    """The quantised form of one slice. A channel reads the codes and then the scales, so the scales of the last
+    computation are kept until they are read."""
+
+    def __init__(
+        self, given: Slice, scheme: QuantizationScheme, scale_dtype: str, maxima: Tensor | None
+    ) -> None:
+        self._given, self._scheme, self._scale_dtype, self._maxima = given, scheme, scale_dtype, maxima
+        self._kept: Tensor | None = None
+
+    def codes(self) -> Tensor:
+        codes, self._kept = self._computed()
+        return codes
+
+    def scales(self, where: Where) -> Tensor:
+        """Returns the scales at `where` of the whole weight's scales."""
+        scales, self._kept = self._kept, None
+        if scales is None:
+            _, scales = self._computed()
+        first = _first_block(self._given.place, self._scheme)
+        return scales[
+            tuple(slice(start - at, end - at) for (start, end), at in zip(where, first, strict=True))
+        ]
+
+    def _computed(self) -> tuple[Tensor, Tensor]:
+        """Returns the codes of the slice, and the scales of all blocks that it touches."""
+        place, scheme = self._given.place, self._scheme
+        values = _values(self._given)
+        if self._maxima is None:
+            found = quantize(values, scheme, name=place.name, scale_dtype=self._scale_dtype)
+            return found[scheme.weight], found[scheme.scale]
+        first, count = _first_block(place, scheme), scheme.grid(place.shape)
+        ends = [-(-end // size) for (_, end), size in zip(place.where, _sizes(place, scheme), strict=True)]
+        maxima = self._maxima[first[0] : min(ends[0], count[0]), first[1] : min(ends[1], count[1])]
+        kind = getattr(torch, self._scale_dtype)
+        scales = scales_from(maxima.to(values.device), scheme).to(kind)
+        return to_fp8(values, scales, _whole(place, scheme), _offset(place, scheme)), scales
+
+
+def quantized(export: Export, weights: QuantizedWeights) -> Export:
+    """Returns the quantised form of the weights that a rank publishes."""
+    whole, own = export.whole, export.own
+    return Export(
+        None if whole is None else lambda: _whole_tensors(whole(), weights),
+        None if own is None else lambda: weights.slices(own()),
+    )
+
+
+def _whole_tensors(tensors: Iterable[Named], weights: QuantizedWeights) -> Iterator[Named]:
+    for name, tensor in tensors:
+        yield from weights.quantized(name, tensor)
+
+
+def _shared_maxima(unaligned: list[Slice], scheme: QuantizationScheme) -> dict[str, Tensor]:
+    """Returns the largest values of all blocks of the weights that ranks cut inside a block, by HF name. Collective:
+    all ranks exchange those of their slices."""
+    mine = [
+        (
+            each.place,
+            block_maxima(_values(each), _whole(each.place, scheme), _offset(each.place, scheme)).cpu(),
+        )
+        for each in unaligned
+    ]
+    found: dict[str, Tensor] = {}
+    for of_rank in everywhere(mine):
+        for place, maxima in of_rank:
+            whole = found.setdefault(place.name, torch.zeros(scheme.grid(place.shape)))
+            row, column = _first_block(place, scheme)
+            part = whole[row : row + maxima.shape[0], column : column + maxima.shape[1]]
+            torch.maximum(part, maxima, out=part)
+    return found
+
+
+def _values(each: Slice) -> Tensor:
+    return each.values().detach().reshape([end - start for start, end in each.place.where])
+
+
+def _sizes(place: SlicePosition, scheme: QuantizationScheme) -> list[int]:
+    """Returns the rows and columns of a block."""
+    return [size or whole for size, whole in zip(scheme.block, place.shape, strict=True)]
+
+
+def _whole(place: SlicePosition, scheme: QuantizationScheme) -> QuantizationScheme:
+    """Returns the scheme with the sizes of a block of the whole weight, because a slice has smaller axes."""
+    rows, columns = _sizes(place, scheme)
+    return replace(scheme, block=(rows, columns))
+
+
+def _is_aligned(place: SlicePosition, scheme: QuantizationScheme) -> bool:
+    """Returns True if no block lies on several slices."""
+    return all(
+        start % size == 0 and (end % size == 0 or end == whole)
+        for (start, end), size, whole in zip(place.where, _sizes(place, scheme), place.shape, strict=True)
+    )
+
+
+def _offset(place: SlicePosition, scheme: QuantizationScheme) -> tuple[int, int]:
+    """Returns the position of a slice's first element in its block."""
+    (top, _), (left, _) = place.where
+    rows, columns = _sizes(place, scheme)
+    return top % rows, left % columns
+
+
+def _first_block(place: SlicePosition, scheme: QuantizationScheme) -> tuple[int, int]:
+    """Returns the index of the first block that a slice touches."""
+    (top, _), (left, _) = place.where
+    rows, columns = _sizes(place, scheme)
+    return top // rows, left // columns
+
+
+def _scales_of(place: SlicePosition, scheme: QuantizationScheme) -> Where:
+    """Returns the position of the scales of the blocks whose first element is in the slice."""
+    return tuple(
+        (-(-start // size), -(-end // size))
+        for (start, end), size in zip(place.where, _sizes(place, scheme), strict=True)
+    )
