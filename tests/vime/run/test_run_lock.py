@@ -97,5 +97,5 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_an_error_is_told_where_logs_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    told = driver._told(RuntimeError("the cause"), tmp_path / "file" / "logs")
+    told = driver._describe_error(RuntimeError("the cause"), tmp_path / "file" / "logs")
     assert "vime train: the cause" in told and "cannot be written: Not a directory" in told
