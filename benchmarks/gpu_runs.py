@@ -16,8 +16,8 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.plan.model_shape import Shape
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.trackers import METRICS_FILE
-from vime.run_metrics import RunMetrics, load_run
 from vime.view.measures import config_flags
+from vime.view.run_metrics import RunMetrics, load_run
 
 LARGE = 3e9
 """Smallest number of parameters in layers with which a model counts for the targets of a Qwen3-4B (3.6e9)."""

@@ -99,6 +99,7 @@ def rows() -> list[tuple[str, str, list[str]]]:
     surrogates = modules(dict(SURROGATES), "slime/algo/surrogates")
     channels = [(channel.path.partition(":")[0], name) for name, channel in CHANNELS.items()]
     folder = "one folder in `rl_kernel/ops`: reference, kernels, autograd, cases"
+    modules = [(MODULES.get(name, f"vime.commands.{name}"), name) for name in COMMANDS]
     return [
         ("an advantage estimator", "one file in `slime/algo/estimators`", shared(estimators)),
         ("a policy loss", "one file in `slime/algo/surrogates`", shared(surrogates)),
@@ -116,7 +117,7 @@ def rows() -> list[tuple[str, str, list[str]]]:
         ("a weight channel", "one file in `slime/weight_sync`", shared(channels)),
         ("a rollout backend", "one package in `vime`", shared((f"vime.{n}", n) for n in BACKENDS)),
         ("an operator", folder, shared(operators().items())),
-        ("a subcommand", "one module in `vime`", shared((MODULES.get(n, f"vime.{n}"), n) for n in COMMANDS)),
+        ("a subcommand", "one module in `vime/commands`", shared(modules)),
     ]
 
 

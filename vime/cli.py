@@ -62,7 +62,7 @@ def run(command: str, argv: list[str], *, freeze: bool) -> int:
         print(usage(), flush=True)
         return 0
     if command in ("-V", "--version", "version"):
-        from vime.version import version_lines
+        from vime.commands.version import version_lines
 
         print("\n".join(version_lines()))
         return 0
@@ -72,12 +72,12 @@ def run(command: str, argv: list[str], *, freeze: bool) -> int:
         near = nearest(command, COMMANDS, prefix="vime ")
         raise ValueError(f"the command must be one of {', '.join(COMMANDS)}, got {command}{near}")
     if command in ("train", "plan") and (asked := {"-h", "--help", "--help-all"} & set(argv)):
-        from vime.list_flags import help_text
+        from vime.commands.flags import help_text
 
         print(help_text(command, COMMANDS[command], everything="--help-all" in asked))
         return 0
     with interrupts.nothing_to_end(command), uncollected(freeze=freeze):
-        module = importlib.import_module(MODULES.get(command, f"vime.{command}"))
+        module = importlib.import_module(MODULES.get(command, f"vime.commands.{command}"))
     return module.main(argv) or 0
 
 

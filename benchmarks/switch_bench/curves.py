@@ -17,9 +17,9 @@ from slime.tracking.metrics import LOGPROB_DIFF
 from switch_bench.compare import Pair
 from switch_bench.record import SIDES, Repeat
 from switch_bench.verdicts import PEAK, STEP, metric_of, values_of
-from vime.plot import COLOURS, draw_lines, draw_logprob_diff, draw_reward, dress, name_runs
-from vime.run_metrics import UNITS, RunMetrics, Series
 from vime.view.measures import number
+from vime.view.plot import COLOURS, draw_lines, draw_logprob_diff, draw_reward, dress, name_runs
+from vime.view.run_metrics import UNITS, RunMetrics, Series
 from vime.view.statistics import Array
 
 WIDTH = 7.5  # inches

@@ -15,8 +15,8 @@ from slime.tracking.metrics import LOGPROB_DIFF
 from switch_bench.curves import PEAKS, REWARD
 from switch_bench.record import Repeat, read_json
 from switch_bench.verdicts import STEP
-from vime.run_metrics import TIME_METRICS
 from vime.view.measures import METRICS
+from vime.view.run_metrics import TIME_METRICS
 
 NAMES = {
     "step_s": STEP,

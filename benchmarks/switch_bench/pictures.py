@@ -17,9 +17,9 @@ from switch_bench import curves
 from switch_bench.compare import Pair
 from switch_bench.record import BASELINE, RL_KERNEL, Record, Repeat
 from switch_bench.verdicts import Comparison, verdict
-from vime.plot import COLOURS, PART_COLOURS, dress, save
-from vime.run_metrics import RunMetrics, Series, step_times
 from vime.view.measures import number
+from vime.view.plot import COLOURS, PART_COLOURS, dress, save
+from vime.view.run_metrics import RunMetrics, Series, step_times
 from vime.view.statistics import LEVEL, Difference
 
 

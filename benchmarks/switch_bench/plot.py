@@ -22,8 +22,8 @@ from switch_bench.loose_records import read_runs
 from switch_bench.pictures import breakdown
 from switch_bench.record import RECORD_FILE, Repeat
 from switch_bench.verdicts import STEP
-from vime.plot import COLOURS, save
-from vime.run_metrics import TIME_METRICS
+from vime.view.plot import COLOURS, save
+from vime.view.run_metrics import TIME_METRICS
 
 LABEL = 32  # characters of a line of a run's name
 MOST_NAMED = 3

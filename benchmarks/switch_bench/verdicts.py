@@ -9,8 +9,8 @@ import numpy as np
 
 from switch_bench.compare import Pair
 from switch_bench.record import SIDES, Record, Repeat
-from vime.run_metrics import TIME_METRICS
 from vime.view.measures import METRICS, PASS_TIME, SIZES, SPEED_OVER, SPEEDS, TIMES, WORDS, number
+from vime.view.run_metrics import TIME_METRICS
 from vime.view.statistics import MIN_PAIRS, Array, Difference, Summary, paired_difference, summarise
 
 PASS_PARTS = ("perf/forward_time", "perf/policy_loss_time", "perf/backward_time")

@@ -98,7 +98,7 @@ def _keywords(**given: object) -> dict[str, object]:
 def _parts(config: ConfigLike) -> tuple[list[str], dict[str, object]]:
     """Returns the words for a configuration of files or sections, and the flags of a dict by name."""
     if isinstance(config, Config):
-        from vime.show_config import all_flags  # imports the engines' parsers
+        from vime.commands.config import all_flags  # imports the engines' parsers
 
         return [token for group in all_flags(config) for token in group.tokens], {}
     if isinstance(config, Mapping):

@@ -1,5 +1,1 @@
 """`vime audit RUN_DIR`: finds the source of the difference between a trainer's and an engine's log-probs."""
-
-from vime.audit.command import main
-
-__all__ = ["main"]

@@ -12,9 +12,9 @@ from itertools import pairwise
 import numpy as np
 
 from slime.tracking.metrics import is_score
-from vime.run_metrics import UNITS
 from vime.view.compare_runs import ComparedRun
 from vime.view.measures import METRICS, SPEED_OVER, WORDS, number
+from vime.view.run_metrics import UNITS
 from vime.view.statistics import Array, Difference, Sides, Summary, paired_difference, summarise
 
 Pairs = Sequence[tuple[ComparedRun, ComparedRun]]

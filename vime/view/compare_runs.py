@@ -15,8 +15,8 @@ from slime.tracking.kinds import EVENTS_FILE
 from slime.tracking.run_files import Line, is_there, is_whole_number, read_object
 from slime.tracking.run_summary import RunSummary, run_summary
 from slime.tracking.trackers import METRICS_FILE
-from vime.run_metrics import RunMetrics, Series, load_run
 from vime.view.measures import config_flags, flatten
+from vime.view.run_metrics import RunMetrics, Series, load_run
 
 SEEDS = ("seed", "rollout_seed")
 RUN_FILES = ("config.json", METRICS_FILE, EVENTS_FILE)

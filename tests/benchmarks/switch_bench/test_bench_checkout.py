@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages
 
-from vime import bench
+from vime.commands import bench
 
 ROOT = Path(__file__).parents[3]
 

@@ -28,7 +28,7 @@ from switch_bench.settings import read_settings
 from train_fixtures import script
 
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
-from vime.bench import BENCHMARKS
+from vime.commands.bench import BENCHMARKS
 from vime.run.lock import LOCK_FILE, lock
 
 STEPS = 3

@@ -14,8 +14,8 @@ import pytest
 from switch_bench.record import BASELINE, RL_KERNEL, Record, Repeat, Switch, all_repeats, read
 from train_fixtures import ROOT, launched, run, vime
 
-from vime.run_metrics import load_run, step_times
 from vime.view.measures import METRICS
+from vime.view.run_metrics import load_run, step_times
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

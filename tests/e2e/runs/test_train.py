@@ -39,7 +39,7 @@ from train_fixtures import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime.tracking.ledger import read_ledger
-from vime.run_metrics import UNMEASURED, load_run, step_times
+from vime.view.run_metrics import UNMEASURED, load_run, step_times
 
 pytestmark = pytest.mark.e2e
 

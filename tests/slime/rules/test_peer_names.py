@@ -12,7 +12,7 @@ from slime.config.peer_names import parse_override
 from slime.config.peer_rows import OTHERS, TRL, VALUES, VERL
 from slime.rules.parser import check_flags, parse_args
 from vime.backends import BACKENDS
-from vime.list_flags import all_rows
+from vime.commands.flags import all_rows
 from vime.vllm.peer_names import VLLM_PEER_NAMES
 
 PEER_NAMES = OWN | VLLM_PEER_NAMES

@@ -6,7 +6,7 @@ import pytest
 from config_cases import good_argv
 
 from slime.rules import parse_args
-from vime.plan import batches
+from vime.plan.command import batches
 
 # good_argv: 4 prompts x 8 samples, --global-batch-size 16, two ranks
 VARIABLE = "--variable-global-batch-size"

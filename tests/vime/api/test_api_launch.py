@@ -16,7 +16,7 @@ import vime
 from slime.config.config_file import split_argv, with_config_files
 from vime.api import launch, live
 from vime.backends import parse_config
-from vime.show_config import all_flags
+from vime.commands.config import all_flags
 
 
 @pytest.fixture

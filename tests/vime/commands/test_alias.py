@@ -46,9 +46,9 @@ def test_both_ways_to_import():
 
 
 def test_own_modules_come_first():
-    backends, flags = importlib.import_module("vime.backends"), importlib.import_module("vime.list_flags")
+    backends, flags = importlib.import_module("vime.backends"), importlib.import_module("vime.commands.flags")
     assert backends.__name__ == "vime.backends" and "vllm" in backends.BACKENDS
-    assert flags.__name__ == "vime.list_flags"
+    assert flags.__name__ == "vime.commands.flags"
     aliased = importlib.import_module("vime.backends.megatron_utils")
     assert aliased.__name__ == "slime.backends.megatron_utils"
 

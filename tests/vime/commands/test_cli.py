@@ -16,7 +16,7 @@ from slime.rules.flags import own_flags
 from vime.backends import BACKENDS, parse_config
 from vime.cli import main
 from vime.commands import COMMANDS
-from vime.plan import describe
+from vime.plan.command import describe
 from vime.pool.engine_flags import ROUTER_RESERVED
 from vime.sglang_api.tables import ANY, MAPPED, RENAMED
 from vime.vllm.backend import ENGINE_SHARE

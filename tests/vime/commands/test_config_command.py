@@ -10,8 +10,8 @@ import yaml
 
 from slime.config.config_file import expand_config
 from vime.cli import main
-from vime.completion import script
-from vime.list_flags import FIRST
+from vime.commands.completion import script
+from vime.commands.flags import FIRST
 
 FILE = """\
 # Two kinds of values.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from vime.cli import main
+from vime.commands.version import commit
 from vime.doctor.machine import run_command
-from vime.version import commit
 
 
 def test_versions_of_this_environment(capsys: pytest.CaptureFixture[str]):

@@ -113,7 +113,7 @@ CHANNELS["second"] = Channel(
 )
 from slime.rules import resolve
 from slime.rules.flags import own_flags
-from vime.plan import transport
+from vime.plan.command import transport
 spec = own_flags()["update_weight_transport"]
 assert spec.choices == ("disk", "ipc", "nccl", "second"), spec.choices
 assert "second: through files of another name" in spec.help

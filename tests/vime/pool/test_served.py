@@ -20,7 +20,7 @@ from slime.protocols import NoEngines
 from slime.roles.served import ServedModel, teachers
 from slime.rollout_backend import RolloutBackend
 from vime.backends import parse_config, require_reachable, served_engines
-from vime.plan import describe
+from vime.plan.command import describe
 from vime.pool.router import RouterSpec
 from vime.pool.served import ServedModels
 from vime.vllm.pool import VllmEnginePool

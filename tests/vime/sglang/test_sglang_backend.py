@@ -19,8 +19,9 @@ from slime.config import Config
 from slime.divergence import DivergedError
 from slime.protocols import WeightUpdate
 from slime.weight_sync.transfer import load
-from vime import backends, serve
-from vime.plan import topology
+from vime import backends
+from vime.commands import serve
+from vime.plan.command import topology
 from vime.pool.control import ControlError
 from vime.pool.router_client import Transient
 from vime.sglang.client import PARAMETERS, Answer, parse_result, request_params

@@ -15,7 +15,7 @@ from make_model import main as make_model
 from vime.cli import main
 from vime.driver import _read
 from vime.memory.sizes import RequestedSizes
-from vime.plan import main as plan
+from vime.plan.command import main as plan
 from vime.run.lock import lock
 from vime.start import checks
 from vime.start.checks import check_run, plans_other_machine

@@ -14,11 +14,11 @@ from slime.tracking.ledger import read_ledger
 from slime.tracking.run_summary import run_summary
 from vime.doctor.command import main as doctor
 from vime.members.table import read_engines, table
-from vime.plot import main as plot
 from vime.view import watch_draw as draw
 from vime.view.compare import main as compare
 from vime.view.page.command import open_runs
 from vime.view.page.export import write_page
+from vime.view.plot import main as plot
 from vime.view.trace import main as trace
 from vime.view.watch_data import CURVES, WatchedRun
 

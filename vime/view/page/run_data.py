@@ -18,11 +18,11 @@ from slime.tracking.run_files import is_there, open_file, read_object, readable
 from slime.tracking.run_summary import RunSummary, run_summary
 from slime.tracking.samples import SAMPLES
 from slime.tracking.trackers import METRICS_FILE
-from vime.run_metrics import RunMetrics, load_run
 from vime.view.measures import flatten
 from vime.view.page.cached import CachedValue, Stamp, stamp
 from vime.view.page.lanes import Timeline, read_timeline
 from vime.view.page.sample_rows import COLUMNS, SampleRows
+from vime.view.run_metrics import RunMetrics, load_run
 
 CONFIG_FILE = "config.json"
 LOOK_EVERY_S = 5.0

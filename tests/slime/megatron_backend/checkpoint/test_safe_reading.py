@@ -28,7 +28,7 @@ from slime.megatron_backend.checkpoint.weights import load_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import build_optimizer
-from vime.checkpoint import main as verify
+from vime.commands.checkpoint import main as verify
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 

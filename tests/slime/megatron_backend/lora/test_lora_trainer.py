@@ -19,7 +19,7 @@ from slime.megatron_backend.parallel import destroy_parallel
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.protocols import CHECKPOINT
 from slime.roles import REFERENCE
-from vime.export import main as export
+from vime.commands.export import main as export
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0}
 

@@ -23,7 +23,7 @@ from matplotlib.ticker import MaxNLocator
 
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from vime.doctor.finding import one_line
-from vime.run_metrics import (
+from vime.view.run_metrics import (
     TIME_METRICS,
     TIME_PARTS,
     UNMEASURED,

@@ -36,8 +36,8 @@ from vime.memory.lines import (
     whole_fit,
 )
 from vime.memory.sizes import for_gpus, machine_sizes, requested_bytes, take_sizes
-from vime.plan_hardware import hardware, update
-from vime.plan_hardware import machine as this_machine
+from vime.plan.hardware import hardware, update
+from vime.plan.hardware import machine as this_machine
 from vime.run.prompts import plural, prompts
 from vime.start.checks import Inputs, check_run, lacks_weights, plans_other_machine, read_inputs
 from vime.start.first_prompt import FirstPrompt

@@ -9,7 +9,7 @@ from architectures import ARCHITECTURES
 
 from slime.plan.model_shape import Shape
 from vime.backends import parse_config
-from vime.plan import describe
+from vime.plan.command import describe
 from vime.vllm.memory import engine_memory
 
 QWEN3_4B = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}

@@ -1,4 +1,7 @@
-"""Lists the subcommands of `vime`: names, descriptions and modules. Imports nothing."""
+"""Lists the subcommands of `vime`: names, descriptions and modules. The folder has the small commands.
+
+`vime --help` and shells import this file, so it imports nothing.
+"""
 
 COMMANDS = {
     "train": "run a training job from the flags of a launch script",
@@ -26,15 +29,16 @@ WORK = {"train", "engines", "serve", "export", "audit", "trace", "plot", "ui", "
 """Subcommands that do more than print."""
 
 MODULES = {
+    "audit": "vime.audit.command",
     "compare": "vime.view.compare",
-    "config": "vime.show_config",
     "doctor": "vime.doctor.command",
     "engines": "vime.members.command",
     "explain": "vime.explain.command",
-    "flags": "vime.list_flags",
+    "plan": "vime.plan.command",
+    "plot": "vime.view.plot",
     "trace": "vime.view.trace",
     "train": "vime.driver",
     "ui": "vime.view.page.command",
     "watch": "vime.view.watch",
 }
-"""Maps a subcommand to its module, if that is not vime.NAME."""
+"""Maps a subcommand to its module, if that is not vime.commands.NAME."""

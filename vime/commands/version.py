@@ -12,7 +12,7 @@ from rl_kernel.host import git_state
 from slime.tracking.environment import installed_packages
 from vime.doctor.packages import STACK
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 COMMIT_FILE = "COMMIT"
 
 

@@ -196,11 +196,11 @@ def test_the_build_of_the_messages_needs_the_standard_library_only(tmp_path: Pat
 
 
 def refusals() -> list[tuple[str, str]]:
-    """Returns (reason, text) per `Refused` of the session server, and per end of a session without `Refused`."""
+    """Returns (reason, text) per `RequestRejected` of the session server, and per end of a session without one."""
     found = []
     for file in sorted((sources.ROOT / "slime/sessions").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Refused":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "RequestRejected":
                 reason, said = (sources.expression_text(part, {}) for part in node.args[:2])
                 found.append((reason or "", said or ""))
     return found

@@ -11,8 +11,8 @@ import pytest
 from matplotlib.image import imread
 
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
-from vime import plot
-from vime.run_metrics import UNMEASURED, load_run, running_mean, smoothing_window, step_times
+from vime.view import plot
+from vime.view.run_metrics import UNMEASURED, load_run, running_mean, smoothing_window, step_times
 
 PICTURES = ("reward", "step_time", "logprob_diff", "kl", "response_length", "loss", "grad_norm", "overview")
 
