@@ -272,14 +272,14 @@ def main(argv: list[str] | None = None) -> None:
         note = {"arch": args.arch, "layers": config.num_hidden_layers, "of": depth}
         note["weights"] = "random" if args.random else None
         (partial / NOTE_FILE).write_text(json.dumps(note) + "\n", encoding="utf-8")
-        if args.arithmetic:
-            write_data(partial / "arithmetic", args.seed)
         if args.random:
             save_model(build_model(config, args.seed, args.device), partial)
             if args.quantize:
                 plain = partial.rename(partial.with_name(f"{partial.name}-plain"))
                 stack.callback(shutil.rmtree, plain)
                 quantise(plain, partial, quantization_config(args.quantize, routers=find_routers(plain)))
+        if args.arithmetic:
+            write_data(partial / "arithmetic", args.seed)
         partial.rename(folder)
     what = "no weights"
     if args.random:
