@@ -32,7 +32,6 @@ NO_COUNTERPART = {
     "utils.arguments": "`vime train` parses the flags; a hook gets them as args",
     "utils.distributed_utils": "use torch.distributed",
     "utils.ray_utils": _PROCESSES,
-    "utils.tensorboard_utils": _LOG,
     "utils.timer": "vime measures the parts of a step (perf/*_time)",
     "utils.trace_utils": "--otlp-traces-endpoint sends a span of each sample",
     "utils.wandb_utils": _LOG,

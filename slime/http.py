@@ -104,6 +104,11 @@ def get_host_info() -> tuple[str, str]:
         return socket.gethostname(), probe.getsockname()[0]
 
 
+def get_current_node_ip() -> str:
+    """Returns the address of `get_host_info`."""
+    return get_host_info()[1]
+
+
 async def post(
     url: str,
     payload: object,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-PACKAGES = ("agent", "backends", "observability", "ray", "rollout", "utils")
+PACKAGES = ("agent", "backends", "data", "observability", "ray", "rollout", "utils")
 """Packages of slime that plug-ins import. Other names under `vime` are vime's own."""
 
 RENAMED = {"rollout.vllm_rollout": "rollout.sglang_rollout"}

@@ -1,5 +1,5 @@
-"""Older import path of slime plug-ins: see slime.rollout.data_source."""
+"""Older import path of slime plug-ins: see slime.data.data_source."""
 
-from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.data.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 
 __all__ = ["RolloutDataSource", "RolloutDataSourceWithBuffer"]

@@ -1,22 +1,13 @@
-"""This module holds the default --data-source-path: the prompts of slime.data.source, whose labels are checked for the
-run's reward. It also holds the classes that data sources of plug-ins use."""
+"""Import path of slime plug-ins: see slime.data.data_source."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from slime.algo.losses import loss_for
-from slime.config.schema import Config
-from slime.data.drawing.mixing import shuffled
-from slime.data.prompts import load_prompts
-from slime.data.rows import RowColumns
-from slime.data.source import PromptDataSource, pop_first, pop_oldest
-from slime.protocols import DataSource
-from slime.rollout.rewards.labels import LabelCheck, label_check
-from slime.types import Sample
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from slime.data.data_source import (
+    Dataset,
+    DataSource,
+    RolloutDataSource,
+    RolloutDataSourceWithBuffer,
+    pop_first,
+    pop_oldest,
+)
 
 __all__ = [
     "DataSource",
@@ -26,80 +17,3 @@ __all__ = [
     "pop_first",
     "pop_oldest",
 ]
-
-
-class RolloutDataSourceWithBuffer(PromptDataSource):
-    """The default data source, under the name that existing slime scripts and subclasses import."""
-
-    def label_check(self, config: Config) -> LabelCheck | None:
-        return training_label_check(config)
-
-
-RolloutDataSource = RolloutDataSourceWithBuffer
-"""In slime, this class has no buffer. Here its buffer is empty until `add_samples`."""
-
-
-def training_label_check(c: Config) -> LabelCheck | None:
-    """Returns the check of the labels in --prompt-data, or None if the run computes no rewards, as in SFT."""
-    return label_check(c, c.data.label_key) if loss_for(c.algorithm).rewarded else None
-
-
-class Dataset:
-    """The prompts of a file as samples, for data sources and evaluations of plug-ins.
-
-    `origin_samples` are in the order of the file. `samples` are in the order of the last `shuffle`, at first the file's
-    order. Both lists hold the same objects, so copy a sample before it is generated. `path`, the keys and the errors
-    are those of `load_prompts`. Prompts with more than `max_length` tokens are left out. `processor` is not read,
-    because prompts are text.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        tokenizer: PreTrainedTokenizerBase | None,
-        processor: object,
-        max_length: int | None,
-        *,
-        prompt_key: str = "text",
-        multimodal_keys: object = None,
-        label_key: str | None = None,
-        tool_key: str | None = None,
-        metadata_key: str = "metadata",
-        seed: int = 42,
-        apply_chat_template: bool = False,
-        apply_chat_template_kwargs: dict[str, object] | None = None,
-    ) -> None:
-        if multimodal_keys:
-            raise ValueError(
-                f"multimodal_keys must be None, got {multimodal_keys!r}; images, video and audio are not supported"
-            )
-        columns = RowColumns(
-            input_key=prompt_key,
-            label_key=label_key,
-            metadata_key=metadata_key,
-            tool_key=tool_key,
-            apply_chat_template=apply_chat_template,
-            apply_chat_template_kwargs=apply_chat_template_kwargs or {},
-        )
-        self.seed, self.epoch_id = seed, -1
-        self.origin_samples = [
-            Sample(prompt=prompt.text, label=prompt.label, metadata=prompt.metadata)
-            for prompt in load_prompts(path, columns, tokenizer=tokenizer, max_prompt_len=max_length)
-        ]
-        for sample in self.origin_samples:
-            if apply_chat_template or not isinstance(sample.prompt, str):
-                sample.apply_chat_template_kwargs = dict(columns.apply_chat_template_kwargs)
-        self.samples = self.origin_samples
-
-    def shuffle(self, new_epoch_id: int) -> None:
-        """Sorts `samples` into the order that --rollout-shuffle gives the epoch."""
-        if new_epoch_id == self.epoch_id:
-            return
-        places = shuffled(len(self.origin_samples), self.seed + new_epoch_id)
-        self.samples, self.epoch_id = [self.origin_samples[i] for i in places], new_epoch_id
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.samples[index]

@@ -20,6 +20,7 @@ from slime.rollout import state
 from slime.rollout.context import RunContext, find_context
 from slime.rollout.facts import note_sampling
 from slime.rollout.on_policy_distillation import teach
+from slime.rollout.request_abort import CancelledCalls, cancels_its_call
 from slime.rollout.rewards import async_rm, batched_async_rm, score, score_together
 from slime.rollout.rewards.finite import remove_unless_finite
 from slime.rollout.sample_hooks import accepted, run_sample_hooks
@@ -320,7 +321,9 @@ async def _generate_one(
         result = function(
             context.hook_args, sample, sampling_params, **accepted(function, evaluation=evaluation)
         )
-        if inspect.isawaitable(result):
+        if cancels_its_call(function):
+            result = await context.run.part(CancelledCalls, CancelledCalls).result(result, sample)
+        elif inspect.isawaitable(result):
             result = await result
         if isinstance(result, list):
             if not result or not all(isinstance(s, Sample) for s in result):

@@ -11,6 +11,7 @@ from slime.protocols import DataSource
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.evaluation import eval_rollout
 from slime.rollout.generate import GenerateState, generate, generate_and_rm, generate_and_rm_group
+from slime.rollout.request_abort import abort_calls
 from slime.rollout.stream.stream import generate_rollout_async
 from slime.types import SampleGroup
 
@@ -42,6 +43,7 @@ async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:
     """
     own = GenerateState(args)
     own.aborted = True
+    abort_calls(own)
     if own.engine is not None:
         await own.engine.abort_all()
     return []

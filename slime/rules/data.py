@@ -109,7 +109,7 @@ def check_curriculum(c: Config) -> None:
                 "--data-source-path",
                 "have observe(groups) with --curriculum",
                 data.data_source_path,
-                "derive the class from slime.rollout.data_source.RolloutDataSourceWithBuffer",
+                "derive the class from slime.data.data_source.RolloutDataSourceWithBuffer",
             )
         )
     problems.report()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -22,7 +21,7 @@ from slime.sessions.limits import DONE, SessionLimits
 from slime.sessions.opening import begin
 from slime.sessions.server import SessionServer
 from slime.sessions.session import Session
-from slime.types import Sample
+from slime.types import Sample, SamplingParams
 
 _KEPT_HEADERS = ("Content-Type", "Cache-Control")
 
@@ -47,7 +46,14 @@ class KeyedSessions:
     def __init__(self) -> None:
         self._opened: dict[str, _Opened] = {}
 
-    def open(self, key: str, *, sampling: dict[str, Any], max_context_tokens: int) -> None:
+    def open(
+        self,
+        key: str,
+        *,
+        sampling: SamplingParams,
+        max_context_tokens: int,
+        template_kwargs: dict[str, object] | None = None,
+    ) -> None:
         """Opens a session under `key`. RuntimeError without a rollout in this process."""
         own = current_state()
         context = RunContext.from_state(own)
@@ -57,7 +63,7 @@ class KeyedSessions:
         if max_context_tokens:
             params["max_context_len"] = max_context_tokens
         # the name is the sample's session_id wherever the plug-in follows slime; it decides the seeds
-        sample = Sample(prompt="", session_id=key)
+        sample = Sample(prompt="", session_id=key, apply_chat_template_kwargs=template_kwargs)
         limits = SessionLimits.of(context.config.sessions)
         begun = own.submit(begin(context, sample, params, limits, model=None))
         self._opened[key] = opened = _Opened(own, begun)

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 
 from slime.data import columns
+from slime.data.agents.blank_sample import blank
 from slime.data.agents.session_record import KEY, SessionRecord
 from slime.protocols import GenerateResult, OnTokens
 from slime.rollout.context import RunContext
@@ -23,7 +24,7 @@ from slime.sessions.messages import ChatParser, ChatRequest, ModelAnswer, Reply,
 from slime.sessions.off_loop import off_loop
 from slime.sessions.parsing import parsed
 from slime.sessions.rendering import BoundaryError, ChatRenderer
-from slime.sessions.turns import Turn, TurnTree, blank
+from slime.sessions.turns import Turn, TurnTree
 from slime.types import Message, Sample, SamplingParams
 
 MODEL = "policy"

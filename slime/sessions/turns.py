@@ -10,11 +10,11 @@ Shapes: N tokens of a path, L layers of the model, K experts per token.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 
 from slime.data import columns
 from slime.data.agents import turn_rewards
+from slime.data.agents.blank_sample import blank
 from slime.protocols import GenerateResult
 from slime.sessions.messages import same
 from slime.types import Message, Sample
@@ -107,17 +107,6 @@ class TurnTree:
             found.append((_build_sample(leaf.path, sample, trained), leaf))
             trained |= {id(turn) for turn in leaf.path}
         return found
-
-
-def blank(sample: Sample) -> Sample:
-    """Returns a copy of the sample without generated fields, with a copy of its metadata."""
-    fresh = copy.copy(sample)
-    fresh.tokens, fresh.response, fresh.response_length = [], "", 0
-    fresh.loss_mask, fresh.rollout_log_probs, fresh.weight_versions = None, None, []
-    columns.clear(fresh)
-    fresh.spec_info, fresh.prefix_cache_info = Sample.SpecInfo(), Sample.PrefixCacheInfo()
-    fresh.status, fresh.metadata = Sample.Status.PENDING, dict(sample.metadata)
-    return fresh
 
 
 def _build_sample(path: list[Turn], given: Sample, trained: set[int]) -> Sample:

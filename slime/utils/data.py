@@ -1,7 +1,7 @@
-"""Import path of slime plug-ins: see slime.data.prompts, slime.data.files and slime.rollout.data_source."""
+"""Import path of slime plug-ins: see slime.data.prompts, slime.data.files and slime.data.data_source."""
 
+from slime.data.data_source import Dataset
 from slime.data.files import split_slice as _parse_generalized_path
 from slime.data.prompts import filter_long_prompt, read_file
-from slime.rollout.data_source import Dataset
 
 __all__ = ["Dataset", "_parse_generalized_path", "filter_long_prompt", "read_file"]

@@ -1,6 +1,8 @@
-"""Import path of slime plug-ins: see slime.hooks and slime.rollout.metrics."""
+"""Import path of slime plug-ins: see slime.hooks, slime.http, slime.plug_ins.launch and slime.rollout.metrics."""
 
 from slime.hooks import SingletonMeta, load_function
+from slime.http import get_current_node_ip
+from slime.plug_ins.launch import exec_command
 from slime.rollout.metrics import group_by
 
-__all__ = ["SingletonMeta", "group_by", "load_function"]
+__all__ = ["SingletonMeta", "exec_command", "get_current_node_ip", "group_by", "load_function"]

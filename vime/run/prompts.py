@@ -18,8 +18,8 @@ from slime.data.source import load_training_prompts
 from slime.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from slime.hooks import load_function
 from slime.records.errors import FlagError
-from slime.rollout.data_source import training_label_check
 from slime.rollout.eval_datasets import EvalDatasetConfig, read_eval_prompts, resolve_eval_datasets
+from slime.rollout.rewards.labels import training_label_check
 from slime.types import Prompt
 
 if TYPE_CHECKING:

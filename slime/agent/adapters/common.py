@@ -9,17 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from ipaddress import ip_address
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from aiohttp import web
 
 from slime.agent import session_keys
+from slime.agent.adapters.wire import (
+    flatten_content,
+    manager_finish_reason,
+    sid_from_bearer,
+    sid_from_body,
+    tool_call_dict,
+)
+from slime.agent.segments import TokenSegment, TurnRecord
 from slime.hooks import load_function
-from slime.types import Sample
+from slime.types import Metadata, Reward, Sample, SamplingParams
 
+__all__ = [
+    "BaseAdapter",
+    "Sessions",
+    "TurnRecord",
+    "flatten_content",
+    "manager_finish_reason",
+    "sid_from_bearer",
+    "sid_from_body",
+    "tool_call_dict",
+]
 logger = logging.getLogger(__name__)
 
 _LARGEST_BODY_BYTES = 64 << 20
@@ -31,8 +50,11 @@ _NO_TURN = ("messages/count_tokens",)
 class Sessions(Protocol):
     """The object that holds the conversations."""
 
-    def open(self, key: str, *, sampling: dict[str, Any], max_context_tokens: int) -> None:
-        """Opens a conversation. With `max_context_tokens` 0, the limit of the run holds."""
+    def open(
+        self, key: str, *, sampling: SamplingParams, max_context_tokens: int, **template: dict[str, object]
+    ) -> None:
+        """Opens a conversation. With `max_context_tokens` 0, the limit of the run holds. `template` has
+        `template_kwargs`, the arguments of the chat template, if the plug-in sets them."""
         ...
 
     async def answer(self, key: str, path: str, request: web.Request) -> web.StreamResponse:
@@ -57,9 +79,10 @@ class BaseAdapter:
     of this process's rollout.
 
     The adapter stores `tokenizer`, `tool_parser`, `reasoning_parser` and `address` only for the plug-in; the sessions
-    use the run's values. `address` is the router's address under the name that slime or upstream vime uses.
-    `debug_callback` and `fork_threshold_tokens` belong to slime's record of turns, which sessions do not have. The
-    first raises ValueError, the second logs a warning.
+    use the run's values. `address` is the router's address under the name that slime or upstream vime uses. `model` and
+    `rollout_args` are the model's name and the flags that upstream vime passes. `debug_callback` and
+    `fork_threshold_tokens` belong to slime's record of turns, which sessions do not have. The first raises ValueError,
+    the second logs a warning unless it is 0.
     """
 
     paths: tuple[str, ...] = ()
@@ -74,6 +97,8 @@ class BaseAdapter:
         max_turns_per_sid: int | None = None,
         fork_threshold_tokens: int | None = None,
         debug_callback: Callable[..., None] | None = None,
+        model: str | None = None,
+        rollout_args: Namespace | None = None,
         **address: str,
     ) -> None:
         if wrong := [name for name in address if not name.endswith("_url")]:
@@ -84,9 +109,9 @@ class BaseAdapter:
             raise ValueError(
                 "debug_callback must be None, got a function, which a session would never call; leave it out"
             )
-        if fork_threshold_tokens is not None:
+        if fork_threshold_tokens:
             logger.warning("fork_threshold_tokens has no effect: a session never merges conversations")
-        self.tokenizer = tokenizer
+        self.tokenizer, self.model, self.rollout_args = tokenizer, model, rollout_args
         vars(self).update({name: url.rstrip("/") for name, url in address.items()})
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
         self.max_turns_per_sid = max_turns_per_sid
@@ -105,17 +130,27 @@ class BaseAdapter:
         self.app.router.add_get("/v1/models", _healthy)
 
     def open_session(
-        self, sid: str, *, sampling_defaults: dict[str, Any] | None = None, max_context_tokens: int = 0
+        self,
+        sid: str,
+        *,
+        sampling_defaults: SamplingParams | None = None,
+        max_context_tokens: int = 0,
+        apply_chat_template_kwargs: dict[str, object] | None = None,
     ) -> str:
         """Opens a session and returns its key. Raises ValueError for the name of an open session. The name of a
         finished session is free again: a group that is generated again keeps its `session_id`s, and its sessions get
-        new keys."""
+        new keys. `apply_chat_template_kwargs` replace the run's --apply-chat-template-kwargs."""
         if sid in self._open:
             raise ValueError(
                 f"session_id must be new for each agent, got {sid!r} while its session is open; choose another, or "
                 "finish that session first"
             )
-        self.sessions.open(sid, sampling=dict(sampling_defaults or {}), max_context_tokens=max_context_tokens)
+        template = {}
+        if apply_chat_template_kwargs is not None:
+            template["template_kwargs"] = dict(apply_chat_template_kwargs)
+        self.sessions.open(
+            sid, sampling=dict(sampling_defaults or {}), max_context_tokens=max_context_tokens, **template
+        )
         self._open.add(sid)
         self.closed.discard(sid)
         self._turns.pop(sid, None)
@@ -134,24 +169,42 @@ class BaseAdapter:
             waits = asyncio.run_coroutine_threadsafe(_drain(tasks, wait_timeout), tasks[0].get_loop())
             await asyncio.wrap_future(waits)
 
+    @overload
+    async def finish_session(
+        self,
+        sid: str,
+        *,
+        base_sample: Sample,
+        reward: Reward = 0.0,
+        extra_metadata: Metadata | None = None,
+        wait_timeout: float = 5.0,
+    ) -> list[Sample]: ...
+
+    @overload
+    async def finish_session(self, sid: str, *, wait_timeout: float = 5.0) -> list[TokenSegment]: ...
+
     async def finish_session(
         self,
         sid: str,
         *,
         base_sample: Sample | None = None,
-        reward: float = 0.0,
-        extra_metadata: dict[str, Any] | None = None,
+        reward: Reward = 0.0,
+        extra_metadata: Metadata | None = None,
         wait_timeout: float = 5.0,
-    ) -> list[Sample]:
-        """Ends a session and returns its samples, with the reward. Returns [] for a finished session. Without
-        `base_sample` it only ends the session and returns []."""
-        if base_sample is None:
-            await self.drop_session(sid, wait_timeout=wait_timeout)
-            return []
+    ) -> list[Sample] | list[TokenSegment]:
+        """Ends a session and returns its samples, with the reward. Returns [] for a finished session.
+
+        Without `base_sample` it returns the session's token segments, as older versions of upstream vime do, for
+        `slime.agent.trajectory.fan_out_sample_segments`; [] for a session that the rollout has ended.
+        """
         await self.shutdown_session(sid, wait_timeout=wait_timeout)
         if sid not in self._open:
             return []
         self._open.discard(sid)
+        if base_sample is None:
+            found = await self.sessions.finish(sid, Sample(session_id=sid))
+            kept = (sample for sample in found if sample.status is not Sample.Status.ABORTED)
+            return [TokenSegment.of_sample(sample) for sample in kept]
         samples = await self.sessions.finish(sid, base_sample)
         for sample in samples:
             if sample.status is not Sample.Status.ABORTED:  # it is generated again, without a reward

@@ -4,7 +4,6 @@ substitute."""
 from __future__ import annotations
 
 import json
-import os
 import shlex
 
 from slime.agent.harness.common import (
@@ -16,16 +15,16 @@ from slime.agent.harness.common import (
     run_command,
 )
 from slime.agent.sandbox import Sandbox
+from slime.agent.settings import extra_environment, setting
 
 _FLAGS = "--permission-mode bypassPermissions --output-format stream-json --verbose"
-_EXTRA = "SLIME_AGENT_CC_EXTRA_ARGS"
 
 
 class ClaudeCodeHarness(BaseHarness):
     name = "claude_code"
 
     async def install_cli(self, sb: Sandbox) -> None:
-        await install(sb, "claude", "SLIME_AGENT_CC_TARBALL")
+        await install(sb, "claude", "CC_TARBALL")
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         """Writes the consent for which the program would prompt at its first start."""
@@ -36,7 +35,7 @@ class ClaudeCodeHarness(BaseHarness):
     async def launch_and_wait(
         self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float
     ) -> int:
-        command = f"claude -p {shlex.quote(prompt)} {_FLAGS} {os.environ.get(_EXTRA, '')}".rstrip()
+        command = f"claude -p {shlex.quote(prompt)} {_FLAGS} {setting('CC_EXTRA_ARGS') or ''}".rstrip()
         env = get_environment(ctx)
         key = env.pop("ANTHROPIC_API_KEY")
         env = {
@@ -45,6 +44,7 @@ class ClaudeCodeHarness(BaseHarness):
             "ANTHROPIC_AUTH_TOKEN": key,
             "ANTHROPIC_MODEL": ctx.model_label,
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            **extra_environment("CC_EXTRA_ENVS"),
         }
         return await run_command(
             sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 
 from slime.agent.harness.common import (
@@ -14,10 +13,10 @@ from slime.agent.harness.common import (
     run_command,
 )
 from slime.agent.sandbox import Sandbox
+from slime.agent.settings import extra_environment, setting
 
 # Codex runs in our sandbox. Codex's sandbox cannot be nested in it, so it is switched off.
 _FLAGS = "--skip-git-repo-check --dangerously-bypass-approvals-and-sandbox --json"
-_EXTRA = "SLIME_AGENT_CODEX_EXTRA_ARGS"
 _CONFIG = """\
 model = "{model}"
 model_provider = "session"
@@ -34,7 +33,7 @@ class CodexHarness(BaseHarness):
     name = "codex"
 
     async def install_cli(self, sb: Sandbox) -> None:
-        await install(sb, "codex", "SLIME_AGENT_CODEX_TARBALL")
+        await install(sb, "codex", "CODEX_TARBALL")
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         """Writes a configuration with a separate provider, because the environment changes only OpenAI's address."""
@@ -44,12 +43,12 @@ class CodexHarness(BaseHarness):
     async def launch_and_wait(
         self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float
     ) -> int:
-        command = f"codex exec {_FLAGS} {os.environ.get(_EXTRA, '')} {shlex.quote(prompt)}"
+        command = f"codex exec {_FLAGS} {setting('CODEX_EXTRA_ARGS') or ''} {shlex.quote(prompt)}"
         return await run_command(
             sb,
             workdir=ctx.workdir,
             start_cmd=command,
-            env=get_environment(ctx),
+            env={**get_environment(ctx), **extra_environment("CODEX_EXTRA_ENVS")},
             time_budget_sec=time_budget_sec,
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from slime.agent.harness.program import endpoint, reach
 from slime.agent.sandbox import EXIT_TIME_BUDGET_EXCEEDED, Sandbox, ensure_agent_user, exec_and_wait
 from slime.agent.session_keys import key_for
+from slime.agent.settings import setting
 
 __all__ = [
     "EXIT_TIME_BUDGET_EXCEEDED",
@@ -18,6 +19,9 @@ __all__ = [
     "HarnessContext",
     "find_home",
     "install",
+    "install_node22",
+    "install_npm_cli",
+    "run_agent",
     "run_command",
 ]
 
@@ -102,27 +106,45 @@ async def run_command(
     return code
 
 
-async def install(sb: Sandbox, program: str, archive_variable: str) -> None:
-    """Installs the npm package that the environment variable names, unless the sandbox has the program. If
-    SLIME_AGENT_NODE_TARBALL is set, it installs this Node first. Raises ValueError if the sandbox lacks the program and
-    the variable is not set."""
+run_agent = run_command
+"""Upstream's name. `slime.agent.harness.run_agent` is another function, of this project."""
+
+
+async def install(sb: Sandbox, program: str, archive: str) -> None:
+    """Installs the npm package that the setting `archive` names (SLIME_AGENT_CC_TARBALL for "CC_TARBALL"), unless the
+    sandbox has the program. If SLIME_AGENT_NODE_TARBALL is set, it installs this Node first. Raises ValueError if the
+    sandbox lacks the program and the setting is missing."""
     code, _, _ = await sb.exec(f"command -v {program}")
     if code == 0:
         return
-    archive = os.environ.get(archive_variable)
-    if not archive:
+    package, node = setting(archive), setting("NODE_TARBALL")
+    if package is None:
         raise ValueError(
-            f"{program} must be in the sandbox, or {archive_variable} must name its npm package, got neither; "
+            f"{program} must be in the sandbox, or SLIME_AGENT_{archive} must name its npm package, got neither; "
             "take an image that has it, or export the variable"
         )
-    node = os.environ.get("SLIME_AGENT_NODE_TARBALL")
-    if node:
-        await sb.write_file(_NODE_FILE, Path(node))
-        unpack = f"mkdir -p {_NODE} && tar -xf {_NODE_FILE} -C {_NODE} --strip-components=1"
-        await sb.exec(f"{unpack} && ln -sf {_NODE}/bin/* /usr/local/bin/", check=True, timeout=_INSTALL_S)
-    await sb.write_file(_AGENT_FILE, Path(archive))
+    if node is not None:
+        await install_node22(sb, Path(node))
+    await _install_package(sb, Path(package), f"command -v {program}")
+
+
+async def install_npm_cli(sb: Sandbox, *, node_runtime: Path, npm_package: Path, check_cmd: str) -> None:
+    """Installs Node and an npm package from files of this host, and runs `check_cmd`. RuntimeError if one fails."""
+    await install_node22(sb, node_runtime)
+    await _install_package(sb, npm_package, check_cmd)
+
+
+async def install_node22(sb: Sandbox, host_tarball: Path) -> None:
+    """Installs Node from its archive on this host. The sandbox needs xz for an archive that ends in .xz."""
+    await sb.write_file(_NODE_FILE, Path(host_tarball))
+    unpack = f"mkdir -p {_NODE} && tar -xf {_NODE_FILE} -C {_NODE} --strip-components=1"
+    await sb.exec(f"{unpack} && ln -sf {_NODE}/bin/* /usr/local/bin/", check=True, timeout=_INSTALL_S)
+
+
+async def _install_package(sb: Sandbox, npm_package: Path, check_cmd: str) -> None:
+    await sb.write_file(_AGENT_FILE, Path(npm_package))
     await sb.exec(
-        f"npm install --global --prefix /usr/local {_AGENT_FILE} && command -v {program}",
+        f"npm install --global --prefix /usr/local {_AGENT_FILE} && {check_cmd}",
         check=True,
         timeout=_INSTALL_S,
     )

@@ -3,6 +3,7 @@
 from slime.agent.sandbox.container import ContainerSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.local import LocalSandbox
+from slime.agent.sandbox.modal import ModalSandbox
 from slime.agent.sandbox.plug_ins import (
     EXIT_TIME_BUDGET_EXCEEDED,
     ensure_agent_user,
@@ -19,6 +20,7 @@ __all__ = [
     "FileContent",
     "Limits",
     "LocalSandbox",
+    "ModalSandbox",
     "Sandbox",
     "SandboxError",
     "ensure_agent_user",

@@ -5,16 +5,15 @@ This project never ran it with a real service: a test checks the calls with a su
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from slime.agent.sandbox.protocol import ExecResult, FileContent, SandboxError, checked, not_running
+from slime.agent.settings import setting
 
 IMAGE_KEY = "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY"
-LIFETIME = "SLIME_AGENT_SANDBOX_LIFETIME_SEC"
 _LARGE_FILE_S = 600.0
 
 
@@ -33,8 +32,8 @@ class E2BSandbox:
         self, image: str, *, timeout: float | None = None, image_metadata_key: str | None = None
     ) -> None:
         self.image = image
-        self.timeout = float(os.environ.get(LIFETIME) or 3600) if timeout is None else timeout
-        self.image_metadata_key = image_metadata_key or os.environ.get(IMAGE_KEY) or None
+        self.timeout = float(setting("SANDBOX_LIFETIME_SEC") or 3600) if timeout is None else timeout
+        self.image_metadata_key = image_metadata_key or setting("SANDBOX_IMAGE_METADATA_KEY")
         self.sandbox_id = ""
         self._e2b: Any = None
         self._box: Any = None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
 import time
 
 from slime.agent.sandbox.container import ContainerSandbox
 from slime.agent.sandbox.e2b import E2BSandbox
 from slime.agent.sandbox.local import LocalSandbox
+from slime.agent.sandbox.modal import ModalSandbox
 from slime.agent.sandbox.protocol import Sandbox
+from slime.agent.settings import setting
 from slime.hooks import load_function
 
 BACKEND = "SLIME_AGENT_SANDBOX_BACKEND"
@@ -19,20 +20,23 @@ POLL_S = 5.0
 
 
 def make_sandbox(image: str, *, timeout: float | None = None) -> Sandbox:
-    """The sandbox that the environment names: docker, podman, e2b, local (which has no images), or `module.Class`.
+    """The sandbox that the environment names: docker, podman, e2b, modal, local (which has no images), or
+    `module.Class`.
 
     A class is called as `Class(image, timeout=timeout)`. `timeout`: seconds that a container may live.
     """
-    backend = os.environ.get(BACKEND, "")
+    backend = setting("SANDBOX_BACKEND") or ""
     if backend in ("docker", "podman"):
         return ContainerSandbox(image, engine=(backend,), timeout=timeout)
     if backend == "e2b":
         return E2BSandbox(image, timeout=timeout)
+    if backend == "modal":
+        return ModalSandbox(image, timeout=timeout)
     if backend == "local":
         return LocalSandbox()
     if "." not in backend:
         raise ValueError(
-            f"{BACKEND} must be docker, podman, e2b, local or the dotted path of a class, got {backend!r}; "
+            f"{BACKEND} must be docker, podman, e2b, local or modal, or the dotted path of a class, got {backend!r}; "
             "local runs commands on this host and ignores the image"
         )
     sandbox: Sandbox = load_function(backend, BACKEND)(image, timeout=timeout)

@@ -25,7 +25,14 @@ def _log_prob(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> 
     return -t["advantages"] * log_probs, torch.zeros_like(ppo_kl)
 
 
-def centering(off_policy: OffPolicyConfig, log_p: Tensor, log_q: Tensor, known: Tensor) -> Tensor:
+def centering(
+    off_policy: OffPolicyConfig,
+    log_p: Tensor,
+    log_q: Tensor,
+    known: Tensor,
+    *,
+    least_tail: float = LEAST_TAIL,
+) -> Tensor:
     """Returns each token's centering term, [R]. `log_p` and `log_q` [R, K] are log-probs of the policy p and of
     the sampler q at the sampler's top-k ids. `known` is true where there is an id.
 
@@ -41,7 +48,7 @@ def centering(off_policy: OffPolicyConfig, log_p: Tensor, log_q: Tensor, known: 
 
     with torch.no_grad():
         p, q = (torch.where(known, x.exp(), 0) for x in (log_p, log_q))
-        tails = [(1 - x.sum(1)).clamp(min=LEAST_TAIL) for x in (q, p)]
+        tails = [(1 - x.sum(1)).clamp(min=least_tail) for x in (q, p)]
         rho = tails[0] / tails[1]
         weights, of_tail = torch.ones_like(q), torch.ones_like(rho)
         if off_policy.use_tis:

@@ -58,7 +58,7 @@ class DataConfig:
         False, "no prompt file; the rollout function supplies its own prompts"
     )
     data_source_path: str = flag(
-        "slime.rollout.data_source.RolloutDataSourceWithBuffer", "class of the data source"
+        "slime.data.data_source.RolloutDataSourceWithBuffer", "class of the data source"
     )
     start_rollout_id: int | None = flag(
         None,

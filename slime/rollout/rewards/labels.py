@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from slime.algo.losses import loss_for
 from slime.config.schema import Config
 from slime.config.sections.reward import reward_names
 from slime.rollout.rewards import check_names
@@ -64,3 +65,8 @@ def label_check(
     if label_key is None and hooked:
         return None
     return LabelCheck(rm_type or c.reward.rm_type, always=rm_type is not None, names=not hooked)
+
+
+def training_label_check(c: Config) -> LabelCheck | None:
+    """Returns the check of the labels in --prompt-data, or None if the run computes no rewards, as in SFT."""
+    return label_check(c, c.data.label_key) if loss_for(c.algorithm).rewarded else None

@@ -34,6 +34,7 @@ from slime.rollout.filter_hub.base_types import (
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.metrics import compute_statistics
+from slime.rollout.request_abort import abort_calls
 from slime.rollout.state import GenerateState, rollout_sampling_params
 from slime.rollout.stream import ages
 from slime.rollout.stream.groups import StreamGroup, get_index, get_number, restarted
@@ -348,6 +349,7 @@ class Stream:
         give_up_at = asyncio.get_running_loop().time() + self.flags.rollout_deadline_s
         ended = []
         while self.running and asyncio.get_running_loop().time() < give_up_at:
+            abort_calls(self.state)
             if self.state.engine is not None:
                 await self.state.engine.abort_all()
             done, _ = await asyncio.wait(self.running, timeout=_ABORT_EVERY_S)

@@ -22,8 +22,10 @@ from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter, R
 from slime.agent.aiohttp_threaded import FilteredAccessLogger, run_app_in_thread
 from slime.agent.harness import BaseHarness, HarnessContext
 from slime.agent.harness.common import get_environment, run_command
-from slime.agent.sandbox import LocalSandbox, Sandbox, exec_and_wait
+from slime.agent.sandbox import LocalSandbox, Sandbox, exec_and_wait, plug_ins
 from slime.config import Config
+from slime.hooks import SingletonMeta, load_function
+from slime.http import get_host_info
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.rollout.state import GenerateState
 from slime.rollout.vllm_rollout import generate_rollout
@@ -83,6 +85,18 @@ class Program(BaseHarness):
         return await run_command(
             sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec
         )
+
+
+class Tasks(ListSource):
+    """Tasks of the coding-agent stand-in."""
+
+    def get_samples(self, num_groups: int) -> list[list[Sample]]:
+        groups = super().get_samples(num_groups)
+        for sample in (sample for group in groups for sample in group):
+            sample.prompt = [{"role": "user", "content": [{"type": "text", "text": sample.prompt}]}]
+            check = "python3 -c 'import add; assert add.add(1, 2) == 3; print(\"checked\")'"
+            sample.metadata = {"image": "repository", "workdir": "/testbed", "eval_cmd": check}
+        return groups
 
 
 class PlugIn:
@@ -184,3 +198,55 @@ def test_a_plug_in_of_several_turns_trains_a_step(stack: Stack, tmp_path: Path, 
         trainer.close()
     assert step["train/grad_norm"] > 0 and math.isfinite(step["train/loss"])
     assert step["train/train_rollout_logprob_abs_diff"] < 1e-4
+
+
+@pytest.mark.parametrize("package", ["slime", "vime"])
+def test_the_coding_agent_example_runs_as_it_is(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    """The stand-in has the imports and calls of slime's example, or of upstream vime's. Its agent reaches the adapter
+    at this host's address, corrects the program, and passes the check in a fresh sandbox."""
+    source = Path(__file__).parents[1] / "coding_agent_rl"
+    folder = tmp_path / f"coding_agent_{package}"
+    folder.mkdir()
+    for file in source.glob("*.py"):
+        text = file.read_text(encoding="utf-8").replace("slime", package).replace("SLIME", package.upper())
+        (folder / file.name).write_text(
+            text if package == "slime" else text.replace("sglang_", "vllm_"), encoding="utf-8"
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(plug_ins, "POLL_S", 0.2)
+    monkeypatch.setenv("ADAPTER_BIND_HOST", get_host_info()[1])
+    template = "{% if x is defined %}<|im_start|>{{ x }}<|im_end|>{% endif %}" + TEMPLATE
+    tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=template)
+    path = f"coding_agent_{package}.generate.generate"
+    args = make_args(
+        hf_checkpoint=str(stack.checkpoint),
+        custom_generate_function_path=path,
+        rollout_max_response_len=16,
+        rollout_max_context_len=400,
+        rollout_deadline_s=90.0,
+        apply_chat_template_kwargs={"x": "1"},
+    )
+    vars(args).update({name: value for name, value in stack.pool.facts.items() if "router_" in name})
+    state = GenerateState(Config.from_args(args), stack.pool.client(), tokenizer, hook_args=args).enter()
+    try:
+        groups = generate_rollout(args, 0, Tasks(args, ["fix the sum", "fix it again"])).samples
+        service = load_function(f"coding_agent_{package}.generate.Service")(args)
+    finally:
+        state.close()
+        SingletonMeta.clear_all_instances()
+    service.served["claude_code"][2].stop()
+    assert not service.served["claude_code"][1].startswith("http://127.") or get_host_info()[1] == "127.0.0.1"
+    samples = [sample for group in groups for sample in group]
+    assert len(samples) == 4
+    for sample in samples:
+        sample.check()
+        assert (sample.reward, sample.metadata["agent_exit_code"]) == (1.0, 0)
+        assert sample.metadata["session"]["turns"] == 2 and sum(sample.loss_mask or []) >= 2
+        length = sample.response_length
+        assert "1<|im_end|>" in tokenizer.decode(sample.tokens[:-length])
+        expected = hf_log_probs(stack.checkpoint, sample.tokens[:-length], sample.tokens[-length:], 1.0)
+        trained = [i for i, on in enumerate(sample.loss_mask or []) if on]
+        found = [(sample.rollout_log_probs or [])[i] for i in trained]
+        assert found == pytest.approx(expected[trained].tolist(), abs=1e-4)

@@ -116,6 +116,49 @@ slime.rollout.sglang_rollout get_model_url args name endpoint=
 slime.rollout.vllm_rollout GenerateState args
 slime.rollout.vllm_rollout get_model_url args name endpoint=
 slime.rollout.sft_rollout generate_rollout args rollout_id data_source evaluation=
+slime.utils.misc get_current_node_ip
+slime.utils.misc exec_command cmd capture_output=
+slime.data.data_source RolloutDataSourceWithBuffer args
+slime.data.data_source RolloutDataSource args
+slime.data.data_source pop_first args rollout_id buffer num_samples
+slime.data.data_source pop_oldest args rollout_id buffer num_samples
+slime.utils.accelerator device_type
+slime.utils.accelerator device_name index=
+slime.utils.accelerator device index=
+slime.utils.accelerator set_device index
+slime.utils.accelerator current_device
+slime.utils.accelerator synchronize device_arg=
+slime.utils.accelerator mem_get_info device_arg=
+slime.utils.accelerator process_group_backend default=
+slime.utils.accelerator resolve_visible_device_id physical_device_id
+slime.utils.staleness sample_staleness sample current_weight_version
+slime.utils.staleness compute_staleness_metrics samples current_weight_version
+slime.utils.score_centering score_centering_correction train_head_logp sampler_head_logp
+slime.utils.weight_sync should_flush_cache flush_cache_interval weight_version initial_weight_version=
+slime.observability.tensorboard_utils _TensorboardAdapter
+slime.utils.external_utils.command_utils execute_train train_args num_gpus_per_node megatron_model_type
+slime.utils.external_utils.command_utils convert_checkpoint model_name megatron_model_type num_gpus_per_node
+slime.utils.external_utils.command_utils exec_command cmd capture_output=
+slime.utils.external_utils.command_utils ExecuteTrainConfig cuda_core_dump= num_nodes= extra_env_vars=
+slime.utils.external_utils.command_utils get_default_wandb_args test_file run_name_prefix= run_id=
+slime.utils.external_utils.command_utils get_bool_env_var name default=
+slime.utils.external_utils.command_utils save_to_temp_file text ext
+slime.utils.external_utils.typer_utils dataclass_cli func env_var_prefix=
+slime.agent.adapters.common flatten_content c
+slime.agent.adapters.common tool_call_dict name arguments
+slime.agent.trajectory TrajectoryManager
+slime.agent.trajectory TurnRecord prompt_ids output_ids finish_reason output_log_probs=
+slime.agent.trajectory TokenSegment prompt_ids response_ids loss_mask rollout_log_probs= metadata=
+slime.agent.trajectory fan_out_sample_segments sample segments reward tokenizer
+slime.agent.parsing parse_model_output raw_output
+slime.agent.parsing parse_tool_uses body_text tools_schema tool_parser_name
+slime.agent.parsing parse_xml_tool_uses body_text tools_schema
+slime.agent.sandbox exec_and_wait sb
+slime.agent.sandbox ensure_agent_user sb workdir
+slime.agent.sandbox ModalSandbox image
+slime.agent.harness.common install_npm_cli sb
+slime.agent.harness.common install_node22 sb host_tarball
+slime.agent.harness.common run_agent sb
 """
 
 
@@ -155,6 +198,7 @@ def test_what_a_plug_in_awaits_is_a_coroutine():
         ("slime.utils.eval_config.build_eval_dataset_configs", eval_datasets.build_eval_dataset_configs),
         ("slime.rollout.data_source.RolloutDataSourceWithBuffer", data_source.RolloutDataSourceWithBuffer),
         ("slime.ray.rollout_data_source.RolloutDataSource", data_source.RolloutDataSourceWithBuffer),
+        ("slime.data.data_source.RolloutDataSource", data_source.RolloutDataSourceWithBuffer),
         ("slime.rollout.data_source.DataSource", protocols.DataSource),
         ("slime.utils.logging_utils.log", outbox.log),
         ("slime.utils.tracking_utils.log", outbox.log),

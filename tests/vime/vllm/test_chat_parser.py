@@ -7,8 +7,9 @@ import re
 from typing import Any
 
 import pytest
-from rollout_double import make_tokenizer
+from rollout_double import make_args, make_state, make_tokenizer
 
+from slime.agent.parsing import parse_model_output, parse_tool_uses
 from slime.config import Config
 from slime.sessions.json_text import as_object, read_json
 from slime.sessions.messages import PlainParser, Reply, RequestRejected
@@ -112,3 +113,20 @@ def test_so_does_it_with_each_parser_of_vllm() -> None:
             assert "must fit the model's tokenizer" in str(error)
     assert len(made) > 40 and sum("refused" in found for found in made.values()) > 10
     assert sum("call" in found for found in made.values()) > 20
+
+
+def test_a_plug_in_names_a_parser_for_one_answer() -> None:
+    """Without a tokenizer, the run's tokenizer is used."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    body, (call,), ill_formed = parse_tool_uses(f"x{CALL}", TOOLS, "hermes", tokenizer)
+    assert (body, call["name"], call["input"], ill_formed) == ("x", "add", {"a": 1}, False)
+    state = make_state(make_args(), tokenizer)
+    names: dict[str, Any] = {"tool_parser_name": "hermes", "reasoning_parser_name": "qwen3"}
+    found = parse_model_output(f"<think>\nhm\n</think>\n\nso\n{CALL}", tools_schema=TOOLS, **names)
+    assert (found.reasoning.strip(), found.text, len(found.tool_uses)) == ("hm", "so", 1)
+    wrong = parse_model_output(CALL.replace('{"a": 1}', "[1]"), tools_schema=TOOLS, **names)
+    assert wrong.ill_formed and wrong.tool_uses[0]["input"] == {"_raw_arguments": "[1]"}
+    state.close()
+    with pytest.raises(ValueError, match="--vllm-tool-call-parser"):
+        parse_tool_uses("x", TOOLS, "no-such-parser", tokenizer)

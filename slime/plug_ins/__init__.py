@@ -1,0 +1,1 @@
+"""Functions that only plug-ins and Python launch scripts call. `slime.utils` exports them under slime's names."""

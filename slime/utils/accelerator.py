@@ -1,0 +1,3 @@
+"""Import path of slime plug-ins: see slime.plug_ins.devices."""
+
+from slime.plug_ins.devices import *  # noqa: F403
