@@ -38,7 +38,7 @@ _TRUE, _FALSE = ("1", "true"), ("0", "false", "")
 
 @dataclass
 class ExecuteTrainConfig:
-    """Settings of a launch script, which scripts extend with fields of their own (`dataclass_cli`)."""
+    """Settings of a launch script, which scripts extend with more fields (`dataclass_cli`)."""
 
     cuda_core_dump: bool = False
     """Write a core dump of the GPU after an exception on it."""

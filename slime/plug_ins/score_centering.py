@@ -26,7 +26,7 @@ _NEUTRAL = {
 
 
 class Weights(TypedDict, total=False):
-    """The importance weight of each token: `mode` is none, tis (bounded) or mis (0 outside the bounds)."""
+    """The importance weight per token. `mode`: none, tis (bounded) or mis (0 outside the bounds)."""
 
     mode: str
     low: float
