@@ -16,8 +16,8 @@ _IMAGE = ("image", "image_url", "input_image")
 def flatten_content(c: object) -> str:
     """Returns the text of a message's content: a text, or a list of texts and parts, which are joined by line ends.
 
-    A tool's result is replaced by its content, an image by `[image omitted]`, and another part by its `content` or its `text`. Empty
-    parts are left out. Any other value gives `str(value)`, and None gives "".
+    A tool's result is replaced by its content, an image by `[image omitted]`, and another part by its `content` or its
+    `text`. Empty parts are left out. Any other value gives `str(value)`, and None gives "".
     """
     if c is None:
         return ""
