@@ -72,7 +72,7 @@ class ModalSandbox:
             )
         except modal.exception.Error as error:
             raise SandboxError(
-                f"Modal cannot start {self.image!r}: {error}; check the image and the account"
+                f"the Modal sandbox of {self.image!r} cannot start: {error}; check the image and the account"
             ) from error
         self.sandbox_id = self._box.object_id
         return self
@@ -101,7 +101,9 @@ class ModalSandbox:
         except self._modal.exception.ExecTimeoutError:
             return _LATE, b"", b""
         except self._modal.exception.Error as error:
-            raise SandboxError(f"the Modal sandbox {self.sandbox_id} failed: {error}") from error
+            raise SandboxError(
+                f"the Modal sandbox {self.sandbox_id} failed: {error}; start another sandbox"
+            ) from error
 
     async def exec(
         self,
