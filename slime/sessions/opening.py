@@ -68,7 +68,7 @@ async def begin(
     model: str | None = MODEL,
 ) -> tuple[SessionServer, Session]:
     """Returns a session, and the server that serves it until it is removed. Must be awaited in the run's loop."""
-    server = await get_loop_server()
+    server = await get_loop_server(context.config.sessions.session_host)
     parser = await _get_parser(context) if parser is None else parser
     session = Session(context, sample, params, limits, parser, model)
     server.add(session)

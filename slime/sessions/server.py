@@ -1,4 +1,4 @@
-"""The HTTP server of sessions, in the rollout manager's process, on loopback. One per event loop.
+"""The HTTP server of sessions, in the rollout manager's process, on loopback or --session-host. One per event loop.
 
     POST /sessions/{id}/v1/chat/completions, /v1/responses, /v1/messages    GET /sessions/{id}/v1/models
 
@@ -19,6 +19,7 @@ from slime.event_loop import loop_objects
 from slime.sessions.anthropic_messages import MESSAGES
 from slime.sessions.dialect import Body, Dialect, Event, written
 from slime.sessions.json_text import read_json
+from slime.sessions.listener import LOOPBACK, Listener
 from slime.sessions.live import LiveAnswer
 from slime.sessions.messages import ChatRequest, RequestRejected
 from slime.sessions.off_loop import off_loop
@@ -41,9 +42,11 @@ class SessionServer:
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
         self.url = ""
 
-    async def start(self) -> None:
+    async def start(self, host: str = LOOPBACK) -> None:
+        """Listens on `host`. ValueError if this machine does not have the address."""
         app = web.Application(client_max_size=_LARGEST_BODY_BYTES)
         for dialect in (CHAT, RESPONSES, MESSAGES):
             app.router.add_post(f"/sessions/{{id}}/v1/{dialect.path}", _Route(self, dialect).handle)
@@ -51,11 +54,13 @@ class SessionServer:
         app.router.add_post("/sessions/{id}/v1/messages/count_tokens", _Route(self, MESSAGES).count)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=1024).start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
+        assert self._runner.server is not None, "a runner that is set up has a server"
+        self._listener = Listener(self._runner.server, lambda: len(self._sessions))
+        self.url = await self._listener.start(host)
 
     async def stop(self) -> None:
+        if self._listener is not None:
+            self._listener.stop()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -79,6 +84,8 @@ class SessionServer:
             if session is not None:
                 session.wrong_keys += 1
             raise RequestRejected("key", _WRONG_KEY, 401)
+        if self._listener is not None:
+            self._listener.trust(request)
         return session
 
     async def models(self, request: web.Request) -> web.Response:
@@ -205,17 +212,22 @@ def _refusal(dialect: Dialect, refused: RequestRejected) -> web.Response:
     return web.json_response(dialect.failure(refused)[1], status=refused.status)
 
 
-async def get_loop_server() -> SessionServer:
-    """Returns the server of this event loop. The first call starts it, and it stops with the loop's objects."""
-    started = loop_objects().get(SessionServer, lambda: asyncio.create_task(_started()), _stop)
+async def get_loop_server(host: str = LOOPBACK) -> SessionServer:
+    """Returns the server of this event loop. The first call starts it on `host`. It stops with the loop's objects."""
+    started = loop_objects().get(SessionServer, lambda: asyncio.create_task(_started(host)), _stop)
     return await asyncio.shield(started)
 
 
-async def _started() -> SessionServer:
+async def _started(host: str) -> SessionServer:
     server = SessionServer()
-    await server.start()
+    try:
+        await server.start(host)
+    except BaseException:
+        await server.stop()
+        raise
     return server
 
 
 async def _stop(started: asyncio.Task[SessionServer]) -> None:
-    await (await started).stop()
+    if not (started.done() and (started.cancelled() or started.exception())):
+        await (await started).stop()

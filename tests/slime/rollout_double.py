@@ -92,6 +92,7 @@ def make_args(**overrides: Any) -> SimpleNamespace:
         "loss_mask_type": "qwen",
         "replay_kept_tokens": 0,
         "score_centering_top_k": 128,
+        "session_host": "127.0.0.1",
     }
     unknown = set(overrides) - set(defaults)
     assert not unknown, f"not a flag of make_args: {unknown}"

@@ -23,15 +23,23 @@ def endpoint(base_url: str, api_key: str) -> dict[str, str]:
 
 
 async def reach(sandbox: Sandbox, base_url: str) -> None:
-    """Opens the port of `base_url` for a sandbox without network, if `base_url` is on this host's loopback."""
+    """Opens the port of `base_url` for a sandbox without network, if `base_url` is on this host's loopback. ValueError
+    for another address, which such a sandbox cannot reach."""
     url = urlsplit(base_url)
     if url.hostname is None or url.port is None:
         raise ValueError(
             f"base_url must be an address with its port, as http://127.0.0.1:8000/v1, got {base_url!r}; "
             "give the base_url of a session"
         )
-    if isinstance(sandbox, LocalSandbox) and url.hostname in _LOOPBACK:
+    if not isinstance(sandbox, LocalSandbox):
+        return
+    if url.hostname in _LOOPBACK:
         await sandbox.allow_loopback(url.port)
+    elif sandbox.isolation == "namespaces" and sandbox.network != "host":
+        raise ValueError(
+            f"a LocalSandbox must have network='host' to reach {base_url}, got {sandbox.network!r}; make it with that, "
+            "or leave --session-host out"
+        )
 
 
 async def run_agent(

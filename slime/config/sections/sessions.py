@@ -1,4 +1,4 @@
-"""Flags of the sessions section: limits after which a conversation of an agent ends."""
+"""Flags of the sessions section: the address of sessions, and limits after which a conversation of an agent ends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from slime.config.ranges import COUNT, COUNT_OR_ZERO, SECONDS
 
 @dataclass(frozen=True)
 class SessionsConfig:
-    """Limits of a session (`slime.sessions`). A session beyond a limit ends, and its sample is truncated."""
+    """Address and limits of sessions (`slime.sessions`). A session beyond a limit ends, and its sample is truncated."""
 
+    session_host: str = flag(
+        "127.0.0.1",
+        "address on which sessions of agents answer, for sandboxes on other hosts or in containers; auto: the address "
+        "of the interface that leads out",
+    )
     session_max_turns: int = flag(100, "maximum number of answers in a session of an agent", range=COUNT)
     session_max_tokens: int | None = flag(
         None, "maximum number of tokens that the model writes in a session", range=COUNT
