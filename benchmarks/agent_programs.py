@@ -1,7 +1,7 @@
 """Runs unchanged third-party programs as agents of sessions, and checks their samples.
 
-    pip install --target PACKAGES openai-agents smolagents mini-swe-agent
-    python benchmarks/agent_programs.py PACKAGES
+    pip install --target PACKAGES openai-agents smolagents mini-swe-agent langgraph langchain-openai claude-agent-sdk
+    python benchmarks/agent_programs.py PACKAGES [NAME]
 
 Each program runs in a separate process with a session over a real vLLM engine on CPUs, with a tiny random model. Such
 a model writes no JSON. Therefore `Calls` adds the tool calls to its answers, in the order in which the program needs
@@ -16,6 +16,8 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,60 @@ model = OpenAIServerModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_
 agent = ToolCallingAgent(tools=[add], model=model, max_steps=4, stream_outputs=True)
 print("final:", agent.run("what is 12 + 34"))
 """
+LANGGRAPH = """
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
+
+@tool
+def add(a: int, b: int) -> int:
+    "The sum of a and b."
+    return a + b
+
+model = ChatOpenAI(model="policy").bind_tools([add])
+
+def ask(state):
+    return {"messages": [model.invoke(state["messages"])]}
+
+graph = StateGraph(MessagesState)
+graph.add_node("ask", ask)
+graph.add_node("tools", ToolNode([add]))
+graph.add_edge(START, "ask")
+graph.add_conditional_edges("ask", tools_condition)
+graph.add_edge("tools", "ask")
+agent = graph.compile()
+asked = {"messages": [("system", "Use the tool."), ("user", "what is 12 + 34")]}
+for state in agent.stream(asked, stream_mode="values"):
+    pass
+state = agent.invoke({"messages": [*state["messages"], ("user", "and 5 more")]})
+print("final:", state["messages"][-1].content)
+"""
+CLAUDE_SDK = """
+import asyncio
+from claude_agent_sdk import ClaudeAgentOptions, ResultMessage, create_sdk_mcp_server, query, tool
+
+@tool("add", "The sum of a and b.", {"a": int, "b": int})
+async def add(given):
+    return {"content": [{"type": "text", "text": str(given["a"] + given["b"])}]}
+
+async def main():
+    options = ClaudeAgentOptions(
+        system_prompt="Use the tool.",
+        mcp_servers={"sums": create_sdk_mcp_server("sums", tools=[add])},
+        tools=[],
+        allowed_tools=["mcp__sums__add"],
+        setting_sources=[],
+        max_turns=4,
+        model="policy",
+    )
+    async for message in query(prompt="what is 12 + 34", options=options):
+        if isinstance(message, ResultMessage):
+            assert message.subtype == "success", message
+            print("final:", message.result)
+
+asyncio.run(main())
+"""
 SUM = ("add", {"a": 12, "b": 34})
 DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 MINI = [
@@ -97,6 +153,9 @@ PROGRAMS: dict[str, tuple[list[str], list[Call], int]] = {
     "openai-agents, responses": ([AGENTS_SDK, "responses"], [SUM, None, SUM, None], 1),
     # The program repeats its calls as text in its own format, which the model did not write.
     "smolagents": ([SMOLAGENTS], [SUM, ("final_answer", {"answer": "46"})], 2),
+    "langgraph": ([LANGGRAPH], [SUM, None, SUM, None], 1),
+    # The package has the program Claude Code, which sends the requests.
+    "claude-agent-sdk": ([CLAUDE_SDK], [("mcp__sums__add", SUM[1]), None], 1),
     "mini-swe-agent": (MINI, [("bash", {"command": "ls | wc -l"}), ("bash", {"command": DONE})], 1),
 }
 """Program -> (arguments of `python`, whose first may be the text of a file; tool call of each answer, None for an
@@ -137,6 +196,7 @@ async def run_program(
             "PYTHONPATH": packages,
             "MSWEA_CONFIGURED": "true",
             "MSWEA_COST_TRACKING": "ignore_errors",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             **endpoint(session.base_url, session.api_key),
         }
         program = await asyncio.create_subprocess_exec(
@@ -172,32 +232,41 @@ def well(name: str, samples: list[Sample], code: int, said: str) -> bool:
     return False
 
 
+@contextmanager
+def serving(folder: Path) -> Iterator[GenerateState]:
+    """Yields the state of a rollout over a real engine with a context of CONTEXT tokens."""
+    stack = Stack(folder)
+    file = stack.checkpoint / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | {"max_position_embeddings": CONTEXT}
+    file.write_text(json.dumps(config), encoding="utf-8")
+    stack.pool.start()
+    try:
+        stack.push(stack.checkpoint)
+        tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TOOLS)
+        args: Any = make_args(rollout_max_response_len=200, rollout_deadline_s=90.0)
+        config_of_run = Config.from_args(args)
+        state = GenerateState(config_of_run, stack.pool.client(), tokenizer, hook_args=args).enter()
+        try:
+            yield state
+        finally:
+            state.close()
+    finally:
+        stack.pool.stop()
+
+
 def main() -> int:
     if len(sys.argv) < 2:
         print(__doc__)
         return 2
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        stack = Stack(folder)
-        file = stack.checkpoint / "config.json"
-        config = json.loads(file.read_text(encoding="utf-8")) | {"max_position_embeddings": CONTEXT}
-        file.write_text(json.dumps(config), encoding="utf-8")
-        (folder / "home").mkdir()
-        stack.pool.start()
-        stack.push(stack.checkpoint)
-        tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TOOLS)
-        args: Any = make_args(rollout_max_response_len=200, rollout_deadline_s=90.0)
-        state = GenerateState(Config.from_args(args), stack.pool.client(), tokenizer, hook_args=args).enter()
+    with tempfile.TemporaryDirectory() as name, serving(Path(name)) as state:
+        home = Path(name) / "home"
+        home.mkdir()
         results = []
-        try:
-            for program in PROGRAMS:
-                if len(sys.argv) > 2 and sys.argv[2] not in program:
-                    continue
-                found = state.run(run_program(state, program, sys.argv[1], folder / "home"))
-                results.append(well(program, *found))
-        finally:
-            state.close()
-            stack.pool.stop()
+        for program in PROGRAMS:
+            if len(sys.argv) > 2 and sys.argv[2] not in program:
+                continue
+            found = state.run(run_program(state, program, sys.argv[1], home))
+            results.append(well(program, *found))
     return 0 if all(results) else 1
 
 
