@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """The tokens of one request and of its answer.
+    """The tokens of a request and its answer.
 
     `replay` must be None: a session keeps the experts and the kept token sets of an answer in its samples.
     """
@@ -141,7 +141,7 @@ def make_turn_segment(
 
 
 def merge_turns(turns: Sequence[TurnRecord], *, metadata: Metadata | None = None) -> TokenSegment | None:
-    """Returns one segment of all turns, or None without a turn.
+    """Returns the turns as one segment, or None without a turn.
 
     Each prompt should repeat the tokens before it. Tokens that a later prompt does not repeat are removed. An answer
     that is removed in part is not trained on. A prompt that differs within the first prompt starts the segment anew.

@@ -111,7 +111,7 @@ def stream(stream_arg: torch.cuda.Stream | None) -> AbstractContextManager[objec
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the generators of the CPU and of all CUDA devices."""
+    """Seeds torch's generators on the CPU and on each CUDA device."""
     torch.manual_seed(seed)
 
 

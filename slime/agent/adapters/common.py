@@ -75,7 +75,7 @@ class Sessions(Protocol):
 
 
 class BaseAdapter:
-    """The base of all adapters. `sessions` holds the conversations; the default is `slime.sessions.keyed`, the sessions
+    """The base of the adapters. `sessions` holds the conversations; the default is `slime.sessions.keyed`, the sessions
     of this process's rollout.
 
     The adapter stores `tokenizer`, `tool_parser`, `reasoning_parser` and `address` only for the plug-in; the sessions
