@@ -18,6 +18,7 @@ from rl_kernel import public
 from slime.algo.estimators import ESTIMATORS
 from slime.algo.surrogates import SURROGATES
 from slime.config.fields import spelled
+from slime.environments.hubs import HUBS
 from slime.models import FAMILIES
 from slime.roles import ROLES
 from slime.rollout.rewards import REWARDS
@@ -115,6 +116,11 @@ def rows() -> list[tuple[str, str, list[str]]]:
             shared((f"slime.roles.{r.name}", r.name) for r in ROLES),
         ),
         ("a weight channel", "one file in `slime/weight_sync`", shared(channels)),
+        (
+            "an environment hub",
+            "one file in `slime/environments/connectors`",
+            shared((f"slime.environments.connectors.{hub.file}", name) for name, hub in HUBS.items()),
+        ),
         ("a rollout backend", "one package in `vime`", shared((f"vime.{n}", n) for n in BACKENDS)),
         ("an operator", folder, shared(operators().items())),
         ("a subcommand", "one module in `vime/commands`", shared(modules)),

@@ -35,6 +35,7 @@ from slime.config.secrets import mask_command
 from slime.data.drawing.mixing import data_sets
 from slime.data.files import prompt_files
 from slime.disk_space import DiskSpaceGuard
+from slime.environments.process import close_processes
 from slime.memory.host import RAY_THRESHOLD
 from slime.operators import headline
 from slime.protocols import EnginePool
@@ -78,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
     catch_signals()
     surroundings.prepare(os.environ)
     config = check_run(argv, _read, download=True)
+    close_processes()  # the checks have listed the tasks of environments; the rollout manager runs the episodes
     run_dir = config.logging.run_dir
     for note in config.notes:
         print(f"note: {note}", file=sys.stderr)

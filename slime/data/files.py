@@ -13,7 +13,6 @@ import csv
 import functools
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,8 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slime import bridges
 from slime.bridges.datasets import LOCK
+from slime.data.cache_lock import CACHE, find_cache_folder
 from slime.data.formats.other import require_commas, what_to_do
 from slime.disk_space import DiskSpaceGuard
+from slime.environments.hubs import is_environment
+from slime.environments.rows import prompt_file
 from slime.records.errors import FlagError
 from slime.types import Json
 
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _HUB = re.compile(r"^[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+){0,2}$")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
-_CACHE = "HF_DATASETS_CACHE"
 _ROWS_PER_BATCH = 100_000
 """Rows per record batch. Each start reads all batch headers, which for 1,000 rows is close to the whole table."""
 
@@ -152,11 +153,14 @@ def split_slice(spec: str) -> tuple[str, slice | None]:
 def find_source(spec: str, flag: str = "--prompt-data") -> FileSource:
     """Finds the files or the hub dataset for `path`, `folder` or `name[:config[:split]]`, with an optional `@[a:b]`.
 
+    For an environment (`slime.environments.hubs`), this writes the file of its tasks.
     A text that looks like a path, or that exists, is never looked up on the hub. ValueError with `flag` for a missing
     file, for another file type, and for a folder without such files or with files of several types.
     """
     name, part = split_slice(spec)
     path = Path(name)
+    if is_environment(name) and not path.exists():
+        return FileSource(name, (prompt_file(name, flag, find_cache_folder()),), flag, part)
     kinds = ", ".join(SUFFIXES)
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
@@ -188,9 +192,9 @@ def read_table(source: FileSource) -> Dataset:
 
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised anyway
-    folder = _cache_folder()
+    folder = find_cache_folder()
     try:
-        with DiskSpaceGuard(_CACHE, folder, "a copy of the prompts"), bridges.applied(LOCK):
+        with DiskSpaceGuard(CACHE, folder, "a copy of the prompts"), bridges.applied(LOCK):
             table = _build(source, folder) if source.files else _from_hub(source)
             if source.suffix == ".json":
                 print_of = table._fingerprint[:40]
@@ -308,23 +312,6 @@ def _from_hub(source: FileSource) -> Dataset:
         raise FlagError(
             source.flag, _SOURCE, f"{source.name} ({error})", "check the name, or log in"
         ) from error
-
-
-def _cache_folder() -> Path:
-    from datasets import config
-
-    folder = Path(config.HF_DATASETS_CACHE)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        problem = "" if os.access(folder, os.W_OK) else "it cannot be written"
-    except OSError as error:
-        problem = str(error.strerror)
-    if problem:
-        raise ValueError(
-            f"{_CACHE} must be a folder that can be written, got {folder} ({problem}); set this variable to a folder "
-            "with room for a copy of the prompts"
-        )
-    return folder
 
 
 def _entries(

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slime.config import Config
 from slime.models.decoder import Hf
@@ -137,7 +136,7 @@ class Lora:
                     "leave out one of both",
                 )
 
-    def peft(self, base: str, modules: Iterable[str]) -> dict[str, Any]:
+    def peft(self, base: str, modules: Iterable[str]) -> dict[str, object]:
         """Returns the adapter_config.json for adapters of `modules` over the checkpoint `base`."""
         last = {module.rpartition(".")[2] for module in modules}
         return {

@@ -22,6 +22,7 @@ from slime.data import kept_tokens
 from slime.data.agents import session_record
 from slime.data.drawing.mixing import SOURCE, data_sets
 from slime.data.trajectories import trajectories, trajectory_rewards, truncated_trajectories
+from slime.environments import figures as environments
 from slime.records.counts import SpeculationCounts
 from slime.roles.served import by_name, teachers
 from slime.rollout.base_types import EvalData
@@ -155,6 +156,7 @@ def sample_metrics(
         metrics[f"zero_std/count_{reward}"] = groups_of_it
     metrics |= _cache_and_speculation(samples) | kept_tokens.figures(samples)
     metrics |= session_record.figures(samples) | finite.figures(samples) | several.figures(samples)
+    metrics |= environments.figures(samples)
     if logging.log_reward_category:
         firsts = [parts[0].reward for parts in trajectories(samples)]
         categories = Counter(r[logging.log_reward_category] for r in firsts if isinstance(r, dict))

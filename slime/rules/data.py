@@ -18,8 +18,9 @@ from slime.records.errors import FlagError
 def check_files(c: Config) -> None:
     """Checks that each file of prompts exists, and that each data set has a name and a weight."""
     problems = Problems()
+    flag = "--environment" if c.sessions.environment else "--prompt-data"
     for one in data_sets(c.data):
-        problems.check(find_source, one.path, "--prompt-data")
+        problems.check(find_source, one.path, flag)
     for path in (c.evaluation.eval_prompt_data or [])[1::2]:
         problems.check(find_source, path, "--eval-prompt-data")
     if c.evaluation.eval_config is not None and not Path(c.evaluation.eval_config).exists():

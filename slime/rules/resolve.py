@@ -19,6 +19,7 @@ from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
 from slime.config.sections.logging import new_run_dir
 from slime.config.sections.lora import LoraConfig
 from slime.config.sections.reward import reward_names
+from slime.environments.flags import set_flags
 from slime.hardware import HARDWARE
 from slime.hooks import absolute
 from slime.models.lora import read_peft
@@ -46,6 +47,7 @@ def resolve(given: Values, notes: list[str] | None = None) -> Config:
     _device(draft)
     _placement(draft)
     _batches(draft)
+    draft.notes += set_flags(draft, given)
     _evaluation(draft)
     _reference(draft)
     _dr_grpo(draft)

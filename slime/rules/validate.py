@@ -12,6 +12,7 @@ from slime.checkpoints.hf_config import check_checkpoint_shapes, largest_token_i
 from slime.config.fields import spelled
 from slime.config.problems import Problems, given
 from slime.config.schema import Config
+from slime.environments.flags import check_environments
 from slime.extras import IS_CHECKOUT
 from slime.hooks import load_function
 from slime.models import Decoder, read_decoder
@@ -318,7 +319,7 @@ def checkpoint_notes(c: Config) -> Iterator[str]:
     yield from model_arg_notes(c.megatron.model_args, _model(c))
 
 
-BY_THEMSELVES: tuple[Rule, ...] = (_required, _ranges, _precision, check_selection)
+BY_THEMSELVES: tuple[Rule, ...] = (_required, _ranges, _precision, check_selection, check_environments)
 TOGETHER: tuple[Rule, ...] = (
     check_hardware,
     check_parallel_sizes,

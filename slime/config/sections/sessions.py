@@ -1,4 +1,4 @@
-"""Flags of the sessions section: the address of sessions, and limits after which a conversation of an agent ends."""
+"""Flags of the sessions section: environments, the address of sessions, and limits that end a conversation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ from slime.config.ranges import COUNT, COUNT_OR_ZERO, SECONDS
 
 @dataclass(frozen=True)
 class SessionsConfig:
-    """Address and limits of sessions (`slime.sessions`). A session beyond a limit ends, and its sample is truncated."""
+    """Environments of other projects, and the address and limits of sessions (`slime.sessions`). A session beyond a
+    limit ends, and its sample is truncated."""
 
+    environment: list[str] | None = flag(  # noqa: RUF009
+        None,
+        "environment whose tasks are the prompts and whose rubric is the reward: verifiers:NAME, harbor:FOLDER, "
+        "openenv:URL or nemo-gym:URL, with arguments ?name=value; NAME=verifiers:NAME ... mixes several",
+    )
+    environment_concurrency: int = flag(
+        64, "maximum number of episodes of an environment at the same time", range=COUNT
+    )
     session_host: str = flag(
         "127.0.0.1",
         "address on which sessions of agents answer, for sandboxes on other hosts or in containers; auto: the address "

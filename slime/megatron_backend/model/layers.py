@@ -46,7 +46,7 @@ class GatedMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
 
     gated: Gated = staticmethod(swiglu)
 
-    def __init__(self, config: TransformerConfig, **unused: Any) -> None:
+    def __init__(self, config: TransformerConfig, **unused: object) -> None:
         super().__init__(config, MLPSubmodules(linear_fc1=NormedLinear, linear_fc2=RowParallelLinear))
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

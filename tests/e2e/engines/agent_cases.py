@@ -6,11 +6,14 @@ test_backend_conformance.py runs these tests on its engine, which still serves a
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from engine_fixtures import Stack, hf_log_probs
 from plug_in_shapes import RESULT, TURNS
 from rollout_double import ListSource, make_args
@@ -24,11 +27,15 @@ from slime.agent.harness import BaseHarness, HarnessContext
 from slime.agent.harness.common import get_environment, run_command
 from slime.agent.sandbox import LocalSandbox, Sandbox, exec_and_wait, plug_ins
 from slime.config import Config
+from slime.data.prompts import load_prompts
+from slime.data.rows import RowColumns
+from slime.environments.figures import figures as environment_figures
 from slime.hooks import SingletonMeta, load_function
 from slime.http import get_host_info
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.rollout.state import GenerateState
 from slime.rollout.vllm_rollout import generate_rollout
+from slime.sessions.environments import generate
 from slime.types import Sample
 
 ASKS = {
@@ -250,3 +257,67 @@ def test_the_coding_agent_example_runs_as_it_is(
         trained = [i for i, on in enumerate(sample.loss_mask or []) if on]
         found = [(sample.rollout_log_probs or [])[i] for i in trained]
         assert found == pytest.approx(expected[trained].tolist(), abs=1e-4)
+
+
+class WordServer:
+    """A resource server with NeMo Gym's routes, in a thread. The reward is the share of odd characters."""
+
+    def __init__(self) -> None:
+        self.seeded: list[Any] = []
+        self.verified: dict[float, str] = {}
+        app = web.Application()
+        app.router.add_get("/openapi.json", self.describe)
+        app.router.add_post("/seed_session", self.seed)
+        app.router.add_post("/verify", self.verify)
+        self.handle = run_app_in_thread(app, host="127.0.0.1")
+
+    async def describe(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def seed(self, request: web.Request) -> web.Response:
+        self.seeded.append(await request.json())
+        response = web.json_response({})
+        response.set_cookie("session", str(len(self.seeded)))
+        return response
+
+    async def verify(self, request: web.Request) -> web.Response:
+        row = await request.json()
+        text = row["response"]["output"][0]["content"][0]["text"]
+        share = sum(ord(character) % 2 for character in text) / max(1, len(text))
+        self.verified[share] = text
+        return web.json_response({**row, "reward": share, "session": int(request.cookies["session"])})
+
+
+def test_episodes_of_an_environment_make_samples(served: Any, tmp_path: Path) -> None:
+    """The connector of NeMo Gym needs no package. Each episode has cookies of its own."""
+    server, checkpoint = WordServer(), served.stack.checkpoint
+    rows = [
+        {"responses_create_params": {"input": f"{QUESTION} {number}"}, "answer": "l"} for number in range(3)
+    ]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = f"nemo-gym:http://127.0.0.1:{server.handle.port}?data={tmp_path / 'tasks.jsonl'}"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, chat_template=TEMPLATE)
+    args = make_args(rollout_max_response_len=16, rollout_deadline_s=90.0)
+    state = GenerateState(Config.from_args(args), served.pool.client(), tokenizer, hook_args=args).enter()
+
+    async def all_of() -> list[Any]:
+        found = load_prompts(text, RowColumns(input_key="prompt"))
+        samples = [Sample(prompt=one.text, index=n, metadata=one.metadata) for n, one in enumerate(found)]
+        return await asyncio.gather(*(generate(args, one, state.sampling_params) for one in samples))
+
+    try:
+        made = [sample for one in state.run(all_of()) for sample in one]
+    finally:
+        state.close()
+        server.handle.stop()
+    assert [sample.label for sample in made] == ["l"] * 3 and len(server.seeded) == 3
+    for sample in made:
+        sample.check()
+        assert sample.metadata["session"]["ended"] == "done" and sample.rollout_log_probs is not None
+        whole = tokenizer.decode(sample.tokens[-sample.response_length :])
+        assert whole.startswith(server.verified[sample.reward])
+        start = len(sample.tokens) - sample.response_length
+        expected = hf_log_probs(checkpoint, sample.tokens[:start], sample.tokens[start:], 1.0).tolist()
+        assert sample.rollout_log_probs == pytest.approx(expected, abs=1e-4)
+    found = environment_figures(made)
+    assert found["environment/session"] == 2.0, "each of the three episodes has a cookie of its own"

@@ -1,0 +1,109 @@
+"""The generate function of --environment: an episode of an environment over a session.
+
+The environment sends its requests to the session, which records the tokens. Its rubric is the reward. An episode that
+raises, hangs or gives no finite reward is not trained on, and the first of each kind is logged in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from argparse import Namespace
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from slime.environments.hubs import Environment, environment_of
+from slime.environments.process import (
+    EnvironmentFault,
+    EnvironmentProcess,
+    close_processes,
+    living,
+    process_of,
+)
+from slime.environments.protocol import EpisodeResult
+from slime.environments.rows import KEY
+from slime.event_loop import loop_objects
+from slime.records.once import warn_once
+from slime.rollout import generate as without_environment
+from slime.rollout.context import find_context
+from slime.sessions.limits import ABORTS, LIMITS, SessionLimits
+from slime.sessions.opening import open_session
+from slime.sessions.session import Session
+from slime.types import Json, Sample, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+ENDED = "environment"
+"""Reason of a session whose environment raised an error, or did not end its episode in time."""
+REWARD = "reward"
+
+
+@dataclass(frozen=True)
+class Episode:
+    """The end of an episode. `fault` is the error of an episode that has no reward."""
+
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    fault: str = ""
+    reason: str = ENDED
+
+
+async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample | list[Sample]:
+    """Runs the episode of a sample's task. A sample without a task is generated as without --environment."""
+    if KEY not in sample.metadata:
+        return await without_environment.generate(args, sample, sampling_params)
+    flags, chosen = find_context(args).config.sessions, sample.metadata[KEY]
+    environment, task = environment_of(chosen["environment"]), chosen["task"]
+    limits = SessionLimits.of(flags)
+    sample.label = chosen["label"]
+    own = replace(limits, seconds=None)  # the time is the environment's, not a limit of the policy
+    gate = loop_objects().semaphore((KEY, environment.text), flags.environment_concurrency)
+    async with gate, open_session(args, sample, sampling_params, limits=own) as session:
+        episode = await _episode(environment, task, session, limits.seconds)
+        if episode.fault and session.ended not in (*LIMITS, *ABORTS):
+            session.end(episode.reason, episode.fault)
+            key = f"{environment.text}: {episode.fault}"
+            warn_once(logger, key, "environment %s; such samples are not trained on", key)
+    made = session.samples(episode.reward)
+    made[0].metadata[KEY] = {**chosen, "metrics": episode.metrics}
+    return made
+
+
+async def _episode(environment: Environment, task: Json, session: Session, seconds: float | None) -> Episode:
+    try:
+        process = await _process(environment)
+    except ValueError as error:  # it was loaded at the start of the run, and its process has ended since
+        return Episode(fault=str(error))
+    try:
+        async with asyncio.timeout(seconds):
+            result = await process.finish(
+                "run_episode",
+                base_url=session.base_url,
+                api_key=session.api_key,
+                model=session.model,
+                task=task,
+            )
+    except TimeoutError:
+        return Episode(fault=f"did not end an episode within --session-deadline-s {seconds:g}")
+    except EnvironmentFault as error:
+        return Episode(fault=f"failed: {error}")
+    return _checked(cast(EpisodeResult, result))
+
+
+def _checked(result: EpisodeResult) -> Episode:
+    """Returns the episode of a connector's answer. Its reward must be a finite number."""
+    reward, metrics = result["reward"], result["metrics"]
+    if isinstance(reward, bool | int | float) and math.isfinite(reward):
+        numbers = {name: float(one) for name, one in metrics.items() if isinstance(one, bool | int | float)}
+        return Episode(float(reward), numbers)
+    return Episode(fault=f"must give a finite number as reward, got {reward!r:.80}", reason=REWARD)
+
+
+async def _process(environment: Environment) -> EnvironmentProcess:
+    """Returns the process of an environment. The end of the run's loop closes all processes."""
+    loop_objects().get(close_processes, lambda: None, lambda _: asyncio.to_thread(close_processes))
+    if (process := living(environment)) is not None:
+        return process
+    async with loop_objects().get((KEY, "start", environment.text), asyncio.Lock):
+        return await asyncio.to_thread(process_of, environment)
