@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHATML = ("<|im_start|>assistant\n", "<|im_end|>")
-# --loss-mask-type: (text that opens an assistant's turn, text that ends it)
+# --loss-mask-type: (text that opens an assistant's turn, texts that end it)
 _MARKERS = {
     "qwen": _CHATML,
     "qwen3": _CHATML,
     "qwen3_5": _CHATML,
     "distill_qwen": ("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+    "gemma4": ("<|turn>model\n", "<turn|>", "<|tool_response>"),  # the second ends a call of a tool
 }
 
 
@@ -85,7 +86,7 @@ class MultiTurnLossMaskGenerator:
             raise ValueError(f"--loss-mask-type must be one of {', '.join(_MARKERS)}, got {tokenizer_type}")
         self.tokenizer = tokenizer
         self.tokenizer_type = tokenizer_type
-        self._opening, self._end = _MARKERS[tokenizer_type]
+        self._opening, *self._ends = _MARKERS[tokenizer_type]
 
     def get_loss_mask(
         self,
@@ -109,13 +110,13 @@ class MultiTurnLossMaskGenerator:
             if message["role"] != "assistant":
                 continue
             start = self._turn_start(messages[:number], text, tools, template_kwargs)
-            end = shadow.find(self._end, start)
-            if start < done or end < 0:
+            ends = [at + len(end) for end in self._ends if (at := shadow.find(end, start)) >= 0]
+            if start < done or not ends:
                 raise ValueError(
                     f"--loss-mask-type {self.tokenizer_type} must match the chat template, got one that does "
-                    f"not end message {number} (assistant) with {self._end!r}; choose this model's family"
+                    f"not end message {number} (assistant) with {self._ends[0]!r}; choose this model's family"
                 )
-            end += len(self._end)
+            end = min(ends)
             for piece, trained in (
                 (text[done:start], 0),
                 (text[start:end], message.get("step_loss_mask", 1)),
@@ -135,17 +136,19 @@ class MultiTurnLossMaskGenerator:
         template_kwargs: dict[str, object] | None,
     ) -> str:
         """The rendered `text`, in which only the template ends turns: the messages hold other characters where they
-        hold the text of the marker."""
-        hidden = cast("list[Message]", _replaced(messages, self._end, _STAND_IN * len(self._end)))
-        if hidden == messages:
-            return text
-        shadow = self._render(hidden, tools, template_kwargs)
-        if len(shadow) != len(text):
-            raise ValueError(
-                f"a chat template must render {self._end!r} inside a message as it renders other text, got one that "
-                "does not; take the marker out of the message"
-            )
-        return shadow
+        hold the text of a marker."""
+        for end in self._ends:
+            hidden = cast("list[Message]", _replaced(messages, end, _STAND_IN * len(end)))
+            if hidden == messages:
+                continue
+            shadow = self._render(hidden, tools, template_kwargs)
+            if len(shadow) != len(text):
+                raise ValueError(
+                    f"a chat template must render {end!r} inside a message as it renders other text, got one that "
+                    "does not; take the marker out of the message"
+                )
+            messages, text = hidden, shadow
+        return text
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
         """See the function of that name."""

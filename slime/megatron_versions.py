@@ -25,6 +25,8 @@ MLP in Megatron's layer spec        ModuleSpec               partial            
 norms of queries and keys in a      any                      only with qk_layernorm       `ProjectionNormedAttention`
 spec                                                                                      has its own, in both
 hook for the output                 none                     output_processor             `_postprocess`, in both
+settings of Muon                    muon_use_nesterov        muon_nesterov, and the       `muon_settings`
+                                                             coefficients
 fields of the configs               with three that nothing  with 80 others               flags come from the
                                     reads                                                 installed one's fields
 """
@@ -39,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 from slime import extras
 
 if TYPE_CHECKING:
+    from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
     from torch import Tensor
 
@@ -88,6 +91,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _text(numbers: tuple[int, int]) -> str:
     return ".".join(map(str, numbers))
+
+
+def muon_settings(core: OptimizerConfig) -> tuple[bool, str]:
+    """Returns whether Muon uses Nesterov's momentum, and the name of its coefficients. `core`: an OptimizerConfig."""
+    if hasattr(core, "muon_use_nesterov"):
+        return core.muon_use_nesterov, "quintic"
+    return core.muon_nesterov, core.muon_coefficient_type
 
 
 def prediction_parts(layer: object, **parts: object) -> MultiTokenPredictionLayerSubmodules:

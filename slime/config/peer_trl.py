@@ -59,7 +59,7 @@ TRL_ROWS: tuple[Row, ...] = (
     ("learning_rate", "--lr {}", ""),
     ("lr_scheduler_type", "--lr-decay-style {}", "", _STYLES),
     ("lr_scheduler_kwargs", "--lr-decay-style", "also --min-lr, --lr-decay-iters and --lr-wsd-decay-style"),
-    ("optim", "", "Adam with decoupled weight decay (AdamW) always trains"),
+    ("optim", "", "AdamW trains, that is Adam with decoupled weight decay; --optimizer muon takes Muon for matrices"),
     ("warmup_steps", "--lr-warmup-iters {}", "optimizer steps"),
     ("warmup_ratio", "--lr-warmup-fraction {}", ""),
     ("max_grad_norm", "--clip-grad {}", ""),

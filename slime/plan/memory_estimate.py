@@ -163,8 +163,9 @@ def _part(fraction: float) -> str:
 
 
 def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
-    """Yields the host memory of --optimizer-cpu-offload: fp32 main weights and two moments, and the buffers in which
-    gradients arrive (`slime.megatron_backend.model.host_adam`: 3 buffers of 256 MiB)."""
+    """Yields the host memory of --optimizer-cpu-offload: fp32 main weights and two moments, unless these are in files,
+    and the buffers in which gradients arrive (`slime.megatron_backend.model.host_adam`: 3 buffers of 256 MiB, or of
+    --offload-train-disk-chunk-mb)."""
     if (moved := 1 - on_device(c)) == 0:
         return
     total = 0.0
@@ -180,8 +181,10 @@ def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
             ):
                 how = f"{share} x 12 B{ranks} / {shards} shards{_part(moved)}"
                 total += params / shards * moved
-                yield Item(f"{kind}{of_role}optimizer", params * 12 / shards * moved, how)
-    yield Item("gradients of Adam", min(3 * 2**28, 4 * total), "3 buffers of 256 MiB, pinned")
+                if not c.megatron.stream_optimizer_state_to_disk:
+                    yield Item(f"{kind}{of_role}optimizer", params * 12 / shards * moved, how)
+    mib = c.megatron.offload_train_disk_chunk_mb if c.megatron.stream_optimizer_state_to_disk else 256
+    yield Item("gradients of Adam", min(3 * mib * 2**20, 4 * total), f"3 buffers of {mib} MiB, pinned")
 
 
 def work_memory(c: Config, shape: Shape) -> Iterator[Item]:

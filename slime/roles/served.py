@@ -122,17 +122,36 @@ def count_policy_top_tokens(c: Config) -> int:
 
 
 def teachers(c: Config) -> dict[str, ServedModel]:
-    """Returns {source: teacher} for the teachers that the run's engines serve. They come from --opd-teacher-model, and
-    from frozen models with the names teacher and teacher-SOURCE."""
+    """Returns {source: teacher} for the teachers that the run's engines serve. They come from --opd-teacher-model,
+    which may name frozen models, and from frozen models with the names teacher and teacher-SOURCE."""
     if not c.distillation.use_opd:
         return {}
-    return _teachers(c) | {
-        source: model for model in listed(c) if (source := parse_source_name(model.name)) is not None
+    frozen = {model.name: model for model in listed(c)}
+    named = {source: frozen[name] for source, name in named_teachers(c).items()}
+    of_names = {
+        source: model for name, model in frozen.items() if (source := parse_source_name(name)) is not None
     }
+    return _teachers(c) | of_names | named
+
+
+def named_teachers(c: Config) -> dict[str, str]:
+    """Returns {source: name} for the values of --opd-teacher-model that are names of frozen models."""
+    if not c.distillation.use_opd:
+        return {}
+    frozen = {entry.get("name") for entry in c.engine.frozen_model}
+    models = by_name("opd_teacher_model", c.distillation.opd_teacher_model)
+    return {source: value for source, value in models.items() if value in frozen}
+
+
+def teacher_directories(c: Config) -> dict[str, str]:
+    """Returns {source: directory} for the other values of --opd-teacher-model."""
+    names = named_teachers(c)
+    models = by_name("opd_teacher_model", c.distillation.opd_teacher_model)
+    return {source: value for source, value in models.items() if source not in names}
 
 
 def _teachers(c: Config) -> dict[str, ServedModel]:
-    """Returns {source: teacher} for the teachers of --opd-teacher-model."""
+    """Returns {source: teacher} for the directories of --opd-teacher-model."""
     flags = c.distillation
     size = flags.opd_teacher_num_gpus_per_engine
     return {
@@ -147,7 +166,7 @@ def _teachers(c: Config) -> dict[str, ServedModel]:
             top_tokens=flags.opd_top_k,
             temperature=c.rollout.rollout_temperature,
         )
-        for source, checkpoint in by_name("opd_teacher_model", flags.opd_teacher_model).items()
+        for source, checkpoint in teacher_directories(c).items()
     }
 
 
@@ -195,7 +214,9 @@ def _frozen(c: Config, entry: Mapping[str, Any]) -> ServedModel:
             "add them",
         )
     size = entry.get("num_gpus_per_engine", 1)
-    teaches = c.distillation.use_opd and parse_source_name(name) is not None
+    teaches = c.distillation.use_opd and (
+        parse_source_name(name) is not None or name in named_teachers(c).values()
+    )
     return ServedModel(
         name,
         path,

@@ -134,7 +134,14 @@ def check_length(c: Config) -> None:
 
 
 def check_train_data_file(c: Config) -> None:
-    """Checks that each rank and each rollout writes a separate file."""
+    """Checks that each rank and each rollout writes a separate file, in a format of this version."""
+    if (samples := c.debug.save_debug_rollout_data) is not None and samples.endswith(".straw.json"):
+        raise FlagError(
+            "--save-debug-rollout-data",
+            "not end with .straw.json, which names an archive of slime's",
+            samples,
+            "end it with .pt, for a file that has all samples",
+        )
     if (template := c.debug.save_debug_train_data) is None:
         return
     try:

@@ -18,7 +18,7 @@ from slime.models.decoder import Hf
 from slime.plan.stages import check_stages
 from slime.records.errors import FlagError
 from slime.roles import TEACHER, get_roles
-from slime.roles.served import by_name, teachers
+from slime.roles.served import by_name, teacher_directories, teachers
 from slime.rules.heads import check_heads
 
 
@@ -100,7 +100,7 @@ def _check_served(c: Config) -> None:
                 "engines of the run serve --opd-teacher-model, and --rm-url names a teacher's server",
             )
     by_name("opd_teacher_url", flags.opd_teacher_url)
-    models = by_name("opd_teacher_model", flags.opd_teacher_model)
+    models = teacher_directories(c)
     in_files = [model for model in teachers(c).values() if model.file]
     kinds = {
         "--opd-teacher-model": len(models),

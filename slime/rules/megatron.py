@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime.config.fields import Values, spelled
+from slime.config.sections.megatron import MegatronConfig
 from slime.records.errors import FlagError
 from slime.roles import CRITIC, get_roles
 
@@ -53,6 +54,16 @@ SAME_RESULT: dict[str, tuple[tuple[object, ...] | None, object, str]] = {
 """Field -> (its values that are replaced, or None for all; the replacement, or None for nothing; the reason)."""
 
 _FLOAT32 = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+MUON: dict[str, tuple[str, ...]] = {
+    "muon_scale_mode": ("spectral", "shape_scaling", "unit_rms_norm"),
+    "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+    "muon_fp32_matmul_prec": ("medium", "high", "highest"),
+    "muon_coefficient_type": ("quintic", "simple"),
+    "muon_scalar_optimizer": ("adam",),
+}
+"""Setting of Muon -> its values."""
 
 
 def same_result(overrides: Values) -> tuple[Values, list[str]]:
@@ -121,6 +132,8 @@ def check_padded_vocabulary(c: Config, vocab: int) -> None:
 def check_offloaded_adam(c: Config) -> None:
     """Checks that Adam on the host comes with the distributed optimizer, in which a rank updates its part of the
     weights."""
+    if c.megatron.optimizer == "muon":
+        return
     if c.megatron.optimizer_cpu_offload and not c.megatron.use_distributed_optimizer:
         raise FlagError(
             "--use-distributed-optimizer",
@@ -128,6 +141,59 @@ def check_offloaded_adam(c: Config) -> None:
             "--no-use-distributed-optimizer",
             "leave one of the two out",
         )
+
+
+def check_state_files(c: Config) -> None:
+    """Checks that the optimizer's files have a folder, and that the flags about them come together."""
+    flags, switch = c.megatron, "--stream-optimizer-state-to-disk"
+    if flags.stream_optimizer_state_to_disk:
+        if flags.offload_train_disk_dir is None:
+            raise FlagError(
+                "--offload-train-disk-dir", f"be given with {switch}", "none", "name a folder of a local disk"
+            )
+        return
+    for name in (
+        "offload_train_disk_dir",
+        "offload_train_disk_chunk_mb",
+        "stream_optimizer_state_moment_dtype",
+    ):
+        if (value := c.get_value(name)) != getattr(MegatronConfig, name):
+            raise FlagError(switch, f"be given with {spelled(name)}", f"only {value}", "add it")
+
+
+def check_muon(c: Config) -> None:
+    """Checks that the run has what Muon needs: whole float32 state on the device."""
+    flags = c.megatron
+    if flags.optimizer != "muon":
+        return
+    for name, value in (
+        ("use_distributed_optimizer", flags.use_distributed_optimizer),
+        ("stream_optimizer_state_to_disk", flags.stream_optimizer_state_to_disk),
+        ("optimizer_cpu_offload", flags.optimizer_cpu_offload),
+        ("overlap_param_gather", flags.overrides.get("overlap_param_gather")),
+    ):
+        if value:
+            raise FlagError(
+                spelled(name),
+                "be left out with --optimizer muon",
+                "it",
+                "Muon needs whole matrices: each rank has the whole float32 state on its device",
+            )
+    for name, known in MUON.items():
+        if (value := flags.overrides.get(name)) is not None and value not in known:
+            raise FlagError(spelled(name), f"be one of {', '.join(known)}", value, "leave it out")
+    if (steps := flags.overrides.get("muon_num_ns_steps", 1)) < 1:
+        raise FlagError("--muon-num-ns-steps", "be at least 1", steps, "leave it out for 5")
+
+
+def muon_notes(c: Config) -> Iterator[str]:
+    """Yields notes on settings of Muon that are read in another way, or not at all."""
+    given = [name for name in c.megatron.overrides if name.startswith(("muon_", "adaptive_muon_"))]
+    if c.megatron.optimizer != "muon":
+        for name in given:
+            yield f"{spelled(name)} has no effect without --optimizer muon: it is read only there"
+    elif c.megatron.overrides.get("muon_tp_mode") == "distributed":
+        yield "--muon-tp-mode distributed is taken as duplicated, which gives the same update"
 
 
 def check_warm_up(c: Config) -> None:
@@ -194,7 +260,10 @@ def check_local_layers(c: Config) -> None:
             )
 
 
-RULES = (check_local_layers, check_optimizer_dtypes, check_offloaded_adam, check_schedules, check_warm_up)
+RULES = (
+    *(check_local_layers, check_optimizer_dtypes, check_offloaded_adam, check_state_files, check_muon),
+    *(check_schedules, check_warm_up),
+)
 """The rules that need no model."""
 
 

@@ -31,6 +31,8 @@ def check_packages(c: Config) -> None:
     names = [name.removeprefix("boxed_") for name in reward_names(c.reward.rm_type)]
     if c.reward.custom_rm_path is None and any(name in _COMPARED_AS_MATHEMATICS for name in names):
         needed.append((f"--rm-type {c.reward.rm_type}", "math_verify", "math-verify"))
+    if c.reward.custom_rm_path is None and "ifbench" in names:
+        needed.append((f"--rm-type {c.reward.rm_type}", "if_verifiable", "if-verifiable"))
     if c.logging.otlp_traces_endpoint is not None:
         flag = "--otlp-traces-endpoint"
         needed.append((flag, "opentelemetry.sdk.trace", "opentelemetry-sdk"))

@@ -24,7 +24,7 @@ from slime.config.schema import Config
 from slime.config.sections.engine import DEFAULT_BACKEND
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED, check_unsupported
 from slime.records.errors import FlagError, UnknownFlag
-from slime.roles.served import by_name, listed
+from slime.roles.served import by_name, listed, named_teachers
 from slime.rules.backend import BackendFlags, NoBackend
 from slime.rules.flags import own_flags
 from slime.rules.resolve import resolve
@@ -92,8 +92,9 @@ def _local_models(config: Config, download: bool) -> Config:
         if name is not None
     }
     if (models := config.distillation.opd_teacher_model) is not None:
+        frozen = named_teachers(config)
         local["opd_teacher_model"] = [
-            f"{source}={local_checkpoint(name, '--opd-teacher-model', download=download)}"
+            f"{source}={frozen.get(source) or local_checkpoint(name, '--opd-teacher-model', download=download)}"
             for source, name in by_name("opd_teacher_model", models).items()
         ]
     local["frozen_model"] = [

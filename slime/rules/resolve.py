@@ -29,7 +29,7 @@ from slime.rules.checkpoint import remarks as read_remarks
 from slime.rules.cluster import critic_notes
 from slime.rules.flags import FALLBACKS, read_nowhere
 from slime.rules.kernels import provider_notes
-from slime.rules.megatron import never_run, rate_notes, same_result
+from slime.rules.megatron import muon_notes, never_run, rate_notes, same_result
 from slime.rules.off_policy import cuts, mismatch_notes
 from slime.rules.packages import package_notes
 from slime.weight_sync.registry import CHANNELS, default_channel
@@ -60,6 +60,7 @@ def resolve(given: Values, notes: list[str] | None = None) -> Config:
     draft.overrides, told = same_result(draft.overrides)
     draft.notes += told
     _weight_update(draft)
+    _optimizer(draft, given)
     _kernels(draft)
     _run_dir(draft)
     adjusted = tuple(vars(draft).pop("notes"))
@@ -218,6 +219,17 @@ def _lora(c: argparse.Namespace, given: Values) -> None:
             c.exclude_modules = list(stored.excluded)
 
 
+def _optimizer(c: argparse.Namespace, given: Values) -> None:
+    """Lets an optimizer with its state in files compute on the host. For Muon, turns the distributed optimizer off,
+    which is on by default and has only parts of matrices."""
+    c.optimizer_cpu_offload = c.optimizer_cpu_offload or c.stream_optimizer_state_to_disk
+    if c.optimizer == "dist_muon":
+        c.optimizer = "muon"
+        c.notes.append("--optimizer dist_muon is taken as muon: each data-parallel rank has the whole state")
+    if c.optimizer == "muon" and "use_distributed_optimizer" not in given:
+        c.use_distributed_optimizer = False
+
+
 def _weight_update(c: argparse.Namespace) -> None:
     gpus: Literal["shared", "apart"] | None = None
     if c.device == "cuda":
@@ -348,6 +360,7 @@ def _remarks(c: Config) -> Iterator[str]:
     yield from critic_notes(c)
     yield from mismatch_notes(c)
     yield from rate_notes(c)
+    yield from muon_notes(c)
     if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
         yield (
             "--transformer-impl transformer_engine: these layers were written from the sources of Megatron and of "

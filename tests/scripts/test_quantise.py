@@ -41,7 +41,9 @@ def test_a_copy_has_the_published_form(tmp_path: Path, scheme: str, parts: set[s
 
 
 def test_a_random_model_is_quantised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_model(["--arch", "qwen3-tiny", "--random", "--arithmetic", "--quantize", "fp8", str(tmp_path / "tiny")])
+    make_model(
+        ["--arch", "qwen3-tiny", "--random", "--arithmetic", "--quantize", "fp8", str(tmp_path / "tiny")]
+    )
     assert any((tmp_path / "tiny" / "arithmetic").iterdir())
     assert f"{UP}.weight_scale_inv" in load_file(tmp_path / "tiny" / "model.safetensors")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["tiny"]

@@ -35,6 +35,11 @@ def require_disk_space(c: Config) -> None:
         left = sum(file.stat().st_size for file in Path(weight_dir).glob("**/*.safetensors"))
         what = f"{copies} versions of the weights"
         require_room("--weight-dir", weight_dir, copies * weights_bytes - left, what)
+    if c.megatron.stream_optimizer_state_to_disk:
+        of_weight = 8 if c.megatron.stream_optimizer_state_moment_dtype == "bf16" else 12
+        of_host = of_weight * params * c.megatron.optimizer_offload_fraction / c.cluster.actor_num_nodes
+        folder = given(c.megatron.offload_train_disk_dir)
+        require_room("--offload-train-disk-dir", folder, of_host, "Adam's main weights and moments")
     if c.checkpoint.save is not None:
         moments_bytes = (
             0 if c.checkpoint.no_save_optim else 12 * params

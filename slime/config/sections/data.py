@@ -103,7 +103,7 @@ class DataConfig:
     loss_mask_type: str = flag(
         "qwen",
         "format of the chat, to find the turns that are trained",
-        choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
+        choices=("qwen", "qwen3", "qwen3_5", "distill_qwen", "gemma4"),
     )
 
     @property

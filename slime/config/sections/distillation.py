@@ -52,8 +52,8 @@ class DistillationConfig:
     )
     opd_teacher_model: list[str] | None = flag(  # noqa: RUF009
         None,
-        "Hugging Face directories of teachers that engines of the run serve with --opd-type sglang or vllm: DIR, or "
-        "SOURCE=DIR for samples of one source; the source default is for all others",
+        "teachers that engines of the run serve with --opd-type sglang or vllm: DIR, a Hugging Face directory, or the "
+        "name of a --frozen-model; SOURCE=DIR for samples of one source; the source default is for all others",
     )
     opd_teacher_url: list[str] | None = flag(  # noqa: RUF009
         None, "the same for servers of one's own: URL or SOURCE=URL (default: --rm-url)"

@@ -68,7 +68,12 @@ class MegatronConfig:
     make_vocab_size_divisible_by: int = flag(
         128, "pad the vocabulary to a multiple of this number times the tensor parallel size", range=COUNT
     )
-    optimizer: str = flag("adam", "optimizer", choices=("adam",))
+    optimizer: str = flag(
+        "adam",
+        "optimizer; muon updates matrices with Muon and the other weights with AdamW, and its state is whole on each "
+        "data-parallel rank",
+        choices=("adam", "muon", "dist_muon"),
+    )
     padded_vocab_size: int | None = flag(
         None, "rows of the vocabulary with padding, in place of --make-vocab-size-divisible-by", range=COUNT
     )
@@ -79,8 +84,26 @@ class MegatronConfig:
     optimizer_offload_fraction: float = flag(
         1.0, "part of the weights for which --optimizer-cpu-offload does so", range=UNIT
     )
+    stream_optimizer_state_to_disk: bool = flag(
+        False,
+        "keep Adam's main weights and moments in files in --offload-train-disk-dir, and update the weights on the host",
+    )
+    offload_train_disk_dir: str | None = flag(
+        None, "folder of a local disk of each trainer host, for --stream-optimizer-state-to-disk"
+    )
+    offload_train_disk_chunk_mb: int = flag(
+        64,
+        "MiB of float32 gradients whose weights are updated together, with their state in one file",
+        range=COUNT,
+    )
+    stream_optimizer_state_moment_dtype: str = flag(
+        "fp32",
+        "dtype of Adam's moments in the files; with bf16, a weight has 8 bytes there in place of 12, and Adam computes "
+        "in float32",
+        choices=("fp32", "bf16"),
+    )
     reset_optimizer_states: bool = flag(
-        False, "set Adam's moments and step counts to zero before each rollout is trained on"
+        False, "set the optimizer's moments and step counts to zero before each rollout is trained on"
     )
     lr: float = flag(1e-6, "learning rate", range=RATE)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", range=RATE)

@@ -15,8 +15,8 @@ class RewardConfig:
 
     rm_type: str | None = flag(
         None,
-        "built-in reward: math, deepscaler, dapo, gsm8k, gpqa, f1, code, random, zero, remote_rm; several with commas "
-        "are added; my_file.py:my_function is one, too",
+        "built-in reward: math, deepscaler, dapo, gsm8k, gpqa, f1, ifbench, code, random, zero, remote_rm; several "
+        "with commas are added; my_file.py:my_function is one, too",
         commas=True,
     )
     rm_weights: list[float] | None = flag(  # noqa: RUF009

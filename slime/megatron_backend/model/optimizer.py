@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,11 @@ from torch import nn
 
 from slime.config import Config
 from slime.config.fields import spelled
-from slime.megatron_backend.model.gpt import get_parts
-from slime.megatron_backend.model.host_adam import HostAdam
+from slime.config.sections.megatron import MegatronConfig
+from slime.megatron_backend.model.gpt import HiddenGPTModel, get_parts
+from slime.megatron_backend.model.host_adam import Files, HostAdam
 from slime.megatron_backend.model.model_config import params_dtype
+from slime.megatron_backend.model.muon import Muon, Settings, find_matrices
 from slime.roles import POLICY, Role
 from slime.rules.megatron import weight_decays
 
@@ -43,16 +45,12 @@ def build_optimizer(
     --lr-warmup-fraction of the steps, of linear warm-up from --lr-warmup-init, then --lr-decay-style down to --min-lr.
     The weight decay goes from --start-weight-decay to --end-weight-decay over the same steps.
 
-    Raises ValueError for another --optimizer than adam, a warm-up that is not shorter than the schedule,
+    Raises ValueError for a warm-up that is not shorter than the schedule,
     --lr-wsd-decay-iters that start in the warm-up, --lr-warmup-init or --min-lr above --lr.
     """
-    if config.megatron.optimizer != "adam":
-        raise ValueError(
-            f"--optimizer must be adam, got {config.megatron.optimizer}; megatron-core cannot checkpoint any other"
-        )
     dtype = params_dtype(config)
     fields: dict[str, Any] = {
-        "optimizer": "adam",
+        "optimizer": "adam",  # Muon takes the groups of megatron-core's Adam
         "lr": config.get_value(role.lr),
         "min_lr": config.megatron.min_lr,
         "weight_decay": config.megatron.weight_decay,
@@ -72,6 +70,8 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(core, get_parts(model), use_gloo_process_groups=False)
     if on_host:
         _move_to_host(optimizer, config)
+    if config.megatron.optimizer == "muon":
+        _use_muon(optimizer, cast("list[HiddenGPTModel]", get_parts(model)), core)
     _start_adam(optimizer)
     fuse_adam(optimizer)
     return optimizer, _schedule(optimizer, config, total_steps, role)
@@ -86,7 +86,26 @@ def _move_to_host(optimizer: MegatronOptimizer, config: Config) -> None:
                 chained.optimizer.param_groups,
                 fraction=flags.optimizer_offload_fraction,
                 threads=_host_threads(config),
+                files=_state_files(flags),
             )
+
+
+def _state_files(flags: MegatronConfig) -> Files | None:
+    """Returns where the state of Adam is, if it is in files."""
+    if not flags.stream_optimizer_state_to_disk:
+        return None
+    assert flags.offload_train_disk_dir is not None, "the rules require it"
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[flags.stream_optimizer_state_moment_dtype]
+    return Files(flags.offload_train_disk_dir, flags.offload_train_disk_chunk_mb * 2**20, dtype)
+
+
+def _use_muon(optimizer: MegatronOptimizer, parts: list[HiddenGPTModel], core: OptimizerConfig) -> None:
+    """Replaces each optimizer's Adam, which has no state yet."""
+    settings = Settings.of(core)
+    matrices = find_matrices(parts, settings)
+    for chained in optimizer.chained_optimizers:
+        if chained.optimizer is not None:
+            chained.optimizer = Muon(chained.optimizer.param_groups, matrices, settings)
 
 
 def _host_threads(config: Config) -> int:
@@ -114,7 +133,7 @@ def reset_states(optimizer: MegatronOptimizer) -> None:
                 group["step"] = 0
             for p in group["params"]:
                 for name, value in inner.state[p].items():
-                    if name in ("step", "exp_avg", "exp_avg_sq"):
+                    if name in ("step", "exp_avg", "exp_avg_sq", "momentum_buffer"):
                         value.zero_()
 
 

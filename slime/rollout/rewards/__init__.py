@@ -32,14 +32,14 @@ from slime.rollout.rewards.deepscaler import deepscaler_reward
 from slime.rollout.rewards.f1 import f1_reward
 from slime.rollout.rewards.gpqa import gpqa_reward
 from slime.rollout.rewards.gsm8k import gsm8k_reward
+from slime.rollout.rewards.ifbench import ifbench_reward
 from slime.rollout.rewards.math_boxed import math_reward
-from slime.rollout.rewards.random_uniform import random_reward
 from slime.rollout.rewards.remote import remote_reward
 from slime.rollout.rewards.several import add
 from slime.rollout.rewards.special_tokens import answer_text
 from slime.rollout.rewards.text import extract_answer, without_special_text
+from slime.rollout.rewards.ungraded import random_reward, zero_reward
 from slime.rollout.rewards.unit_tests import code_reward
-from slime.rollout.rewards.zero import zero_reward
 from slime.types import Metadata, Reward, Sample
 from slime.user_code import calling, is_cancelled, place, remedy, slow_is_logged
 
@@ -59,6 +59,7 @@ REWARDS: dict[str, Callable[[str, object, Metadata], Reward]] = {
     "gsm8k": gsm8k_reward,
     "gpqa": gpqa_reward,
     "f1": f1_reward,
+    "ifbench": ifbench_reward,
 }
 SAMPLE_REWARDS: dict[str, Callable[[Config, Sample], Awaitable[Reward]]] = {
     "code": code_reward,

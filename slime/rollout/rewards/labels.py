@@ -14,6 +14,7 @@ from slime.rollout.rewards import check_names
 from slime.rollout.rewards.f1 import check_label as f1_label
 from slime.rollout.rewards.gpqa import check_label as gpqa_label
 from slime.rollout.rewards.gsm8k import label_number
+from slime.rollout.rewards.ifbench import check_metadata as ifbench_metadata
 from slime.rollout.rewards.text import expected_answer
 from slime.rollout.rewards.unit_tests import parse_tests
 from slime.types import Metadata
@@ -25,6 +26,7 @@ _CHECKS: dict[str, Callable[[object, Metadata], object]] = {
     "gsm8k": lambda label, metadata: label_number(label),
     "gpqa": gpqa_label,
     "f1": f1_label,
+    "ifbench": ifbench_metadata,
     "code": parse_tests,
 }
 

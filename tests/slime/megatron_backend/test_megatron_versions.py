@@ -50,6 +50,7 @@ ALL = [
         "async_save",
         "trainer_saves",
         "megatron_optimizer",
+        "muon",
         "megatron_parallel",
         "megatron_weights",
         "residence",

@@ -37,6 +37,20 @@ DISTILL = (
     "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"
 )
 
+# Like Gemma 4: a model's turn continues after the response of a tool, and the prompt without thinking has an empty
+# thought, which earlier turns do not have.
+GEMMA4 = (
+    "{{ '<bos>' }}{% set ns = namespace(prev='') %}{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}{{ m['content'] + '<tool_response|>' }}"
+    "{% else %}{% if ns.prev != 'tool' %}"
+    "{{ '<|turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\\n' }}{% endif %}"
+    "{% if m.get('tool_calls') %}{{ '<|tool_call>' + m['tool_calls'] + '<tool_call|><|tool_response>' }}"
+    "{% else %}{{ m['content'] + '<turn|>\\n' }}{% endif %}{% endif %}{% set ns.prev = m['role'] %}{% endfor %}"
+    "{% if add_generation_prompt %}{% if ns.prev != 'tool' %}{{ '<|turn>model\\n' }}"
+    "{% if not enable_thinking | default(false) %}{{ '<|channel>thought\\n<channel|>' }}{% endif %}"
+    "{% endif %}{% endif %}"
+)
+
 
 def user(text):
     return {"role": "user", "content": text}
@@ -157,6 +171,21 @@ def test_distilled_template():
     text, pieces, _, _ = masked(DISTILL, messages, "distill_qwen")
     assert pieces == ["b<｜end▁of▁sentence｜>", "d<｜end▁of▁sentence｜>"]
     assert text.startswith("<｜User｜>a<｜Assistant｜>b")
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_turns_of_gemma_4(thinking):
+    messages = [user("a"), assistant("b"), user("<turn|>?"), assistant("c <turn|> d")]
+    text, pieces, _, _ = masked(GEMMA4, messages, "gemma4", template_kwargs={"enable_thinking": thinking})
+    assert pieces == ["b<turn|>", "c <turn|> d<turn|>"]
+    assert text.startswith("<bos><|turn>user\na<turn|>\n<|turn>model\nb<turn|>\n<|turn>user\n")
+
+
+def test_calls_of_tools_end_a_turn_of_gemma_4_and_responses_are_not_trained():
+    tool = {"role": "tool", "content": "3 apples"}
+    chain = [user("a"), assistant("", tool_calls="add{}"), tool, assistant("3"), user("b"), assistant("4")]
+    _, pieces, _, _ = masked(GEMMA4, chain, "gemma4")
+    assert pieces == ["<|tool_call>add{}<tool_call|><|tool_response>", "3<turn|>", "4<turn|>"]
 
 
 def test_step_loss_mask_leaves_a_turn_out():

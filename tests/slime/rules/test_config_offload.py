@@ -73,3 +73,43 @@ def test_who_leaves_the_device(argv, flags, expected):
 def test_what_cannot_leave_the_device(argv, flags, message):
     with pytest.raises(ValueError, match=message):
         parse_args([*argv, *flags.split()])
+
+
+STREAM, FOLDER = "--stream-optimizer-state-to-disk", "--offload-train-disk-dir"
+
+
+def test_an_optimizer_in_files_computes_on_the_host(argv, tmp_path):
+    flags = f"{STREAM} {FOLDER} {tmp_path} --offload-train-disk-chunk-mb 32 --stream-optimizer-state-moment-dtype bf16"
+    config = parse_args([*argv, *flags.split()])
+    assert config.megatron.optimizer_cpu_offload
+    assert config.megatron.offload_train_disk_chunk_mb == 32
+    assert not config.notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (STREAM, f"{FOLDER} must be given with {STREAM}, got none; name a folder of a local disk"),
+        (f"{FOLDER} x", f"{STREAM} must be given with {FOLDER}, got only x; add it"),
+        (
+            "--offload-train-disk-chunk-mb 8",
+            f"{STREAM} must be given with --offload-train-disk-chunk-mb, got only 8",
+        ),
+        (
+            f"{STREAM} {FOLDER} x --stream-optimizer-state-moment-dtype fp8e4m3",
+            "--stream-optimizer-state-moment-dtype must be one of fp32, bf16, got fp8e4m3",
+        ),
+        (
+            f"{STREAM} {FOLDER} x --optimizer muon",
+            f"{STREAM} must be left out with --optimizer muon, got it; Muon",
+        ),
+        (
+            f"{STREAM} {FOLDER} x --no-use-distributed-optimizer",
+            "--use-distributed-optimizer must be on with --optimizer-cpu-offload",
+        ),
+    ],
+)
+def test_wrong_flags_of_an_optimizer_in_files_are_named(argv, flags, message):
+    with pytest.raises(ValueError) as error:
+        parse_args([*argv, *flags.split()])
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)

@@ -17,7 +17,7 @@ from slime.config import Config
 from slime.data.limits.context import longest_sequence
 from slime.plan.fit import MachineSizes
 from slime.protocols import NoEngines
-from slime.roles.served import ServedModel, teachers
+from slime.roles.served import ServedModel, served_models, teachers
 from slime.rollout_backend import RolloutBackend
 from vime.backends import parse_config, require_reachable, served_engines
 from vime.plan.command import describe
@@ -180,6 +180,38 @@ def test_a_teacher_of_a_file(tmp_path: Path) -> None:
         ValueError, match=r"--opd-type must be vllm with teacher in .*models.yaml, got sglang"
     ):
         parse_config(of_file(tmp_path, {}, *flags[:3], "--opd-type", "sglang", name="teacher"))
+
+
+def test_a_frozen_model_teaches_by_its_name(tmp_path: Path) -> None:
+    """The model has one set of engines. Its settings are those of a teacher."""
+    flags = ("--use-opd", "--opd-type", "vllm", "--opd-top-k", "5", "--rollout-temperature", "0.7")
+    c = parse_config(of_file(tmp_path, {}, *flags, "--opd-teacher-model", "judge", name="judge"))
+    assert list(teachers(c)) == ["default"] and len(served_models(c)) == 2
+    (model,) = teachers(c).values()
+    assert (model.name, model.top_tokens, model.temperature) == ("judge", 5, 0.7)
+    assert model == served_models(c)[1] and model.file
+    c = parse_config(of_file(tmp_path, {}, *flags, "--opd-teacher-model", "math=judge", name="judge"))
+    assert {source: model.name for source, model in teachers(c).items()} == {"math": "judge"}
+    c.save_json(tmp_path / "saved.json")
+    assert teachers(Config.from_dict(json.loads((tmp_path / "saved.json").read_text()))) == teachers(c)
+    own = str(tmp_path / "judge")
+    for extra, said in (
+        (
+            ("--opd-teacher-num-gpus", "2"),
+            "--opd-teacher-model must be given with --opd-teacher-num-gpus, got only 2",
+        ),
+        (
+            ("--opd-teacher-model", "math=judge", own),
+            "--opd-teacher-model and judge in .* must not be combined",
+        ),
+        (
+            ("--opd-teacher-model", "jugde"),
+            "--opd-teacher-model must name a Hugging Face directory, got jugde",
+        ),
+    ):
+        named = ("--opd-teacher-model", "judge") if "num-gpus" in extra[0] else ()
+        with pytest.raises(ValueError, match=said):
+            parse_config(of_file(tmp_path, {}, *flags, *named, *extra, name="judge"))
 
 
 @pytest.mark.parametrize(

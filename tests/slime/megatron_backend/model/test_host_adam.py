@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
 import pytest
 import torch
 from megatron_cases import make_config, sequences, train_step
 
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
-from slime.megatron_backend.model import host_adam
+from slime.megatron_backend.model import host_adam, optimizer
 from slime.megatron_backend.model.gpt import build_model
-from slime.megatron_backend.model.host_adam import HostAdam
+from slime.megatron_backend.model.host_adam import Files, HostAdam
 from slime.megatron_backend.model.model_config import load_hf_config
-from slime.megatron_backend.model.optimizer import build_optimizer, close_optimizer, reload_weights
+from slime.megatron_backend.model.optimizer import (
+    build_optimizer,
+    close_optimizer,
+    reload_weights,
+    reset_states,
+)
+from slime.megatron_backend.model.state_files import StateFile
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
 HOST = {"optimizer_cpu_offload": True}
 WAYS = [
     HOST,
+    HOST | {"stream_optimizer_state_to_disk": True},
     HOST | {"optimizer_offload_fraction": 0.5},
     HOST | {"optimizer_offload_fraction": 0.0},
 ]
 
 
 def trainer(hf_dir, **values):
+    if values.get("stream_optimizer_state_to_disk"):
+        values.setdefault("offload_train_disk_dir", str(hf_dir / "state"))
     flags = {"lr": 1e-2, "min_lr": 1e-4, "lr_decay_style": "cosine", "weight_decay": 0.1, "clip_grad": 0.5}
     config = make_config(**flags | values)
     model = build_model(load_hf_config(hf_dir), config)
@@ -123,7 +135,10 @@ def test_the_state_is_written_by_all_threads(hf_dir, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("saves", "loads"), [(HOST, HOST), (HOST, {}), ({}, HOST), (WAYS[1], WAYS[1])])
+@pytest.mark.parametrize(
+    ("saves", "loads"),
+    [(HOST, HOST), (HOST, {}), ({}, HOST), (WAYS[-2], WAYS[-2]), (WAYS[1], {}), ({}, WAYS[1])],
+)
 def test_a_run_resumes_from_the_checkpoint_of_either(hf_dir, tmp_path, dtype, saves, loads):
     whole = trainer(hf_dir, params_dtype=dtype)
     expected = run(whole, 0, 5)
@@ -150,3 +165,86 @@ def test_main_weights_follow_weights_that_were_loaded_later(hf_dir):
     for weight, state in inner(host).state.items():
         assert torch.equal(state["master_param"], weight.detach().float().cpu())
         assert state["master_param"].device.type == "cpu"
+
+
+FILES = HOST | {"stream_optimizer_state_to_disk": True}
+
+
+def test_the_state_is_in_files_of_the_folder(hf_dir, tmp_path):
+    """Each state is a mapped file without a name, in parts of --offload-train-disk-chunk-mb."""
+    folder = tmp_path / "new" / "nvme"
+    parts = trainer(hf_dir, **FILES, offload_train_disk_dir=str(folder))
+    run(parts, 0, 1)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    assert len(maps) == len(inner(parts)._on_host) == 2  # weights with and without decay
+    assert {line[1] for line in maps} == {"rw-s"} and not list(folder.iterdir())
+    ranges = [tuple(int(word, 16) for word in line[0].split("-")) for line in maps]
+    for state in inner(parts).state.values():
+        for name in ("master_param", "exp_avg", "exp_avg_sq"):
+            assert any(start <= state[name].data_ptr() < end for start, end in ranges)
+            assert state[name].dtype == torch.float32
+    assert sum(end - start for start, end in ranges) >= 12 * on_host(inner(parts))
+    close_optimizer(parts[1])
+    del parts, state
+    gc.collect()
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+
+
+def test_small_parts_have_files_of_their_own(hf_dir, tmp_path, monkeypatch):
+    plain = trainer(hf_dir)
+    files = Files(str(tmp_path), 20_000, torch.float32)
+    monkeypatch.setattr(optimizer, "_state_files", lambda flags: files)
+    host = trainer(hf_dir, **FILES)
+    assert len(inner(host)._on_host) > 5
+    assert run(host, 0, 3) == run(plain, 0, 3)
+    assert_same(weights(host), weights(plain))
+
+
+def test_moments_in_bfloat16_take_two_bytes(hf_dir, tmp_path):
+    """The first update equals that with float32 moments; later updates are close, and a checkpoint fits both."""
+    wanted = trainer(hf_dir, params_dtype="bfloat16")
+    bf16 = FILES | {"stream_optimizer_state_moment_dtype": "bf16"}
+    host = trainer(hf_dir, params_dtype="bfloat16", **bf16)
+    assert run(host, 0, 1) == run(wanted, 0, 1)
+    assert_same(weights(host), weights(wanted))
+    for (loss, norm), (other, other_norm) in zip(run(host, 1, 4), run(wanted, 1, 4), strict=True):
+        assert loss == pytest.approx(other, rel=2e-2) and norm == pytest.approx(other_norm, rel=0.1)
+    dtypes = {
+        name: state[name].dtype
+        for state in inner(host).state.values()
+        for name in ("exp_avg", "master_param")
+    }
+    assert dtypes == {"exp_avg": torch.bfloat16, "master_param": torch.float32}
+    save_checkpoint(tmp_path, 4, *host)
+    again, plain = trainer(hf_dir, params_dtype="bfloat16", **bf16), trainer(hf_dir, params_dtype="bfloat16")
+    load_checkpoint(tmp_path, *again)
+    load_checkpoint(tmp_path, *plain)
+    for one, other, first in zip(
+        *(inner(p).state.values() for p in (again, host)), inner(plain).state.values(), strict=True
+    ):
+        for name in ("exp_avg", "exp_avg_sq", "master_param", "step"):
+            assert torch.equal(one[name], other[name]), name
+        assert torch.equal(first["exp_avg"].flatten(), one["exp_avg"].float().flatten())
+    assert run(again, 4, 6) == run(host, 4, 6)
+
+
+def test_moments_are_reset_in_files(hf_dir):
+    host = trainer(hf_dir, **FILES)
+    run(host, 0, 1)
+    reset_states(host[1])
+    assert not any(state[name].any() for state in inner(host).state.values() for name in ("exp_avg", "step"))
+    assert all(state["master_param"].any() for state in inner(host).state.values())
+
+
+def test_a_full_disk_names_the_flag(tmp_path):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    try:
+        with pytest.raises(
+            ValueError, match="--offload-train-disk-dir must have room for the optimizer's state"
+        ):
+            StateFile(tmp_path, [10**6], torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

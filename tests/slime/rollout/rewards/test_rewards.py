@@ -252,7 +252,7 @@ def test_boxed_prefix_scores_the_box_alone():
     assert reward("boxed_gsm8k", r"\boxed{4} #### 5", "4") == 1.0
     assert reward("boxed_gpqa", r"B or \boxed{C}", "C") == 1.0
     for name in REWARDS:
-        result = reward(f"boxed_{name}", "no box: 4", "4")
+        result = reward(f"boxed_{name}", "no box: 4", "4", {"instruction_id_list": ["format:no_whitespace"]})
         assert result == 0.0 or result["score"] == -1.0
 
 
@@ -267,7 +267,7 @@ def test_unknown_type_names_the_known_ones_and_the_nearest():
     assert "sample 7 of group 2: --rm-type must be one of" in text and "did you mean 'math'?" in text
     assert all(name in text for name in REWARD_NAMES)
     with pytest.raises(ValueError, match=re.escape("metadata rm_type must be one of")):
-        reward("math", "4", "4", {"rm_type": "ifbench"})
+        reward("math", "4", "4", {"rm_type": "ifbanch"})
     with pytest.raises(ValueError, match=r"got None; or name a function with --custom-rm-path"):
         reward(None, "4", "4")
 
