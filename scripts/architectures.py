@@ -379,4 +379,8 @@ ARCHITECTURES = {
         *("qwen3_moe", 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, True),
         *("float32", "our own: qwen3-tiny with eight experts a layer, for tests", None, (8, 2, 128)),
     ),
+    "qwen3-moe-blocks-tiny": Architecture(
+        *("qwen3_moe", 256, 512, 2, (4, 2), 64, (262, 256), 1e4, 1024, False, "bfloat16"),
+        *("our own: qwen3-moe-tiny in whole blocks of 128 x 128, for fp8", None, (8, 2, 128)),
+    ),
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,8 +75,21 @@ def quantise(source: Path, out: Path, given: dict[str, Any]) -> None:
         if file.is_file() and not file.name.endswith((".safetensors", ".index.json")):
             shutil.copyfile(file, out / file.name)
     write_shards(_tensors(Files(source), scheme), out, 5 * 2**30)
-    written = hf | {"quantization_config": given}
+    written = hf | {"quantization_config": named(given, source)}
     (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def named(given: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Returns the configuration with names instead of patterns, if its method is fp8. Engines read no patterns there,
+    and published checkpoints list names."""
+    if "modules_to_not_convert" not in given:
+        return given
+    names = [name.removesuffix(".weight") for name in Files(source).names() if name.endswith(".weight")]
+    ignored: set[str] = set()
+    for entry in given["modules_to_not_convert"]:
+        pattern = entry.removeprefix("re:")
+        ignored |= {entry} if pattern == entry else {name for name in names if re.match(pattern, name)}
+    return given | {"modules_to_not_convert": sorted(ignored)}
 
 
 def _tensors(files: Files, scheme: QuantizationScheme) -> Iterator[tuple[str, Tensor]]:

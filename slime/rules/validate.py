@@ -15,7 +15,7 @@ from slime.config.schema import Config
 from slime.environments.flags import check_environments
 from slime.extras import IS_CHECKOUT
 from slime.hooks import load_function
-from slime.models import Decoder, read_decoder
+from slime.models import Decoder, family_for, read_decoder
 from slime.models.decoder import Hf
 from slime.models.selection import check_selection
 from slime.plan.stages import check_stages, micro_batch_group
@@ -264,7 +264,7 @@ def _checkpoint(c: Config) -> None:
     read_decoder(hf_config)
     check_checkpoint_shapes(checkpoint, hf_config)
     quantised = hf_config.get("quantization_config")
-    if quantised and not c.debug.debug_train_only:
+    if quantised and family_for(hf_config).scheme(hf_config) is None and not c.debug.debug_train_only:
         how = (
             f": python scripts/dequantise.py {checkpoint} OUT_DIR"
             if IS_CHECKOUT

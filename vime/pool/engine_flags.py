@@ -16,6 +16,8 @@ from slime.config.fields import FlagSpec
 from slime.config.near_names import nearest
 from slime.config.problems import Problems
 from slime.config.unsupported import Unsupported
+from slime.models import family_for
+from slime.models.quantization import QuantizationScheme
 from slime.records.errors import FlagError, UnknownFlag
 from slime.rules.listing import Row
 
@@ -209,7 +211,7 @@ def common_settings(config: Config) -> dict[str, Any]:
         "weight_dir": config.weight_update.weight_dir,
         "local_checkpoint_dir": config.weight_update.update_weight_local_checkpoint_dir,
         "device": config.cluster.device,
-        "dtype": config.megatron.params_dtype,
+        "dtype": default_dtype(config),
         "tensor_parallel_size": engine_tensor_parallel(config),
         "trust_remote_code": config.train.trust_remote_code,
         "env": config.engine.backend_env if config.cluster.device == "cuda" else {},
@@ -221,12 +223,26 @@ def common_settings(config: Config) -> dict[str, Any]:
 def engine_dtype(config: Config) -> str:
     """Returns torch's name of the dtype in which engines compute. Code that compares log-probs needs this name.
 
-    With --vllm-quantization the name ends in "+" and the quantization. "auto" stays "auto", because only the engine
-    then determines its dtype.
+    For engines with quantised weights the name ends in "+" and the value of --vllm-quantization, or the kind of the
+    checkpoint's weights. "auto" stays "auto", because only the engine then determines its dtype.
     """
-    dtype = config.engine.backend_args.get("dtype") or config.megatron.params_dtype
+    dtype = config.engine.backend_args.get("dtype") or default_dtype(config)
     quantization = config.engine.backend_args.get("quantization")
+    if quantization is None and (scheme := _checkpoint_scheme(config)) is not None:
+        quantization = "int4" if scheme.kind == "int4" else "fp8"
     return _DTYPE_ALIASES.get(dtype, dtype) + (f"+{quantization}" if quantization else "")
+
+
+def default_dtype(config: Config) -> str:
+    """Returns the dtype of engines without a flag for it: the trainer's. An engine with a quantised checkpoint computes
+    in bfloat16 if the trainer computes in float32, because no kernel for such weights has float32."""
+    dtype = config.megatron.params_dtype
+    return "bfloat16" if dtype == "float32" and _checkpoint_scheme(config) is not None else dtype
+
+
+def _checkpoint_scheme(config: Config) -> QuantizationScheme | None:
+    hf = read_hf_config(config.rollout.hf_checkpoint)
+    return family_for(hf).scheme(hf)
 
 
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}

@@ -10,9 +10,11 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from megatron_cases import make_config, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
+from slime.checkpoints.hf_files import Files
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
+from slime.models.quantised import dequantised
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
@@ -110,6 +112,25 @@ def test_quantised_weights_are_loaded_and_written_plain(tmp_path, said, form):
     assert torch.equal(written[PREDICTION].float(), wanted[PREDICTION])
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     assert all(torch.equal(x, exported[name]) for name, x in export_hf(loaded(tmp_path / "plain")))
+    other = build_model(load_hf_config(tmp_path / "hf"), make_config(), ddp=False)
+    load_hf(other, tmp_path / "plain")  # as with a plain --ref-load
+    assert all(torch.equal(x, exported[name]) for name, x in export_hf(other))
+
+
+@pytest.mark.parametrize(("said", "form"), [(FP8, in_fp8), (INT4, in_int4)], ids=["fp8", "int4"])
+def test_a_slice_needs_only_its_blocks(tmp_path, said, form):
+    """A rank reads the codes and scales of the blocks that its slice touches: 16 or 8 of 48 columns, of 64 rows."""
+    quantise(tmp_path, said, form)
+    files = Files(tmp_path)
+    stored = dequantised(files, {"quantization_config": said}).get(EXPERT)
+    whole = stored[...]
+    assert stored.shape == whole.shape == (64, 48)
+    for where in [(slice(5, 23),), (slice(None), slice(18, 31)), (slice(63, 64), slice(0, 48)), ...]:
+        assert torch.equal(stored[where], whole[where])
+    before = files.read_bytes
+    assert torch.equal(stored[:, 40:48], whole[:, 40:48])
+    codes, scales = (64 * 16, 4 * 4) if said is FP8 else (64 * 4, 64 * 2)
+    assert files.read_bytes - before == codes + scales
 
 
 def test_scales_that_are_missing_or_of_another_shape_are_named(tmp_path):
