@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from slime.import_path import in_current_folder
 from slime.records.errors import FlagError
+from slime.system.import_path import in_current_folder
 
 _PROCESSES = "`vime train` places and starts the processes of a run"
 _ENGINES = "vime starts the engines, and the router of the run takes the requests (docs/hooks.md)"

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import TypeVar
 
+from slime.cluster.turns import DeviceSharing, share_devices
 from slime.config import Config
 from slime.protocols import EnginePool, RolloutBatch, RolloutHandle, TrainerHandle, TrainResult
+from slime.system.waiting import said, wait
 from slime.tracking.report import Reporter
-from slime.turns import DeviceSharing, share_devices
-from slime.waiting import said, wait
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ def evaluate(
     count: int,
 ) -> None:
     """Evaluate the weights after `count` rollouts. `losses`: the trainer's, if there is one. `check`: see
-    `slime.waiting.wait`."""
+    `slime.system.waiting.wait`."""
     with report.events.phase("eval", rollout=count):
         evaluated = wait(rollout.evaluate(count), check)
         if evaluated.held_out and losses is not None:

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from slime.import_path import leave_current_folder
+from slime.system.import_path import leave_current_folder
 
 leave_current_folder(sys.path, os.environ)
 

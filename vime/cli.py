@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from slime.extras import IS_CHECKOUT, missing
-from slime.import_path import show_packages
-from slime.imports import uncollected
+from slime.system.extras import IS_CHECKOUT, missing
+from slime.system.import_path import show_packages
+from slime.system.imports import uncollected
 from vime.commands import COMMANDS, MODULES, WORK
 from vime.run import interrupts
 from vime.run.output import lasting_output, print_any_text

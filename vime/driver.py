@@ -34,13 +34,13 @@ from slime.config import Config
 from slime.config.secrets import mask_command
 from slime.data.drawing.mixing import data_sets
 from slime.data.files import prompt_files
-from slime.disk_space import DiskSpaceGuard
 from slime.environments.process import close_processes
 from slime.memory.host import RAY_THRESHOLD
 from slime.operators import headline
 from slime.protocols import EnginePool
 from slime.roles.groups import step_lines
-from slime.run_start import finished, resume_flags, start_line
+from slime.system.disk_space import DiskSpaceGuard
+from slime.system.waiting import Wait, said
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.console import choose_columns
 from slime.tracking.events import Events
@@ -48,7 +48,6 @@ from slime.tracking.report import Reporter
 from slime.tracking.run_record import record_error, recorded
 from slime.tracking.run_summary import run_summary
 from slime.user_code import with_place
-from slime.waiting import Wait, said
 from vime.backends import make_pools
 from vime.members.control_socket import ControlSocket
 from vime.memory.failure import explained, full_host
@@ -62,6 +61,7 @@ from vime.run.temporary import keep_ray_logs, make_folder, make_weights_folder, 
 from vime.start.checks import Inputs, check_run, lacks_gpu, read_inputs, weights_parent
 from vime.start.dry_reward import check_reward
 from vime.start.fork_call import run_in_fork
+from vime.start.run_start import finished, resume_flags, start_line
 from vime.vllm.cpu.engine import WAIT_VARIABLE
 
 LOG_LINES = 15

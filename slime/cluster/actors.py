@@ -17,8 +17,8 @@ from slime.cluster.numa import bind, choose_cpus
 from slime.cluster.rendezvous import open_store
 from slime.config import Config
 from slime.hardware import HARDWARE
-from slime.imports import uncollected
 from slime.protocols import TrainResult, WeightUpdate
+from slime.system.imports import uncollected
 from slime.tracking.run_record import record_warnings
 
 if TYPE_CHECKING:

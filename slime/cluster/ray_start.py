@@ -23,7 +23,7 @@ from slime.bridges.ray import LOOPBACK, PROCESSES
 from slime.cluster import ray_token
 from slime.cluster.watchdog import descendants
 from slime.config.child_environment import RUN_KEY
-from slime.import_path import SAFE_PATH, UTF8, get_worker_path
+from slime.system.import_path import SAFE_PATH, UTF8, get_worker_path
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from types import TracebackType
 import ray
 
 from slime.cluster.watchdog import Watchdog
-from slime.waiting import said
+from slime.system.waiting import said
 
 _EVERY_S, _CONNECT_S, _REFUSALS = 1.0, 2.0, 2
 _END_S = 12.0

@@ -13,9 +13,9 @@ from slime.cluster.actors import PROGRESS, freeze_objects, log_to
 from slime.cluster.calls import Ref, ask_progress, first_failure_or_all
 from slime.cluster.trainers import Trainers
 from slime.config import Config
-from slime.import_path import SAFE_PATH
-from slime.imports import uncollected
 from slime.protocols import Evaluated, RolloutBatch, RolloutEngine
+from slime.system.import_path import SAFE_PATH
+from slime.system.imports import uncollected
 from slime.tracking.run_record import record_warnings
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
 
-from slime import megatron_versions
+from slime.bridges import megatron_versions
 from slime.config.fields import FlagSpec
 from slime.config.megatron_flags import CoreFlag, dtype_name, imported_core_flags, json_or_text
 from slime.config.ranges import COUNT_OR_ZERO

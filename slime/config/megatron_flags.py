@@ -17,10 +17,10 @@ import typing
 import warnings
 from dataclasses import dataclass
 
-from slime import extras
 from slime.config.fields import FlagSpec, spelled
 from slime.config.ranges import COUNT, COUNT_OR_ZERO
 from slime.records.errors import FlagError
+from slime.system import extras
 
 
 def layer_pattern(text: str) -> int | list[int]:

@@ -2,8 +2,8 @@
 its wait ends.
 
 On a file system with flock, the kernel frees the lock of a process that has ended. On other file systems the lock is a
-file (see slime.soft_lock). A process on another host may have left this file behind, and `datasets` would wait for
-ever.
+file (see slime.system.soft_lock). A process on another host may have left this file behind, and `datasets` would wait
+for ever.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from slime.soft_lock import has_flock, holder
+from slime.system.soft_lock import has_flock, holder
 
 CACHE = "HF_DATASETS_CACHE"
 """Name of the variable with the folder of the cache."""

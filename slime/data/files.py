@@ -23,10 +23,10 @@ from slime import bridges
 from slime.bridges.datasets import LOCK
 from slime.data.cache_lock import CACHE, find_cache_folder
 from slime.data.formats.other import require_commas, what_to_do
-from slime.disk_space import DiskSpaceGuard
 from slime.environments.hubs import is_environment
 from slime.environments.rows import prompt_file
 from slime.records.errors import FlagError
+from slime.system.disk_space import DiskSpaceGuard
 from slime.types import Json
 
 if TYPE_CHECKING:

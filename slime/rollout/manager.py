@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slime import http, operators
+from slime import operators
 from slime.algo.losses import loss_for
 from slime.algo.needs import before_first_step
+from slime.checkpoints.divergence import DivergedError
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.config.hook_calls import Hooks
@@ -29,8 +30,8 @@ from slime.data.packing import forward_flops, prediction_flops, shares_prompts
 from slime.data.rank_data import RankData, mark_kept
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import check_samples, checked_data, held_out_data, scheduled
-from slime.divergence import DivergedError
 from slime.hooks import load_function
+from slime.peers import http
 from slime.protocols import Evaluated, Logged, RolloutBatch, RolloutEngine
 from slime.roles.groups import build_groups
 from slime.rollout.base_types import call_rollout_fn
@@ -60,8 +61,8 @@ class RolloutManager:
 
     `engine` is an engine client, None for SFT and replay. `dp_size` is the number of the policy's data-parallel ranks.
     `facts` are run-time values that hooks may read from `args`, such as the router's address. In `facts`,
-    `own_servers` holds the fields of `slime.http.OwnServers`, and `frozen_engines` maps the names of the run's frozen
-    models to their clients. `put` stores a rank's data and returns a reference.
+    `own_servers` holds the fields of `slime.peers.http.OwnServers`, and `frozen_engines` maps the names of the run's
+    frozen models to their clients. `put` stores a rank's data and returns a reference.
     """
 
     def __init__(

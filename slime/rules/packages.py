@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from slime.config.problems import Problems
 from slime.config.sections.reward import reward_names
-from slime.imports import is_installed
 from slime.records.errors import FlagError
+from slime.system.imports import is_installed
 from slime.tracking.trackers import TRACKERS
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from slime import megatron_versions
 from slime.algo.losses import MASKED_ROLLOUTS, SFT_ROLLOUT, held_out, loss_for, sampled
+from slime.bridges import megatron_versions
 from slime.config.fields import Values, spelled
 from slime.config.schema import SECTIONS, Config, read_section
 from slime.config.sections.algorithm import AlgorithmConfig

@@ -13,7 +13,6 @@ from slime.config.fields import spelled
 from slime.config.problems import Problems, given
 from slime.config.schema import Config
 from slime.environments.flags import check_environments
-from slime.extras import IS_CHECKOUT
 from slime.hooks import load_function
 from slime.models import Decoder, family_for, read_decoder
 from slime.models.decoder import Hf
@@ -62,6 +61,7 @@ from slime.rules.off_policy import (
 )
 from slime.rules.packages import check_packages
 from slime.rules.prediction import check_prediction
+from slime.system.extras import IS_CHECKOUT
 from slime.weight_sync.registry import CHANNELS
 
 Rule = Callable[[Config], None]

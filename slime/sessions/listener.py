@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from slime.http import get_host_info
+from slime.peers.http import get_host_info
 from slime.records.errors import FlagError
 
 LOOPBACK = "127.0.0.1"

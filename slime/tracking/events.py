@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slime.disk_space import DiskSpaceGuard
-from slime.soft_lock import MISSING
+from slime.system.disk_space import DiskSpaceGuard
+from slime.system.soft_lock import MISSING
 from slime.tracking.kinds import EVENTS_FILE, KINDS, OLDER, PHASES, VERSION
 
 logger = logging.getLogger(__name__)

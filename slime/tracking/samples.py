@@ -32,8 +32,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from slime.disk_space import DiskSpaceGuard
 from slime.protocols import ShownSample
+from slime.system.disk_space import DiskSpaceGuard
 from slime.tracking.run_files import (
     Line,
     is_number,

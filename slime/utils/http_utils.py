@@ -1,5 +1,5 @@
-"""Import path of slime plug-ins: see slime.http."""
+"""Import path of slime plug-ins: see slime.peers.http."""
 
-from slime.http import get, get_host_info, post
+from slime.peers.http import get, get_host_info, post
 
 __all__ = ["get", "get_host_info", "post"]

@@ -1,7 +1,7 @@
-"""Import path of slime plug-ins: see slime.hooks, slime.http, slime.plug_ins.launch and slime.rollout.metrics."""
+"""Import path of slime plug-ins: see slime.hooks, slime.peers.http, slime.plug_ins.launch and slime.rollout.metrics."""
 
 from slime.hooks import SingletonMeta, load_function
-from slime.http import get_current_node_ip
+from slime.peers.http import get_current_node_ip
 from slime.plug_ins.launch import exec_command
 from slime.rollout.metrics import group_by
 

@@ -21,8 +21,8 @@ import torch
 from safetensors import safe_open
 
 from slime.checkpoints.hf_config import OpenFile
-from slime.disk_space import DiskSpaceGuard, require_room
 from slime.protocols import WeightUpdate
+from slime.system.disk_space import DiskSpaceGuard, require_room
 from slime.weight_sync.channel import Export, Info, Part, TrainerSettings, WeightChannel, Worker
 from slime.weight_sync.ranks import everywhere, is_first, on_all_ranks
 from slime.weight_sync.sliced_file import SlicedFile, octets

@@ -24,8 +24,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 from slime.protocols import WeightSource, WeightUpdate
+from slime.system.waiting import wait
 from slime.tracking.timers import Timers
-from slime.waiting import wait
 from slime.weight_sync.delta.refusals import refusals
 from slime.weight_sync.registry import CHANNELS
 

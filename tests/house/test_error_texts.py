@@ -12,7 +12,7 @@ FOREIGN = {
     "slime/checkpoints/hub.py:local_checkpoint": "shows the first line of an error of huggingface_hub",
     "slime/cluster/ray_start.py:_start": "Ray raises a plain Exception when its start took too long",
     "slime/data/files.py:_csv_lines": "cuts advice for programmers from an error of Python's csv",
-    "slime/disk_space.py:_reason": "libraries replace an OSError by their own error without its number",
+    "slime/system/disk_space.py:_reason": "libraries replace an OSError by their own error without its number",
     "slime/environments/worker.py:one_line": "shows an error of an environment in one line",
     "slime/hooks.py:_near_import": "Python 3.11 stores the missing name of an ImportError in its text alone",
     "slime/megatron_backend/checkpoint/checkpoint_io.py:_cause": "shows the first line of an error of torch",

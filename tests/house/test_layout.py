@@ -33,7 +33,6 @@ HEAVY = {
         "slime/megatron_backend/",
         "slime/bridges/",
         "slime/config/megatron_flags.py",
-        "slime/megatron_versions.py",
     ),
     "ray": ("slime/bridges/", "slime/cluster/", "vime/driver.py", "vime/pool/"),
     "vllm": ("vime/vllm/",),

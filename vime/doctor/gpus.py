@@ -10,9 +10,9 @@ import re
 
 from packaging.version import Version
 
-from slime import extras
 from slime.checkpoints.hf_config import read_hf_config
 from slime.models import read_decoder
+from slime.system import extras
 from vime.doctor.finding import GIB, MIB, Finding, WantedRun, judge, ok, problem, size, warning
 from vime.doctor.machine import Machine, split_csv, words
 

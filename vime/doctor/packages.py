@@ -7,7 +7,8 @@ import sys
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from slime import extras, megatron_versions
+from slime.bridges import megatron_versions
+from slime.system import extras
 from vime.doctor.finding import Finding, WantedRun, judge, ok, problem, warning
 from vime.doctor.machine import Machine, words
 

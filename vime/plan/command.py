@@ -21,7 +21,6 @@ from slime.plan.units import count
 from slime.roles import describe_step
 from slime.roles.groups import RoleGroup, build_groups, sent_lines, trainer_ranks
 from slime.roles.served import ServedModel, frozen_devices
-from slime.run_start import start_line
 from slime.weight_sync.registry import CHANNELS
 from vime.backends import backend_for, served_engines
 from vime.memory.compare import COMPARE, compare_run
@@ -41,6 +40,7 @@ from vime.plan.hardware import machine as this_machine
 from vime.run.prompts import plural, prompts
 from vime.start.checks import Inputs, check_run, lacks_weights, plans_other_machine, read_inputs
 from vime.start.first_prompt import FirstPrompt
+from vime.start.run_start import start_line
 
 
 def routed(shape: Shape) -> str:

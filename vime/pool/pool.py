@@ -117,7 +117,7 @@ class ServerPool:
     def facts(self) -> dict[str, object]:
         """What hooks find in their `args`: the address of the router's gateway, and the dtype that engines compute in.
 
-        `own_servers` are the fields of slime.http.OwnServers for them.
+        `own_servers` are the fields of slime.peers.http.OwnServers for them.
         """
         spec = self._router.spec
         headers = {"Authorization": f"Bearer {spec.run_key}"}

@@ -23,7 +23,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from slime.cluster.watchdog import descendants, is_stopped
-from slime.import_path import ROOT, SAFE_PATH, UTF8, entries
+from slime.system.import_path import ROOT, SAFE_PATH, UTF8, entries
 from vime.pool.asgi import KEY_VARIABLE
 from vime.pool.control import answers
 from vime.pool.log_cause import first_error

@@ -14,10 +14,10 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-from slime.divergence import DivergedError
+from slime.checkpoints.divergence import DivergedError
 from slime.peers.proven_connector import ProvenConnector, RunKey
 from slime.protocols import ScoreResult
-from slime.waiting import log_unanswered
+from slime.system.waiting import log_unanswered
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _TRANSIENT_STATUS = {408, 425, 429}

@@ -7,9 +7,9 @@ from pathlib import Path
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.config.problems import given
-from slime.disk_space import require_room
 from slime.plan.memory_estimate import BYTES
 from slime.plan.model_shape import Shape
+from slime.system.disk_space import require_room
 from slime.weight_sync.registry import CHANNELS
 
 

@@ -2,7 +2,7 @@
 lock.
 
 A second run would replace the first run's metrics, and remove or overwrite its weights and checkpoints. On a file
-system without flock, the lock is a file, which remains after a run is killed (see slime.soft_lock).
+system without flock, the lock is a file, which remains after a run is killed (see slime.system.soft_lock).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from slime.config import Config
 from slime.records.errors import FlagError
 from slime.roles import get_roles
-from slime.soft_lock import MISSING, holder
+from slime.system.soft_lock import MISSING, holder
 
 LOCK_FILE = ".vime-lock"
 HELD_FILE = ".vime-lock-held"

@@ -17,7 +17,9 @@ def prepare(environ: MutableMapping[str, str]) -> None:
     """Prepares the driver's environment before anything starts. The processes that it starts inherit the
     environment."""
     name_user(environ)
-    from slime.http import bypass_proxy  # needs aiohttp, which commands that start nothing do not import
+    from slime.peers.http import (
+        bypass_proxy,  # needs aiohttp, which commands that start nothing do not import
+    )
 
     bypass_proxy(environ, _LOOPBACK)
 

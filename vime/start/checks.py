@@ -25,7 +25,6 @@ from slime.roles.groups import on_one_host
 from slime.rollout.eval_datasets import check_evaluation
 from slime.rules.flags import FALLBACKS, own_flags
 from slime.rules.validate import Rule
-from slime.run_start import check_start, finished
 from slime.tracking import check_trackers
 from vime.backends import parse_config, require_reachable
 from vime.memory.lines import require_fit
@@ -34,6 +33,7 @@ from vime.pool.process import ServerSpec, require_free_port
 from vime.run.disk_space import require_disk_space
 from vime.run.lock import require_free, written_folders
 from vime.run.temporary import SHARED_MEMORY, left_weights
+from vime.start.run_start import check_start, finished
 
 _SHAPE = "make_model.json"
 """Name of the note of scripts/make_model.py in a model's folder. "weights" is null for a model without weights, made

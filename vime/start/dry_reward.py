@@ -23,9 +23,9 @@ from slime.config.hook_calls import CALLS, check_call
 from slime.config.sections.reward import eval_reward_key, is_hook, reward_names
 from slime.hooks import load_function
 from slime.rollout.rewards import REWARDS, RewardError, async_rm, batched_async_rm, unknown_type
-from slime.run_start import finished
 from slime.types import Prompt, Sample
 from vime.start.fork_call import OverLimit, run_in_fork
+from vime.start.run_start import finished
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,13 +11,14 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from slime import extras, operators
+from slime import operators
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.models import read_decoder
 from slime.records.errors import FlagError
 from slime.roles.groups import several_nodes, trainer_ranks
 from slime.roles.served import count_policy_top_tokens, frozen_devices
+from slime.system import extras
 from slime.weight_sync.registry import CHANNELS
 from vime.pool.engine_flags import (
     KEY,

@@ -79,7 +79,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime import extras
+from slime.system import extras
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime.disk_space import DiskSpaceGuard
+from slime.system.disk_space import DiskSpaceGuard
 
 logger = logging.getLogger(__name__)
 VERSION = 2

@@ -29,11 +29,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from slime.bridges.megatron_versions import common_records
 from slime.checkpoints.checkpoint_dir import COMPLETE, existing
 from slime.checkpoints.checkpoint_files import FileSum, SummedFile, advice, damage, read_sums, write_sums
-from slime.disk_space import DiskSpaceGuard, require_room
 from slime.megatron_backend.checkpoint.safe_reading import COMMON_FILE, MetadataReader, read_common, safely
-from slime.megatron_versions import common_records
+from slime.system.disk_space import DiskSpaceGuard, require_room
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
 from slime.checkpoints.checkpoint_dir import COMPLETE, LATEST, existing, hidden, iteration_path, latest
-from slime.disk_space import DiskSpaceGuard
 from slime.megatron_backend.checkpoint.adapter_records import check_record, kept, make_base_record
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.checkpoint_io import DirectSave, explained_reading, verify
@@ -40,6 +39,7 @@ from slime.megatron_backend.checkpoint.torch_dist import (
 from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
 from slime.megatron_backend.model.optimizer import fuse_adam, reload_weights
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
+from slime.system.disk_space import DiskSpaceGuard
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from slime.checkpoints.hf_files import write_tensors
-from slime.disk_space import DiskSpaceGuard
 from slime.megatron_backend.checkpoint.weights import Named, Read, gathered, live, over_stages
 from slime.megatron_backend.lora.adapters import ExpertAdapter, Slot
 from slime.megatron_backend.lora.install import AnyAdapter, find_adapters, find_lora
 from slime.megatron_backend.model.gpt import unwrapped
 from slime.models.lora import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE
+from slime.system.disk_space import DiskSpaceGuard
 
 FOLDER = "adapter"
 """Name of the PEFT directory in the folder of a checkpoint."""

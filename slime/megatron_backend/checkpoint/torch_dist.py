@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from slime.bridges.megatron_versions import COMMON
 from slime.checkpoints.checkpoint_dir import COMPLETE
 from slime.megatron_backend.checkpoint.checkpoint_io import unreadable
 from slime.megatron_backend.checkpoint.safe_reading import COMMON_FILE, MetadataReader, SafePlanner
 from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
-from slime.megatron_versions import COMMON
 from slime.models.lora import PREFIX as ADAPTERS
 
 PLAIN_NORMS = {

@@ -14,7 +14,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from torch import nn
 
 from slime.checkpoints.checkpoint_dir import LATEST, RELEASE, hidden
-from slime.disk_space import DiskSpaceGuard
 from slime.megatron_backend.checkpoint.checkpoint_io import DirectSave
 from slime.megatron_backend.checkpoint.torch_dist import (
     PLAIN_NORMS,
@@ -25,6 +24,7 @@ from slime.megatron_backend.checkpoint.torch_dist import (
     shards,
 )
 from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrap
+from slime.system.disk_space import DiskSpaceGuard
 
 _STATEFUL = (
     *("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"),

@@ -25,7 +25,6 @@ from slime.checkpoints.checkpoint_dir import latest, released
 from slime.checkpoints.checkpoint_files import WRITE_LATEST
 from slime.checkpoints.hf_config import read_config_json
 from slime.checkpoints.hf_files import Files, write_shards
-from slime.disk_space import DiskSpaceGuard
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint
 from slime.megatron_backend.checkpoint.live_table import (
     exported,
@@ -40,6 +39,7 @@ from slime.megatron_backend.model.gpt import HiddenGPTModel, last_part, unwrappe
 from slime.models import family_for
 from slime.models.layouts import Row
 from slime.models.slices import Piece, Tensors, pieces
+from slime.system.disk_space import DiskSpaceGuard
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from slime.bridges.megatron_versions import stored_name
 from slime.config import Config
 from slime.config.fields import spelled
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
-from slime.megatron_versions import stored_name
 from slime.models.selection import FROZEN, ONLY, Selection
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")

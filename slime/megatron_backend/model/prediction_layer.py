@@ -15,9 +15,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime.bridges.megatron_versions import prediction_inputs, prediction_parts
 from slime.megatron_backend.model.layer_spec import layer_spec
 from slime.megatron_backend.model.norms import RMSNorm
-from slime.megatron_versions import prediction_inputs, prediction_parts
 from slime.models import Decoder
 
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slime.checkpoints.divergence import DivergedError
 from slime.checkpoints.retention import after_save
 from slime.config import Config
 from slime.config.sections.cluster import PARTS
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
-from slime.divergence import DivergedError
 from slime.megatron_backend.bitwise.install import adaptation
 from slime.megatron_backend.checkpoint import distributed as checkpoint
 from slime.megatron_backend.checkpoint.background import BackgroundSaves

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from slime import operators
+from slime.checkpoints.divergence import DivergedError
 from slime.config import Config
 from slime.config.hook_calls import Hooks
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
-from slime.divergence import DivergedError
 from slime.megatron_backend.kept_samples import SampleRecorder
 from slime.megatron_backend.model.gpt import get_parts
 from slime.megatron_backend.step.audit import Audit

@@ -26,12 +26,12 @@ from slime.algo.distillation import subtract_penalties
 from slime.algo.losses import loss_for
 from slime.algo.ppo import compute_advantages_and_returns
 from slime.checkpoints import checkpoint_dir
+from slime.checkpoints.divergence import DivergedError
 from slime.config import Config
 from slime.config.hook_calls import Hooks
 from slime.config.sections.cluster import PARTS
 from slime.config.sections.debug import profiled_steps
 from slime.data.rank_data import RankData, rollout_means
-from slime.divergence import DivergedError
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import reset_states
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel

@@ -11,8 +11,8 @@ from yarl import URL
 
 from slime.config.schema import Config
 from slime.event_loop import loop_objects
+from slime.system.waiting import log_unanswered
 from slime.types import Reward, Sample
-from slime.waiting import log_unanswered
 
 _MAX_CONNECTIONS = 64
 _ATTEMPT_TIMEOUT_S, _CONNECT_S = 120.0, 10.0

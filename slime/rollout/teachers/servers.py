@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from slime import http
+from slime.peers import http
 from slime.protocols import ScoreResult
 
 Row = tuple[float | None, int]

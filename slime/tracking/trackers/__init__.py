@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat
 
-from slime.imports import is_installed
+from slime.system.imports import is_installed
 from slime.tracking.metrics import RESERVED, STEP_KEYS, as_floats, as_step_key
 from slime.tracking.trackers.jsonl import (
     METRICS_FILE,

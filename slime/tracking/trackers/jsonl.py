@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.disk_space import DiskSpaceGuard
+from slime.system.disk_space import DiskSpaceGuard
 from slime.tracking.metrics import RESERVED, STEP_KEYS, StepKey
 from slime.tracking.run_files import Line, is_number, is_whole_number, open_file, parse, read_lines
 from slime.tracking.trackers.record import State

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from slime.disk_space import DiskSpaceGuard, require_room
+from slime.system.disk_space import DiskSpaceGuard, require_room
 from slime.weight_sync.delta.payload import apply
 from slime.weight_sync.delta.threads import for_tensors
 

@@ -31,8 +31,8 @@ from slime.data.prompts import load_prompts
 from slime.data.rows import RowColumns
 from slime.environments.figures import figures as environment_figures
 from slime.hooks import SingletonMeta, load_function
-from slime.http import get_host_info
 from slime.megatron_backend.step.trainer import MegatronTrainer
+from slime.peers.http import get_host_info
 from slime.rollout.state import GenerateState
 from slime.rollout.vllm_rollout import generate_rollout
 from slime.sessions.environments import generate

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from score_cases import *  # noqa: F403 (tests)
 from session_cases import *  # noqa: F403 (tests)
 
-from slime import http
+from slime.peers import http
 from slime.protocols import KEPT, TOP, GenerateResult
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.slices import whole_slices

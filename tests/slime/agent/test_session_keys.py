@@ -17,7 +17,7 @@ from slime.agent.adapters import AnthropicAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.harness import CLAUDE_CODE
 from slime.agent.sandbox import plug_ins
-from slime.http import get_host_info
+from slime.peers.http import get_host_info
 from slime.sessions.server import SessionServer
 
 

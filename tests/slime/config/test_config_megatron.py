@@ -11,6 +11,7 @@ import pytest
 import torch
 from config_cases import HF_CONFIG, good_argv
 
+from slime.bridges.megatron_versions import RUN
 from slime.config.core_table import TABLE, core_flags, make_row
 from slime.config.megatron_flags import (
     HISTORICAL,
@@ -20,7 +21,6 @@ from slime.config.megatron_flags import (
     imported_core_flags,
 )
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
-from slime.megatron_versions import RUN
 from slime.rules import parse_args
 from slime.rules.flags import own_flags
 from slime.rules.model_args import READERS, check_model_args

@@ -22,7 +22,7 @@ from typing import Any
 FOLDER = Path(__file__).parents[3] / "slime"
 FILES = (
     *sorted((FOLDER / "megatron_backend").rglob("*.py")),
-    *(FOLDER / "config/megatron_flags.py", FOLDER / "megatron_versions.py"),
+    *(FOLDER / "config/megatron_flags.py", FOLDER / "bridges/megatron_versions.py"),
 )
 
 

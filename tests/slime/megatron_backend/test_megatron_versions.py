@@ -22,8 +22,8 @@ from config_cases import good_argv
 from packaging.requirements import Requirement
 from safetensors.torch import load_file
 
-from slime import megatron_versions
-from slime.megatron_versions import LAST, LEAST, RUN, check, installed
+from slime.bridges import megatron_versions
+from slime.bridges.megatron_versions import LAST, LEAST, RUN, check, installed
 from slime.rules import parse_args
 
 ROOT = Path(__file__).parents[3]
@@ -131,7 +131,7 @@ def test_nothing_else_asks_for_a_version():
         for path in (ROOT / package).rglob("*.py")
         if re.search(asks, path.read_text())
     }
-    assert found == {"slime/megatron_versions.py"}
+    assert found == {"slime/bridges/megatron_versions.py"}
 
 
 def test_a_run_is_told_of_its_version(tmp_path, monkeypatch):

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.import_path import ROOT
 from slime.plug_ins import launch
+from slime.system.import_path import ROOT
 from slime.utils.external_utils import command_utils as U
 from slime.utils.misc import exec_command
 

@@ -282,7 +282,7 @@ def test_missing_megatron_is_said(argv, monkeypatch):
     """The package is missing, and its version is not in the table."""
     monkeypatch.setattr(core_table, "core_flags", core_table.core_flags.__wrapped__)
     monkeypatch.setattr(parser, "core_flags", core_table.core_flags)
-    monkeypatch.setattr("slime.megatron_versions.installed", lambda: "0.0.1")
+    monkeypatch.setattr("slime.bridges.megatron_versions.installed", lambda: "0.0.1")
     monkeypatch.setitem(sys.modules, "megatron.core.distributed", None)
     with pytest.raises(ValueError, match="megatron-core must be installed to check Megatron flags"):
         parse_args([*argv, "--attention-dropout", "0"])

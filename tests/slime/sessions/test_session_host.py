@@ -14,7 +14,7 @@ from session_double import converse
 
 from slime.agent.harness import run_agent
 from slime.agent.sandbox import LocalSandbox
-from slime.http import get_host_info
+from slime.peers.http import get_host_info
 from slime.sessions import listener
 from slime.sessions.server import SessionServer
 

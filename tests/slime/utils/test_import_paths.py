@@ -7,9 +7,10 @@ import inspect
 
 import pytest
 
-from slime import hooks, http, loss_mask, protocols, types
+from slime import hooks, loss_mask, protocols, types
 from slime.algo import surrogates
 from slime.data import packing, prompts, source, tokenizer
+from slime.peers import http
 from slime.rollout import data_source, eval_datasets, generate, metrics, rewards, vllm_rollout
 from slime.tracking import outbox
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slime import extras
 from slime.memory import cards
+from slime.system import extras
 from vime.commands import COMMANDS
 from vime.explain import sources
 
@@ -46,7 +46,7 @@ class Hide:
 
 sys.meta_path.insert(0, Hide())
 sys.platform = platform
-from slime import extras
+from slime.system import extras
 from slime.memory import cards
 extras.IS_CHECKOUT = not wheel
 from vime import cli

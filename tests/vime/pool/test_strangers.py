@@ -19,9 +19,8 @@ import pytest
 from engine_double import DoubleServer
 from stranger import UID, Stranger, only_as_root, stranger
 
-from slime import http
 from slime.cluster.ray_token import require_own_server
-from slime.peers import listeners, proof
+from slime.peers import http, listeners, proof
 from slime.peers.proof import NotProvenError
 from vime.pool import external
 from vime.pool.control import answers, request

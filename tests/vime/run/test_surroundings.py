@@ -13,7 +13,7 @@ from threading import Thread
 
 import pytest
 
-from slime import http
+from slime.peers import http
 from vime.pool.process import SupervisedProcess
 from vime.pool.router import RouterSpec
 from vime.vllm.router import VllmRouter
@@ -39,7 +39,7 @@ def test_a_user_id_without_a_name():
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     # The interpreter's own folders may be closed to other users, so its modules are imported before the change of
     # user.
-    preload = "import pwd, shutil, tempfile, slime.http, vime.doctor.machine\n"
+    preload = "import pwd, shutil, tempfile, slime.peers.http, vime.doctor.machine\n"
     preload += "from vime.run import surroundings, temporary\n"
     done = subprocess.run(
         [sys.executable, "-c", preload + code],

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 from config_cases import good_argv
 
+from slime.checkpoints.divergence import DivergedError
 from slime.config import Config
-from slime.divergence import DivergedError
 from slime.protocols import WeightUpdate
 from slime.weight_sync.transfer import load
 from vime import backends

@@ -140,7 +140,7 @@ def test_plan_and_train_refuse_the_same_with_the_same_words(argv, tmp_path, caps
     change, message = WRONG[name]
     full = type(shutil.disk_usage("/"))(1 << 40, 1 << 40, 1000)
     if name == "too little room":  # a mock, because a test cannot fill a disk
-        monkeypatch.setattr("slime.disk_space.shutil.disk_usage", lambda place: full)
+        monkeypatch.setattr("slime.system.disk_space.shutil.disk_usage", lambda place: full)
     if name == "8 ranks by default":  # on a machine of two cores
         monkeypatch.setattr("slime.cluster.host_resources.host_resources", lambda: {"CPU": 2.0})
     with ExitStack() as stack:

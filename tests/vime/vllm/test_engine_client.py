@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from slime.divergence import DivergedError
+from slime.checkpoints.divergence import DivergedError
 from slime.protocols import VERSIONS, GenerateResult
 from vime.pool.process import free_port
 from vime.vllm import client as client_module

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.disk_space import DiskSpaceGuard
+from slime.system.disk_space import DiskSpaceGuard
 from vime.view.page.cached import to_json
 from vime.view.page.html import exported_page
 from vime.view.page.run_data import Json, RunData

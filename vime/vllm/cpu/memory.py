@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from slime.imports import refused
+from slime.system.imports import refused
 from vime.vllm.cpu.engine import EAGER_VARIABLE
 
 if TYPE_CHECKING:

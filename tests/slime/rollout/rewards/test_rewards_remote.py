@@ -80,7 +80,7 @@ def test_a_server_that_is_down_is_logged_at_once_and_once(caplog):
             return await asyncio.gather(*(async_rm(args, s) for s in samples), return_exceptions=True)
 
         assert all(isinstance(error, RuntimeError) for error in asyncio.run(scenario()))
-    (line,) = (record.getMessage() for record in caplog.records if record.name == "slime.waiting")
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "slime.system.waiting")
     assert line.startswith(
         f"--rm-url http://127.0.0.1:{held_port(url)}/rm does not answer: ClientConnectorError"
     )
@@ -99,9 +99,9 @@ def test_a_server_that_recovers_was_logged(caplog):
         return web.Response(status=503, text="loading") if len(seen) < 3 else web.json_response(1.0)
 
     assert score(handler) == [1.0]
-    assert [r.getMessage().partition(": ")[2] for r in caplog.records if r.name == "slime.waiting"] == [
-        "HTTP 503: loading; requests to it are sent again until --rollout-deadline-s 10"
-    ]
+    assert [
+        r.getMessage().partition(": ")[2] for r in caplog.records if r.name == "slime.system.waiting"
+    ] == ["HTTP 503: loading; requests to it are sent again until --rollout-deadline-s 10"]
 
 
 def test_deadline_bounds_all_attempts():

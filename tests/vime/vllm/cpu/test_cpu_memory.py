@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.imports import refused
+from slime.system.imports import refused
 from vime.vllm.cpu.engine import environment
 from vime.vllm.cpu.memory import MAX_KERNELS_PER_PRODUCT, drop_pages
 

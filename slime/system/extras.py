@@ -9,7 +9,7 @@ import importlib.util
 import shutil
 from pathlib import Path
 
-IS_CHECKOUT = (Path(__file__).resolve().parents[1] / "scripts" / "setup.sh").is_file()
+IS_CHECKOUT = (Path(__file__).resolve().parents[2] / "scripts" / "setup.sh").is_file()
 """Whether this code runs from its repository, which has scripts and examples. A wheel has none."""
 _OWN = ("rl_kernel", "slime", "vime")
 _DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}

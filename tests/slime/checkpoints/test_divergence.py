@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 
 from slime.checkpoints.checkpoint_dir import COMPLETE, iteration_path
-from slime.divergence import DivergedError
+from slime.checkpoints.divergence import DivergedError
 
 
 def test_the_newest_checkpoint_from_before_is_named(tmp_path):

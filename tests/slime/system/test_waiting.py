@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from slime import waiting
+from slime.system import waiting
 
 
 def test_a_long_wait_is_said(monkeypatch, capsys):

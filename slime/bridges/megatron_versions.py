@@ -38,7 +38,7 @@ import re
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from slime import extras
+from slime.system import extras
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig

@@ -10,7 +10,7 @@ from config_cases import good_argv
 from slime.checkpoints.checkpoint_dir import first_rollout
 from slime.config import Config
 from slime.rules import parse_args
-from slime.run_start import check_start, finished, resume_flags, start_line
+from vime.start.run_start import check_start, finished, resume_flags, start_line
 
 
 @pytest.fixture

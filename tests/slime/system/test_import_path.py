@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from slime import hooks, import_path
+from slime import hooks
+from slime.system import import_path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 DRIVER = """
 import os, sys
@@ -117,7 +118,7 @@ def test_a_folder_with_the_name_of_a_package_does_not_hide_it(tmp_path, name):
     (tmp_path / name).mkdir()
     code = f"""if 1:
         import sys
-        from slime.import_path import show_packages
+        from slime.system.import_path import show_packages
         import os, vime.cli
         show_packages(os.environ)
         import {name}

@@ -16,7 +16,6 @@ from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
 
 from slime.checkpoints.checkpoint_dir import latest
 from slime.data.source import PromptDataSource
-from slime.disk_space import DiskSpaceGuard, require_room
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
 from slime.megatron_backend.checkpoint.weights import save_hf
 from slime.megatron_backend.model.gpt import build_model
@@ -24,6 +23,7 @@ from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.rules import parse_args
+from slime.system.disk_space import DiskSpaceGuard, require_room
 from slime.tracking.events import Events
 from slime.tracking.journal import read_events
 from slime.tracking.kinds import DAMAGED

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slime import http
 from slime.event_loop import loop_objects
+from slime.peers import http
 from slime.utils.http_utils import get, post
 
 KEY = {"Authorization": "Bearer secret"}

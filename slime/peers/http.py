@@ -19,8 +19,8 @@ import aiohttp
 
 from slime.event_loop import loop_objects
 from slime.peers.proven_connector import ProvenConnector, RunKey
+from slime.system.waiting import log_unanswered
 from slime.types import Json
-from slime.waiting import log_unanswered
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _TRANSIENT_STATUS = {408, 425, 429}

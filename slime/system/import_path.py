@@ -17,7 +17,7 @@ SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 """Keeps the current folder and the folder of the script off the path of a child and of what that starts."""
 UTF8 = {"PYTHONUTF8": "1"}
 """A child reads text as UTF-8 under any locale, also where a library opens a file without an encoding."""
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def entries(environ: Mapping[str, str]) -> list[str]:
