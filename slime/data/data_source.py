@@ -3,7 +3,10 @@ run's reward. It also holds the classes that data sources of plug-ins use."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from slime.config.schema import Config
 from slime.data.drawing.mixing import shuffled
@@ -12,7 +15,7 @@ from slime.data.rows import RowColumns
 from slime.data.source import PromptDataSource, pop_first, pop_oldest
 from slime.hooks import load_function
 from slime.protocols import DataSource
-from slime.types import Sample
+from slime.types import Metadata, Sample, SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +34,32 @@ _LABEL_CHECK = "slime.rollout.rewards.labels.training_label_check"
 
 
 class RolloutDataSourceWithBuffer(PromptDataSource):
-    """The default data source, under the name that existing slime scripts and subclasses import."""
+    """The default data source, under the name that existing slime scripts and subclasses import.
+
+    `metadata` is a record of a plug-in's rollout function. It has JSON values, and is saved with the position.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        super().__init__(args)
+        self.metadata: Metadata = {}
+
+    def get_metadata(self) -> Metadata:
+        return self.metadata
+
+    def update_metadata(self, metadata: Metadata) -> None:
+        self.metadata.update(metadata)
+
+    def get_buffer_length(self) -> int:
+        """Number of groups in the buffer."""
+        return len(self.buffer)
+
+    def state_dict(self, outstanding: Sequence[SampleGroup] = ()) -> dict[str, object]:
+        state = super().state_dict(outstanding)
+        return {**state, "metadata": copy.deepcopy(self.metadata)} if self.metadata else state
+
+    def load_state_dict(self, state: Mapping[str, Any], where: str = "the saved data position") -> None:
+        super().load_state_dict(state, where)
+        self.metadata = copy.deepcopy(state.get("metadata", {}))
 
     def label_check(self, config: Config) -> LabelCheck | None:
         found: LabelCheck | None = load_function(_LABEL_CHECK)(config)

@@ -66,6 +66,7 @@ def execute_train(
     config: ExecuteTrainConfig | None = None,
 ) -> None:
     """Trains with the flags `train_args`, and returns when the run has ended. CalledProcessError if the run fails.
+    `$NAME` in a flag is replaced by the environment variable, whose value is not printed.
 
     `megatron_model_type` names a file of scripts/models, whose MODEL_ARGS come before `train_args`; without such a
     file, the model's shape comes from its config.json. `train_async.py` as `train_script` generates one update ahead.
@@ -85,7 +86,7 @@ def execute_train(
         before_ray_job_submit()
     print("$", shlex.join([*(f"{name}={value}" for name, value in env.items()), *words]), flush=True)
     if all(get_bool_env_var(f"{name}_SCRIPT_ENABLE_RAY_SUBMIT", "1") for name in ("SLIME", "VIME")):
-        subprocess.run(words, check=True, env={**os.environ, **env})
+        subprocess.run([os.path.expandvars(word) for word in words], check=True, env={**os.environ, **env})
 
 
 def train_command(train_script: str) -> list[str]:

@@ -7,22 +7,30 @@ an address for every session. So a request is forwarded to that address, and the
 from __future__ import annotations
 
 import asyncio
+from argparse import Namespace
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import aiohttp
 from aiohttp import web
 
 from slime.event_loop import loop_objects
+from slime.hooks import load_function
 from slime.rollout.context import RunContext
 from slime.rollout.generate import EVALUATION
-from slime.rollout.state import GenerateState, current_state
+from slime.rollout.state import GenerateState, current_state, entered
 from slime.sessions.limits import DONE, SessionLimits
 from slime.sessions.opening import begin
 from slime.sessions.server import SessionServer
 from slime.sessions.session import Session
 from slime.types import Sample, SamplingParams
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_STANDALONE = "vime.vllm.standalone.make_state"
+"""A path, because the engine's project imports this package."""
 _KEPT_HEADERS = ("Content-Type", "Cache-Control")
 
 
@@ -43,7 +51,15 @@ class KeyedSessions:
     plug-in starts use their own names.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        router_url: str = "",
+        flags: Namespace | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """In a process without a run, sessions use the router at `router_url`, `flags` and `tokenizer`."""
+        self._outside = router_url, flags, tokenizer
+        self._own: GenerateState | None = None
         self._opened: dict[str, _Opened] = {}
 
     def open(
@@ -55,7 +71,7 @@ class KeyedSessions:
         template_kwargs: dict[str, object] | None = None,
     ) -> None:
         """Opens a session under `key`. RuntimeError without a rollout in this process."""
-        own = current_state()
+        own = self._state()
         context = RunContext.from_state(own)
         if key.startswith(EVALUATION):
             context = context.for_evaluation()
@@ -104,9 +120,20 @@ class KeyedSessions:
         """Ends the session without samples."""
         await self._end(key)
 
+    def _state(self) -> GenerateState:
+        """Returns the run's state, or a separate state in a process without a run."""
+        router_url, flags, tokenizer = self._outside
+        if entered() is not None or not router_url or flags is None or tokenizer is None:
+            return current_state()
+        if self._own is None:
+            self._own = load_function(_STANDALONE)(router_url, flags, tokenizer)
+        return self._own
+
     async def close(self) -> None:
-        """Closes the connections of the running loop."""
+        """Closes the connections of the running loop, and the separate state."""
         await loop_objects().end(self)
+        if self._own is not None:
+            await asyncio.to_thread(self._own.close)
 
     async def _end(self, key: str) -> Session:
         opened = self._opened.pop(key)

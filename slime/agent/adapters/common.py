@@ -79,10 +79,10 @@ class BaseAdapter:
     of this process's rollout.
 
     The adapter stores `tokenizer`, `tool_parser`, `reasoning_parser` and `address` only for the plug-in; the sessions
-    use the run's values. `address` is the router's address under the name that slime or upstream vime uses. `model` and
-    `rollout_args` are the model's name and the flags that upstream vime passes. `debug_callback` and
-    `fork_threshold_tokens` belong to slime's record of turns, which sessions do not have. The first raises ValueError,
-    the second logs a warning unless it is 0.
+    use the run's values. `address` is the router's address under the name that slime or upstream vime uses. In a
+    process without a run, sessions use the servers of `vime serve` at `address`, with `rollout_args` as the flags.
+    `model` has no effect. `debug_callback` and `fork_threshold_tokens` belong to slime's record of turns, which
+    sessions do not have. The first raises ValueError, the second logs a warning unless it is 0.
     """
 
     paths: tuple[str, ...] = ()
@@ -115,7 +115,10 @@ class BaseAdapter:
         vars(self).update({name: url.rstrip("/") for name, url in address.items()})
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
         self.max_turns_per_sid = max_turns_per_sid
-        self.sessions: Sessions = load_function(_SESSIONS)() if sessions is None else sessions
+        if sessions is None:
+            router = next(iter(address.values()), "").rstrip("/")
+            sessions = load_function(_SESSIONS)(router, rollout_args, tokenizer)
+        self.sessions: Sessions = sessions
         self._open: set[str] = set()
         self._keys: dict[str, str] = {}
         self._names: dict[str, str] = {}

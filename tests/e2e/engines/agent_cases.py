@@ -10,8 +10,10 @@ import asyncio
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import anthropic
 import pytest
 from aiohttp import web
 from engine_fixtures import Stack, hf_log_probs
@@ -26,6 +28,7 @@ from slime.agent.aiohttp_threaded import FilteredAccessLogger, run_app_in_thread
 from slime.agent.harness import BaseHarness, HarnessContext
 from slime.agent.harness.common import get_environment, run_command
 from slime.agent.sandbox import LocalSandbox, Sandbox, exec_and_wait, plug_ins
+from slime.agent.trajectory import fan_out_sample_segments
 from slime.config import Config
 from slime.data.prompts import load_prompts
 from slime.data.rows import RowColumns
@@ -92,6 +95,42 @@ class Program(BaseHarness):
         return await run_command(
             sb, workdir=ctx.workdir, start_cmd=command, env=env, time_budget_sec=time_budget_sec
         )
+
+
+def test_an_adapter_in_a_process_without_a_run_uses_a_router(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream's check of a rollout gives an adapter the router's address and a few flags."""
+    monkeypatch.setattr("slime.rollout.state._entered", [])
+    tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint, chat_template=TEMPLATE)
+    flags = SimpleNamespace(rollout_max_context_len=400, vllm_tool_call_parser=None)
+    spec = stack.pool.client()
+    adapter = AnthropicAdapter(tokenizer=tokenizer, vllm_url=spec.router_url, rollout_args=flags)
+    monkeypatch.delenv("VIME_RUN_KEY", raising=False)
+    with pytest.raises(ValueError, match="VIME_RUN_KEY must hold the key"):
+        adapter.open_session("a")
+    monkeypatch.setattr("vime.pool.external.LEAST_KEY", len(Stack.key))
+    monkeypatch.setenv("VIME_RUN_KEY", Stack.key)
+    handle = run_app_in_thread(adapter.app)
+
+    async def main() -> list[Sample]:
+        key = adapter.open_session("b", sampling_defaults={"max_new_tokens": 16, "temperature": 1.0})
+        url = f"http://127.0.0.1:{handle.port}"
+        async with anthropic.AsyncAnthropic(base_url=url, auth_token=key, api_key=None) as client:
+            said: Any = [{"role": "user", "content": QUESTION}]
+            await client.messages.create(model="any", max_tokens=16, messages=said)
+        segments = await adapter.finish_session("b")
+        return fan_out_sample_segments(Sample(index=3), segments, 1.0, tokenizer)
+
+    try:
+        (sample,) = asyncio.run(main())
+    finally:
+        handle.stop()
+    sample.check()
+    assert (sample.reward, sample.rollout_id) == (1.0, 3) and set(sample.weight_versions) == {stack.version}
+    length = sample.response_length
+    expected = hf_log_probs(stack.checkpoint, sample.tokens[:-length], sample.tokens[-length:], 1.0)
+    assert sample.rollout_log_probs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 class Tasks(ListSource):

@@ -34,11 +34,12 @@ def started(monkeypatch, **more):
     return found
 
 
-def test_a_script_starts_the_training_command(monkeypatch):
+def test_a_script_starts_the_training_command(monkeypatch, capsys):
     called = []
+    monkeypatch.setenv("MY_KEY", "secret")
     ((words, env),) = started(
         monkeypatch,
-        train_args="--hf-checkpoint '/models/a b' --num-rollout 3 ",
+        train_args="--wandb-key ${MY_KEY} --hf-checkpoint '/models/a b' --num-rollout 3 ",
         num_gpus_per_node=8,
         megatron_model_type="qwen3-4B",
         before_ray_job_submit=lambda: called.append(1),
@@ -46,6 +47,7 @@ def test_a_script_starts_the_training_command(monkeypatch):
         config=U.ExecuteTrainConfig(extra_env_vars="B=2 C='x y'", cuda_core_dump=True),
     )
     assert words[:4] == [sys.executable, "-m", "vime", "train"] and called == [1]
+    assert words[words.index("--wandb-key") + 1] == "secret" and "secret" not in capsys.readouterr().out
     assert words[words.index("--num-layers") + 1] == "36"
     assert words[-4:] == ["--hf-checkpoint", "/models/a b", "--num-rollout", "3"]
     assert (env["A"], env["B"], env["C"]) == ("1", "2", "x y") and env[

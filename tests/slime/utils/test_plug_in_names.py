@@ -25,7 +25,7 @@ from slime.ray.rollout import (
     has_repetition,
 )
 from slime.rollout import generate, sglang_rollout, vllm_rollout
-from slime.rollout.data_source import DataSource
+from slime.rollout.data_source import DataSource, RolloutDataSourceWithBuffer
 from slime.rollout.eval_datasets import build_eval_dataset_configs
 from slime.rollout.evaluation import _sampling_params
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, should_drop_dynamic_filter_output
@@ -267,3 +267,19 @@ def test_the_address_of_this_host():
     assert name == socket.gethostname()
     with socket.socket() as server:  # the address is one of this host
         server.bind((address, 0))
+
+
+def test_a_data_source_saves_the_record_of_a_plug_in(tmp_path):
+    """slime's rollout_buffer example stores the groups that it has finished."""
+    path = write_lines(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    args = make_args(prompt_data=path, save=str(tmp_path))
+    source = RolloutDataSourceWithBuffer(args)
+    source.update_metadata({"0": ["x"]})
+    source.update_metadata({"1": []})
+    source.add_samples(source.get_samples(2)[:1])
+    assert source.get_buffer_length() == 1
+    source.save(3)
+    again = RolloutDataSourceWithBuffer(make_args(prompt_data=path, load=str(tmp_path)))
+    assert again.get_metadata() == {}
+    again.load(3)
+    assert again.get_metadata() == {"0": ["x"], "1": []} and again.get_buffer_length() == 1
