@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from slime.config.schema import Config
 from slime.data.drawing.mixing import shuffled
@@ -57,9 +57,9 @@ class RolloutDataSourceWithBuffer(PromptDataSource):
         state = super().state_dict(outstanding)
         return {**state, "metadata": copy.deepcopy(self.metadata)} if self.metadata else state
 
-    def load_state_dict(self, state: Mapping[str, Any], where: str = "the saved data position") -> None:
+    def load_state_dict(self, state: Mapping[str, object], where: str = "the saved data position") -> None:
         super().load_state_dict(state, where)
-        self.metadata = copy.deepcopy(state.get("metadata", {}))
+        self.metadata = cast("Metadata", copy.deepcopy(state.get("metadata", {})))
 
     def label_check(self, config: Config) -> LabelCheck | None:
         found: LabelCheck | None = load_function(_LABEL_CHECK)(config)

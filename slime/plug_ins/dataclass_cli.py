@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from importlib import import_module
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, TypeVar, get_type_hints
 
 T = TypeVar("T")
 PREFIXES = ("SLIME_SCRIPT_", "VIME_SCRIPT_")
@@ -35,7 +35,7 @@ def dataclass_cli(func: Callable[..., T], env_var_prefix: str | None = None) -> 
     own = inspect.signature(kind).parameters.values()
 
     @functools.wraps(func)
-    def command(**values: Any) -> T:
+    def command(**values: object) -> T:
         return func(kind(**values))
 
     prefixes = PREFIXES if env_var_prefix is None else (env_var_prefix,)
