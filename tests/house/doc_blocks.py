@@ -17,6 +17,7 @@ import plan_examples
 from architectures import ARCHITECTURES
 from house_tree import ROOT, files
 
+from slime.environments.hubs import environment_of
 from vime import cli
 from vime.backends import parse_config, public_rows
 from vime.commands import COMMANDS
@@ -43,6 +44,7 @@ FOREIGN = [
     "install",
     "kubectl",
     "pip",
+    "python3.12",
     "source",
     "done",
     "do",
@@ -142,7 +144,7 @@ def check_command(command: str, block: Block, folder: Path) -> None:
     while words and (found := _ASSIGNMENT.fullmatch(words[0])):
         environment[found[1]] = found[2]
         del words[0]
-    if not words or words[0] in FOREIGN or words[0].startswith("$"):
+    if not words or Path(words[0]).name in FOREIGN or words[0].startswith("$"):
         return
     program, *argv = words
     if program == "vime":
@@ -187,8 +189,8 @@ def _flags(words: list[str]) -> list[str]:
 
 
 def _with_models(argv: list[str], block: Block, folder: Path) -> list[str]:
-    """Replaces each model of the command line by a folder that has only a config.json, and each prompt file by an
-    existing one."""
+    """Replaces each model of the command line by a folder that has only a config.json, and each prompt file and each
+    environment by an existing file."""
     found = list(argv)
     for place, word in enumerate(argv[:-1]):
         if word in _MODELS and not argv[place + 1].startswith("--"):
@@ -199,6 +201,10 @@ def _with_models(argv: list[str], block: Block, folder: Path) -> list[str]:
             # --eval-prompt-data has the name of the evaluation set before the path.
             file = place + (1 if word == "--prompt-data" else 2)
             found[file] = str(plan_examples.write_model("qwen3-0.6b", folder) / "prompts.jsonl")
+        if word == "--environment":  # the hub's package is not installed here
+            environment_of(argv[place + 1])
+            prompts = plan_examples.write_model("qwen3-0.6b", folder) / "prompts.jsonl"
+            found[place : place + 2] = ["--prompt-data", str(prompts)]
     return found
 
 

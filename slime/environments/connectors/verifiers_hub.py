@@ -168,8 +168,8 @@ class _Classic:
         client = OpenAIChatCompletionsClient(api)
         row = dict(self._dataset(split)[number])
         output = await self._environment.run_rollout(row, client, model, {})
-        if output.get("error"):
-            raise RuntimeError(f"{output['error']}")
+        if error := output.get("error"):
+            raise RuntimeError(error["error_chain_repr"])
         metrics = {name: one for name, one in (output.get("metrics") or {}).items() if one is not None}
         return {"reward": output["reward"], "metrics": metrics}
 

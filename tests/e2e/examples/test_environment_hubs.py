@@ -125,7 +125,11 @@ def trained(world: World, name: str, environment: str, *more: str) -> list[float
     run(vime("train", *words, "--environment", environment, *more), world.root / f"{name}.out", timeout_s=500)
     rewards = series(world, name, "rollout/raw_reward")
     for row in rows(run_dir, "rollout/step").values():
-        assert row["rollout/session/prefix_mismatch"] == 0 and row["rollout/session/ended_done"] == 1
+        failed = row.get(
+            "rollout/session/ended_environment", 0.0
+        )  # verifiers raises an error for an empty answer
+        assert row["rollout/session/prefix_mismatch"] == 0 and failed < 0.05
+        assert row["rollout/session/ended_done"] == pytest.approx(1 - failed)
     for row in rows(run_dir, "train/step").values():
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-4
     for sample in samples(run_dir, len(rewards) - 1):
@@ -168,6 +172,10 @@ def test_the_policy_learns_the_rubric_of_verifiers(
     assert mean(rewards[:2]) < 0.8 and mean(rewards[-2:]) > 0.9
     for sample in samples(world.root / "verifiers", 0):
         record = sample["metadata"]["session"]
+        if record["ended"] == "environment":
+            assert "EmptyModelResponseError('Model returned no content" in record["said"]
+            assert sample["remove_sample"]
+            continue
         assert record["turns"] == 2 and record["samples"] == 1
         assert 0 < sum(sample["loss_mask"]) < sample["response_length"], (
             "the second message is not trained on"
