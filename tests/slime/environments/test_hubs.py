@@ -16,6 +16,7 @@ from slime.data.rows import RowColumns
 from slime.environments import flags, hubs, rows
 from slime.environments.hubs import Hub, environment_of
 from slime.environments.process import close_processes
+from slime.rollout.eval_datasets import resolve_eval_datasets
 from slime.rules import parse_args
 
 CONNECTOR = str(Path(__file__).with_name("scripted_connector"))
@@ -121,6 +122,16 @@ def test_the_tasks_of_an_environment_are_the_prompts(scripted: None, tmp_path: P
     ]
     (second,) = load_prompts(f"{text}@[1:]", RowColumns(input_key="prompt"))
     assert second.metadata["environment_task"]["task"] == "1"
+
+
+def test_an_evaluation_set_is_an_environment_too(scripted: None, tmp_path: Path) -> None:
+    test = 'scripted:two?names=["5"]&split=eval'
+    more = ("--eval-interval", "1", "--eval-prompt-data", "test", test)
+    config = parse_args(words(tmp_path, "--environment", 'scripted:one?names=["1"]', *more))
+    (data,) = resolve_eval_datasets(config)
+    (prompt,) = load_prompts(data.path, RowColumns(input_key=data.input_key))
+    assert prompt.metadata["environment_task"] == {"environment": test, "task": "5", "label": "eval"}
+    assert data.label_key is None and config.rollout.custom_generate_function_path == flags.GENERATE
 
 
 @pytest.mark.parametrize(
