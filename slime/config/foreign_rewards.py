@@ -7,13 +7,14 @@ each other name of a parameter is one line of `_VALUES`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import numbers
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slime.config.sections.reward import is_hook, reward_names
 from slime.hooks import load_function
@@ -48,6 +49,19 @@ class RewardColumns:
         if self.label_key and "." not in self.label_key:
             found[self.label_key] = sample.label
         return found
+
+
+Text: TypeAlias = "Callable[[Sample], str] | None"
+"""Returns the response without special tokens. None leaves the response as it is."""
+
+
+def _plain(sample: Sample, plain_text: Text) -> Sample:
+    """Returns the sample, or a copy of it with the text that other trainers pass as the response."""
+    if plain_text is None or (text := plain_text(sample)) == sample.response:
+        return sample
+    view = copy.copy(sample)
+    view.response = text
+    return view
 
 
 def _raw(sample: Sample) -> object:
@@ -186,21 +200,25 @@ def _adapt(reward: ForeignReward) -> Callable[..., Any]:
         getattr(function, "__call__", None)  # noqa: B004  # an object whose call is async
     ):
 
-        async def awaited(hook_args: object, given: Sample | list[Sample], **kwargs: object) -> object:
+        async def awaited(
+            hook_args: object, given: Sample | list[Sample], plain_text: Text = None, **kwargs: object
+        ) -> object:
             samples = given if isinstance(given, list) else [given]
             found = [
                 reward.numbers_of(hook_args, one, await function(*places, **words))
-                for one, places, words in reward.calls(hook_args, samples)
+                for one, places, words in reward.calls(hook_args, samples, plain_text)
             ]
             return _as_given(found, given)
 
         return awaited
 
-    def called(hook_args: object, given: Sample | list[Sample], **kwargs: object) -> object:
+    def called(
+        hook_args: object, given: Sample | list[Sample], plain_text: Text = None, **kwargs: object
+    ) -> object:
         samples = given if isinstance(given, list) else [given]
         found = [
             reward.numbers_of(hook_args, one, function(*places, **words))
-            for one, places, words in reward.calls(hook_args, samples)
+            for one, places, words in reward.calls(hook_args, samples, plain_text)
         ]
         return _as_given(found, given)
 
@@ -225,15 +243,18 @@ class ForeignReward:
         self._takes_rest = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in self._parameters.values())
 
     def calls(
-        self, hook_args: object, samples: Sequence[Sample]
+        self, hook_args: object, samples: Sequence[Sample], plain_text: Text = None
     ) -> Iterator[tuple[Sequence[Sample], list[object], dict[str, object]]]:
         """Yields (samples, positional arguments, named arguments) for each call: one call for all samples of a reward
         that takes lists, else one call per sample."""
         if not self.is_batched:
             for sample in samples:
-                yield [sample], *self._placed(self._arguments(sample) | {"args": hook_args})
+                yield (
+                    [sample],
+                    *self._placed(self._arguments(_plain(sample, plain_text)) | {"args": hook_args}),
+                )
             return
-        each = [self._arguments(sample) for sample in samples]
+        each = [self._arguments(_plain(sample, plain_text)) for sample in samples]
         names = dict.fromkeys(name for values in each for name in values)
         words: dict[str, object] = {name: [values.get(name) for values in each] for name in names}
         if "args" in self._parameters:

@@ -36,7 +36,7 @@ from slime.rollout.rewards.ifbench import ifbench_reward
 from slime.rollout.rewards.math_boxed import math_reward
 from slime.rollout.rewards.remote import remote_reward
 from slime.rollout.rewards.several import add
-from slime.rollout.rewards.special_tokens import answer_text
+from slime.rollout.rewards.special_tokens import answer_text, plain_text
 from slime.rollout.rewards.text import extract_answer, without_special_text
 from slime.rollout.rewards.ungraded import random_reward, zero_reward
 from slime.rollout.rewards.unit_tests import code_reward
@@ -112,8 +112,12 @@ async def score(context: RunContext, sample: Sample, **kwargs: object) -> Reward
 
 def _reward(context: RunContext, path: str, flag: str) -> Hook:
     """Returns the user's reward, called as f(args, sample). It may have the form of another trainer."""
-    data = context.config.data
-    return adapted(load_function(path, flag), RewardColumns(data.input_key, data.label_key))
+    function, data = load_function(path, flag), context.config.data
+    made = adapted(function, RewardColumns(data.input_key, data.label_key))
+    if made is function:
+        return made
+    tokenizer = None if context.state is None else context.state.tokenizer
+    return functools.partial(made, plain_text=functools.partial(plain_text, tokenizer=tokenizer))
 
 
 async def _one(context: RunContext, sample: Sample, name: str, **kwargs: object) -> Reward:

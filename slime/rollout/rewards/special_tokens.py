@@ -1,4 +1,4 @@
-"""This module removes the tokenizer's special tokens, whatever their spelling, from a response for built-in rewards."""
+"""This module removes the tokenizer's special tokens, whatever their spelling, from a response for rewards."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ def answer_text(
     if kept and sample.response.strip() == _decoded(tokenizer, kept).strip():
         return sample.response  # --rollout-skip-special-tokens
     return _without_texts(sample.response, frozenset(special.values()))
+
+
+def plain_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Returns the response as other trainers decode it: without every special token. A text that a hook has written
+    stays."""
+    ids = sample.tokens[-sample.response_length :] if sample.response_length else []
+    if tokenizer is None or not ids or sample.response.strip() != _decoded(tokenizer, ids).strip():
+        return sample.response
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _without(tokenizer: PreTrainedTokenizerBase, ids: list[int], special: dict[int, str]) -> str:
