@@ -33,7 +33,10 @@ def main(argv: Sequence[str]) -> int:
     program = words.pop(0) if words[:1] in (["trl"], ["verl"]) else None
     if not words or words[0].startswith("-"):
         raise FlagError(
-            "FILE", "name a script or a configuration", words[0] if words else "none", USAGE.splitlines()[0]
+            "FILE",
+            "name a script or a configuration",
+            words[0] if words else "none",
+            "see vime import --help",
         )
     path = Path(words[0])
     if not path.is_file():
@@ -102,9 +105,7 @@ def _write(made: Imported, out: Path) -> None:
     files = {out: made.text(), **{out.with_name(name): text for name, text in made.files.items()}}
     taken = [str(file) for file in files if file.exists()]
     if taken:
-        raise FlagError(
-            "--output", "name files that do not exist", ", ".join(taken), "give another name or remove them"
-        )
+        raise FlagError("--output", "name new files", ", ".join(taken), "give another name or remove them")
     out.parent.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
         file.write_text(text, encoding="utf-8")

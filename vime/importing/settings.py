@@ -117,7 +117,7 @@ def _entry(program: str, setting: Setting) -> Entry:
     if by_hand:
         reason = f"give {', '.join(by_hand)} yourself{note if peer.note else ''}"
         return Entry(f"{head}: {reason}", absent=reason, setting=setting)
-    found = yaml.safe_load(as_yaml(groups))
+    found = {flag: _typed(flag, value) for flag, value in yaml.safe_load(as_yaml(groups)).items()}
     return Entry(f"{head}{note}{_other_default(found)}", found, setting=setting)
 
 
@@ -129,6 +129,16 @@ def _of_same_name(program: str, setting: Setting, head: str) -> Entry:
     word = setting.name.rpartition(".")[2]
     reason = f"no table of vime has this setting of {program}; `vime flags {word}` searches for a flag"
     return Entry(f"{head}: {reason}", absent=reason, setting=setting)
+
+
+def _typed(flag: str, value: object) -> object:
+    """Returns a number for a flag with numbers, because YAML 1.1 reads 1e-06 as a text."""
+    spec = own_flags().get(flag.replace("-", "_"))
+    return (
+        spec.kind(value)
+        if spec is not None and spec.kind in (int, float) and isinstance(value, str)
+        else value
+    )
 
 
 def _is_switch(group: FlagGroup) -> bool:
