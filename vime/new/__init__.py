@@ -1,0 +1,1 @@
+"""`vime new`: writes the first files of a reward, an agent or a project, with a test that passes."""
