@@ -12,7 +12,7 @@ import yaml
 from slime.config.config_file import FlagGroup, split_argv
 from slime.config.peer_names import PEER_NAMES, PeerName
 from slime.rules.flags import own_flags
-from vime.show_config import as_yaml
+from vime.commands.config import as_yaml
 from vime.vllm.peer_names import VLLM_PEER_NAMES
 
 PEERS: Mapping[str, PeerName] = {**PEER_NAMES, **VLLM_PEER_NAMES}
