@@ -22,7 +22,7 @@ def to_prompt(row):
 def correct(prompts, completions, solution, **kwargs):
     """1 for the right number."""
     texts = [completion[0]["content"] for completion in completions]
-    return [float(final_number(text) == right) for text, right in zip(texts, solution)]
+    return [float(final_number(text) == right) for text, right in zip(texts, solution, strict=True)]
 
 
 def digits(completions, **kwargs):

@@ -68,14 +68,6 @@ def _raw(sample: Sample) -> object:
     return sample.metadata.get(RAW_PROMPT, sample.prompt)
 
 
-def _text_with_prompt(sample: Sample) -> object:
-    return f"{sample.prompt}{sample.response}"
-
-
-def _response_ids(sample: Sample) -> object:
-    return sample.tokens[len(sample.tokens) - sample.response_length :]
-
-
 def _record(sample: Sample) -> object:
     return {
         "response": sample.response,
@@ -91,11 +83,11 @@ def _extra_info(sample: Sample) -> object:
 
 _VALUES: dict[str, Callable[[Sample], object]] = {
     "prompt": _raw,
-    "query": _text_with_prompt,
+    "query": lambda sample: f"{sample.prompt}{sample.response}",
     "response": lambda sample: sample.response,
     "completion": lambda sample: sample.response,
     "solution_str": lambda sample: sample.response,
-    "completion_ids": _response_ids,
+    "completion_ids": lambda sample: sample.tokens[len(sample.tokens) - sample.response_length :],
     "label": lambda sample: sample.label,
     "answer": lambda sample: sample.label,
     "ground_truth": lambda sample: sample.label,

@@ -43,9 +43,17 @@ def plain_text(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> str
     """Returns the response as other trainers decode it: without every special token. A text that a hook has written
     stays."""
     ids = sample.tokens[-sample.response_length :] if sample.response_length else []
-    if tokenizer is None or not ids or sample.response.strip() != _decoded(tokenizer, ids).strip():
+    if tokenizer is None or not ids:
         return sample.response
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
+    plain = str(tokenizer.decode(ids, skip_special_tokens=True))
+    same = (_without_end(text) for text in (plain, _decoded(tokenizer, ids)))
+    return plain if _without_end(sample.response) in same else sample.response
+
+
+def _without_end(text: str) -> str:
+    """Returns the text without spaces around it, and without the marks of a character that ends incomplete, which an
+    engine leaves out."""
+    return text.strip().rstrip("\ufffd")
 
 
 def _without(tokenizer: PreTrainedTokenizerBase, ids: list[int], special: dict[int, str]) -> str:

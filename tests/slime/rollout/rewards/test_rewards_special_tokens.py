@@ -123,3 +123,28 @@ def test_a_custom_reward_sees_the_whole_response(tmp_path, monkeypatch):
     sample = sample_of(tokenizer, "abc", "~fin~", "x")
     args = args_of(tokenizer, custom_rm_path="seen_rewards.score")
     assert asyncio.run(async_rm(args, sample)) == len("abc~fin~")
+
+
+def test_plain_text_is_what_other_trainers_decode() -> None:
+    """An engine leaves out the marks of a character that ends incomplete, and other trainers do not."""
+    from types import SimpleNamespace
+
+    from slime.rollout.rewards.special_tokens import plain_text
+    from slime.types import Sample
+
+    texts = {1: "4", 2: "<|end|>", 3: "\ufffd"}
+
+    def decode(ids: list[int], skip_special_tokens: bool, **kwargs: object) -> str:
+        return "".join(texts[one] for one in ids if not (skip_special_tokens and one == 2))
+
+    tokenizer = SimpleNamespace(decode=decode)
+    for ids, response, expected in (
+        ([1, 2], "4<|end|>", "4"),
+        ([1, 2], "4", "4"),
+        ([1, 3], "4", "4\ufffd"),
+        ([1, 2, 1], "4<|end|>4", "44"),
+        ([1, 2], "a hook's text", "a hook's text"),
+    ):
+        sample = Sample(tokens=[9, *ids], response_length=len(ids), response=response)
+        assert plain_text(sample, tokenizer) == expected
+    assert plain_text(Sample(response="x"), None) == "x"
