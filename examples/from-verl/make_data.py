@@ -1,4 +1,4 @@
-"""Writes word problems in the form of GSM8K as a parquet file of verl: python make_data.py PROBLEMS.jsonl FILE.parquet"""
+"""Writes word problems as a parquet file of verl: python make_data.py PROBLEMS.jsonl FILE.parquet"""
 
 import json
 import sys

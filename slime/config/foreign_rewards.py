@@ -69,11 +69,8 @@ def _raw(sample: Sample) -> object:
 
 
 def _record(sample: Sample) -> object:
-    return {
-        "response": sample.response,
-        "response_length": sample.response_length,
-        "ground_truth": sample.label,
-    }
+    length = sample.response_length
+    return {"response": sample.response, "response_length": length, "ground_truth": sample.label}
 
 
 def _extra_info(sample: Sample) -> object:
