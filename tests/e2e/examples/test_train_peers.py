@@ -80,6 +80,7 @@ def test_trl(world: World, folder: Path) -> None:
     assert seen == [row["rollout/raw_reward"] for row in run.metrics] and len(seen) == ROLLOUTS
 
 
+@pytest.mark.slow
 def test_verl(world: World, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["make_data.py", "examples/from-trl/problems.jsonl", "words.parquet"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_the_cells_of_the_notebook(tmp_path: Path) -> None:
     (tmp_path / "cells.json").write_text(json.dumps(cells))
     (tmp_path / "kernel.py").write_text(KERNEL)
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    command = ["bash", "-c", f"cd {tmp_path} && exec $0 kernel.py", shutil.which("python") or "python"]
+    command = ["bash", "-c", f"cd {tmp_path} && exec $0 kernel.py", sys.executable]
     said = run(command, tmp_path / "output")
     assert "--num-rollouts is not a known flag; did you mean --num-rollout?" in said
     assert not (tmp_path / "runs/notebook/second").exists()
