@@ -145,7 +145,7 @@ PARTS = {
     r"docs/operators/\w+\.md": "definitions; tests/rl_kernel/test_pages.py runs the examples",
     r"docs/hooks\.md": "a part of a function",
     r"docs/served-models\.md": "a part of a function",
-    r"docs/python-api\.md": "needs a model; tests/e2e/examples/test_python_api.py and tests/vime/types run such programs",
+    r"docs/python-api\.md": "needs a model; tests/e2e/examples/test_python_api.py runs such programs",
 }
 """Pages with a Python block that is not a program, each with the reason. The test runs its imports and compiles
 it."""
