@@ -18,14 +18,18 @@ KERNEL = """
 import asyncio
 import json
 
+from transformers import AutoTokenizer
+
 async def kernel():
     for source in json.load(open("cells.json")):
         exec(compile(source, "<cell>", "exec"), globals())
 
 asyncio.run(kernel())
 assert len(rewards) == 3 and rewards == [row["rollout/raw_reward"] for row in run.metrics], rewards
+tokenizer = AutoTokenizer.from_pretrained(FLAGS["hf_checkpoint"])
 for sample in run.samples:
-    text, right = sample.response, sample.label
+    ids, right = [token.id for token in sample.tokens], sample.label
+    text = tokenizer.decode(ids, skip_special_tokens=True)
     expected = sum(c.isdigit() for c in text) / max(1, len(text)) + 0.5 * (len(text) == len(right))
     assert sample.reward == expected, sample
 assert run.state == "finished" and len({sample.reward for sample in run.samples}) > 1
