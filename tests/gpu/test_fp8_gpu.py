@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_engine import TOKENS, trained_models, versions_of
+from family_engine import TOKENS, train, trained_models, versions_of
 from fp8_cases import layer
+from megatron_cases import tiny_checkpoint
 from offline_engine import offline_engine
+from quantise import find_routers, quantise, quantization_config
+from rank_processes import on_ranks
 
 from vime.vllm.worker.live_quantised import quantised_pieces
 
@@ -54,3 +57,33 @@ def test_an_engine_takes_updates(
             engine.take(update)
             assert (engine.log_probs(TOKENS) - expected).abs().mean() < ROUNDING
             assert (engine.log_probs(TOKENS) - old).abs().mean() > 2 * ROUNDING
+
+
+HEADS = SHAPE | {"head_dim": 128, "tie_word_embeddings": False}
+ROUTED = HEADS | {"moe_intermediate_size": 256, "num_experts": 8, "mlp_only_layers": [0]}
+OF_SCHEME = {"fp8": 0.3, "int4": 0.6}
+"""As `ROUNDING`, for an engine that keeps the scheme of its checkpoint."""
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int4"])
+@pytest.mark.parametrize(("kind", "shape"), [("qwen3", HEADS), ("qwen3_moe", ROUTED)])
+def test_an_engine_keeps_the_scheme_never_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, shape: dict[str, object], scheme: str
+) -> None:
+    """Updates have checksums, so the engine loads each update twice and compares all live tensors."""
+    tiny_checkpoint(tmp_path / "plain", kind, **shape)
+    given = quantization_config(scheme, routers=find_routers(tmp_path / "plain"))
+    quantise(tmp_path / "plain", tmp_path / "tiny", given)
+    on_ranks(train, tmp_path, ["tiny"], "bfloat16", True, ranks=1)
+    trained = tmp_path, torch.load(tmp_path / "trained.pt", weights_only=False)
+    (before, first), (after, second) = versions_of(trained, "tiny")
+    with offline_engine(
+        tmp_path / "tiny", tmp_path / "tiny-weights", monkeypatch, dtype="bfloat16"
+    ) as engine:
+        assert (engine.log_probs(TOKENS) - before).abs().mean() < OF_SCHEME[scheme]
+        for update, expected, old in ((second, after, before), (first, before, after)):
+            engine.take(update)
+            assert (engine.log_probs(TOKENS) - expected).abs().mean() < OF_SCHEME[scheme]
+            assert (engine.log_probs(TOKENS) - old).abs().mean() > 2 * OF_SCHEME[scheme]
+        with pytest.raises(RuntimeError, match="live weights must equal the trainer's"):
+            engine.take(second, load=False)
