@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from slime.disk_space import DiskSpaceGuard
+from slime.system.disk_space import DiskSpaceGuard
 
 FLAG = "--offload-train-disk-dir"
 _ALIGNMENT = 64
