@@ -22,9 +22,9 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
 from torch import Tensor
 
+from slime.bridges.megatron_versions import muon_settings
 from slime.megatron_backend.model.gpt import HiddenGPTModel
 from slime.megatron_backend.model.host_adam import Group
-from slime.megatron_versions import muon_settings
 
 COEFFICIENTS = {
     "simple": ((3.4445, -4.7750, 2.0315),),
