@@ -1,5 +1,6 @@
-"""Reads checkpoints with quantised weights (slime.models.quantization). Their weights become bfloat16 while they
-are read. A rank reads and dequantises only the blocks that its own slices touch.
+"""Reads checkpoints with quantised weights (slime.models.quantization), and writes weights in the form of such a
+checkpoint. Weights become bfloat16 while they are read. A rank reads and dequantises only the blocks that its own
+slices touch.
 """
 
 from __future__ import annotations
@@ -7,11 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.models.decoder import Hf
-from slime.models.quantization import QuantizationScheme, check_scales, dequantize, scheme_of
+from slime.models.quantization import (
+    QuantizationScheme,
+    check_scales,
+    dequantize,
+    quantised_names,
+    quantize,
+    scheme_of,
+)
 from slime.models.slices import Stored, Tensors, Where
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 _PER_WORD = 8
 
@@ -145,3 +153,28 @@ class _Quantised:
         if per > 1:
             tensors["weight_shape"] = torch.tensor([rows[1] - rows[0], columns[1] - columns[0]])
         return dequantize(tensors, self._scheme, name=self._name)
+
+
+class StoredForm:
+    """The form in which a checkpoint stores its tensors: the scheme, the quantised weights, and all dtypes. Making it
+    opens every file of the checkpoint, so the files may be replaced afterwards."""
+
+    def __init__(self, source: Tensors, hf: Hf) -> None:
+        self._scheme = scheme_of(hf)
+        names = source.names()
+        self._quantised = set() if self._scheme is None else set(quantised_names(names, self._scheme))
+        self._dtypes = {name: _dtype(source.get(name)) for name in names}
+
+    def tensors(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Returns the tensors that store the weight `name`: quantised, or with the dtype of the checkpoint's tensor. A
+        tensor that the checkpoint lacks is returned unchanged."""
+        if self._scheme is None or name not in self._quantised:
+            return {name: tensor.to(self._dtypes.get(name, tensor.dtype))}
+        stem = name.removesuffix("weight")
+        kind = str(self._dtypes[f"{stem}{self._scheme.scale}"]).removeprefix("torch.")
+        found = quantize(tensor, self._scheme, name=name, scale_dtype=kind)
+        return {f"{stem}{last}": part.to(self._dtypes[f"{stem}{last}"]) for last, part in found.items()}
+
+
+def _dtype(stored: Stored) -> dtype:
+    return stored[0:0].dtype if stored.shape else stored[...].dtype

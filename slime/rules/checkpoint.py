@@ -77,6 +77,11 @@ def check_saving(c: Config) -> None:
             raise FlagError(
                 "--save", f"be given with {spelled(name)}", "none", "name the folder of checkpoints"
             )
+    if c.checkpoint.save_hf_format and c.checkpoint.save_hf is None:
+        form = c.checkpoint.save_hf_format
+        raise FlagError(
+            "--save-hf", "be given with --save-hf-format", f"only --save-hf-format {form}", "name a folder"
+        )
     if c.weight_update.update_weight_disk_keep_files and c.weight_update.weight_dir is None:
         raise FlagError(
             "--weight-dir",

@@ -7,8 +7,10 @@ import argparse
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from slime.algo.losses import SFT_ROLLOUT
+from slime.config.sections.checkpoint import HfFormat
 from vime.backends import parse_config
 
 
@@ -34,11 +36,21 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="of a checkpoint of adapters, write whole weights in place of a PEFT directory",
     )
+    parser.add_argument(
+        "--format",
+        choices=get_args(HfFormat),
+        help="how a Hugging Face directory stores whole weights: in bfloat16, or as --hf-checkpoint does, in its "
+        "quantisation and dtypes (default: in the trainer's dtype)",
+    )
     options = parser.parse_args(argv)
     if options.load is None and (options.to == "hf" or options.iteration is not None):
         raise ValueError(
             "--load must be given unless --to torch_dist converts --hf-checkpoint, got none; name the folder of "
             "checkpoints"
+        )
+    if options.format is not None and options.to != "hf":
+        raise ValueError(
+            f"--format must be left out with --to {options.to}, got {options.format}; it is for --to hf"
         )
     # One rank without data or engines is the smallest complete configuration.
     step = () if options.iteration is None else ("--ckpt-step", str(options.iteration))
@@ -58,8 +70,7 @@ def main(argv: Sequence[str]) -> int:
         warnings.simplefilter("ignore")
         from slime.megatron_backend.checkpoint.export import export_checkpoint
 
-        read = export_checkpoint(
-            config, options.iteration, Path(options.output_dir), options.to, merge=options.merge
-        )
+        out = Path(options.output_dir)
+        read = export_checkpoint(config, options.iteration, out, options.to, merge=options.merge, form=options.format)
     print(f"wrote {read} to {options.output_dir}")
     return 0

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from slime.config.fields import flag
 from slime.config.ranges import COUNT, COUNT_OR_ZERO
+
+HfFormat = Literal["bf16", "checkpoint"]
+"""How a Hugging Face directory stores weights: in bfloat16, or as the checkpoint from which training started. Without a
+format, the dtype is the trainer's."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,12 @@ class CheckpointConfig:
     )
     save_hf: str | None = flag(
         None, "folder for Hugging Face checkpoints in addition; {rollout_id} in its name is replaced"
+    )
+    save_hf_format: str | None = flag(
+        None,
+        "how --save-hf stores weights: in bfloat16, or as --hf-checkpoint does, in its quantisation and dtypes "
+        "(default: in the trainer's dtype)",
+        choices=get_args(HfFormat),
     )
     ref_load: str = flag(
         None,

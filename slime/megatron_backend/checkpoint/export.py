@@ -15,6 +15,7 @@ from torch import Tensor
 from slime.checkpoints.checkpoint_dir import latest, released
 from slime.checkpoints.hf_config import MAPPED_BYTES
 from slime.config import Config
+from slime.config.sections.checkpoint import HfFormat
 from slime.megatron_backend.checkpoint.adapter_records import stored_lora
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, stored_parts, trained_predictions
 from slime.megatron_backend.checkpoint.merged import merged
@@ -42,6 +43,7 @@ def export_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
     merge: bool = False,
+    form: HfFormat | None = None,
 ) -> str:
     """Writes the weights of a checkpoint to `out_dir`. Returns the name of the source: "checkpoint 4 of FOLDER".
 
@@ -49,7 +51,8 @@ def export_checkpoint(
     there is no `load`. Names, shapes and tokenizer come from `config.hf_checkpoint`, the checkpoint from which training
     started. `config` describes one rank. "hf" reads and writes parameter by parameter, so host memory is one file of
     `max_shard_bytes` and one tensor; "torch_dist" holds the whole model. For a checkpoint of adapters, the result is a
-    PEFT directory, or, with `merge`, whole weights over those of `config.hf_checkpoint`. Raises ValueError if the
+    PEFT directory, or, with `merge`, whole weights over those of `config.hf_checkpoint`. `form` is as in `save_hf`, for
+    whole weights of "hf". Raises ValueError if the
     checkpoint does not exist or its shapes differ from config.json.
     """
     load, source = config.checkpoint.load, config.rollout.hf_checkpoint
@@ -70,9 +73,9 @@ def export_checkpoint(
                     f"--merge must be given for a checkpoint of adapters, got one of whole weights in {load}"
                 )
             if lora is not None:
-                _export_adapters(config, hf_config, lora, iteration, out_dir, to, merge)
+                _export_adapters(config, hf_config, lora, iteration, out_dir, to, merge, form)
                 return f"adapters of checkpoint {iteration} of {load}"
-            read = _export_weights(config, hf_config, iteration, out_dir, to, max_shard_bytes)
+            read = _export_weights(config, hf_config, iteration, out_dir, to, max_shard_bytes, form)
         finally:
             destroy_parallel()
     return read
@@ -85,6 +88,7 @@ def _export_weights(
     out_dir: Path,
     to: Kind,
     max_shard_bytes: int,
+    form: HfFormat | None,
 ) -> str:
     """Exports whole weights. Returns the name of the source."""
     load, source = config.checkpoint.load, config.rollout.hf_checkpoint
@@ -99,7 +103,8 @@ def _export_weights(
             if path
             else stored_parts(load, model, iteration=iteration, choose=CHOOSE)
         )
-        save_hf(model, source, out_dir, max_shard_bytes=max_shard_bytes, flag=OUT, read=one_by_one(parts))
+        read_one = one_by_one(parts)
+        save_hf(model, source, out_dir, max_shard_bytes=max_shard_bytes, flag=OUT, read=read_one, form=form)
     else:
         if load is None:
             load_hf(model, source)
@@ -119,6 +124,7 @@ def _export_adapters(
     out_dir: Path,
     to: Kind,
     merge: bool,
+    form: HfFormat | None,
 ) -> None:
     """Exports only the adapters, or the whole model with them. The whole model must fit in memory."""
     if to != "hf":
@@ -133,9 +139,13 @@ def _export_adapters(
         note_base(unwrapped(model))
     load_checkpoint(load, model, iteration=iteration, choose=CHOOSE, adapters=True)
     if not merge:
+        if form is not None:
+            raise ValueError(
+                f"--format must be left out for a PEFT directory, got {form}; --merge writes whole weights"
+            )
         save_peft(model, out_dir, source, flag=OUT)
         return
-    save_hf(model, source, out_dir, flag=OUT, read=merged(model, live))
+    save_hf(model, source, out_dir, flag=OUT, read=merged(model, live), form=form)
 
 
 def one_by_one(parts: StoredParts) -> Read:

@@ -25,6 +25,7 @@ from slime.checkpoints.checkpoint_dir import latest, released
 from slime.checkpoints.checkpoint_files import WRITE_LATEST
 from slime.checkpoints.hf_config import read_config_json
 from slime.checkpoints.hf_files import Files, write_shards
+from slime.config.sections.checkpoint import HfFormat
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint
 from slime.megatron_backend.checkpoint.live_table import (
     exported,
@@ -38,6 +39,7 @@ from slime.megatron_backend.checkpoint.torch_dist import load_torch_dist
 from slime.megatron_backend.model.gpt import HiddenGPTModel, last_part, unwrapped
 from slime.models import family_for
 from slime.models.layouts import Row
+from slime.models.quantised import StoredForm
 from slime.models.slices import Piece, Tensors, pieces
 from slime.system.disk_space import DiskSpaceGuard
 
@@ -238,13 +240,15 @@ def save_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     flag: str = "--save-hf",
     read: Read = live,
+    form: HfFormat | None = None,
 ) -> None:
     """Writes an HF directory that transformers loads with the same logits. Collective. Rank 0 writes. A model with a
     value head becomes a model for sequence classification with one label.
 
     The tokenizer, other small files and config.json (with the saved dtype) come from `source_dir`. Weights go to
     safetensors files of at most `max_shard_bytes` (a single tensor may exceed this). Rank 0 holds one file in host
-    memory; the other ranks hold one tensor beyond their shard. `read` is as in `export_hf`. The layers of multi-token
+    memory; the other ranks hold one tensor beyond their shard. `read` is as in `export_hf`. With the form "checkpoint",
+    weights are stored as in `source_dir`: quantised by its scheme, or in its dtypes. The layers of multi-token
     prediction in `source_dir` are copied unchanged if the model has none. config.json is written last, so a directory
     with a config.json is complete. Raises ValueError, which names `flag`, if the disk has no room.
     """
@@ -258,10 +262,26 @@ def save_hf(
             out_dir.mkdir(parents=True, exist_ok=True)
             written = read_config_json(source_dir)  # the next line may remove this file
             (out_dir / "config.json").unlink(missing_ok=True)
-            carried = _prediction_tensors(last_part(model), source_dir)
-            write_shards(chain(tensors, carried), out_dir, max_shard_bytes)
-            _copy_config(last_part(model), written, source_dir, out_dir)
+            inner = last_part(model)
+            shaped = _in_form(form, inner, tensors, source_dir)
+            carried = _prediction_tensors(inner, source_dir, raw=form == "checkpoint")
+            write_shards(chain(shaped, carried), out_dir, max_shard_bytes)
+            _copy_config(inner, written, source_dir, out_dir, form)
     dist.barrier()
+
+
+def _in_form(
+    form: HfFormat | None, inner: HiddenGPTModel, tensors: Iterator[Named], source_dir: Path
+) -> Iterator[Named]:
+    """Yields `tensors` in `form`. This call opens the files of `source_dir`, so they may be replaced before the tensors
+    are read."""
+    if form is None:
+        return tensors
+    if form == "checkpoint":
+        stored = StoredForm(Files(source_dir), inner.hf_config)
+        return (part for name, tensor in tensors for part in stored.tensors(name, tensor).items())
+    own = inner.config.params_dtype
+    return ((n, t.to(torch.bfloat16) if t.dtype == own else t) for n, t in tensors)
 
 
 def _score(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:
@@ -281,14 +301,16 @@ def _score(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:
     yield "score.weight", weight
 
 
-def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tuple[str, Tensor]]:
+def _prediction_tensors(
+    inner: HiddenGPTModel, source_dir: Path, *, raw: bool
+) -> Iterator[tuple[str, Tensor]]:
     """Returns tensors of the layers of multi-token prediction in `source_dir`, if the model does not train them. This
-    call opens the files, so they may be replaced before the tensors are read."""
+    call opens the files, so they may be replaced before the tensors are read. `raw`: as the files store them."""
     family = family_for(inner.hf_config)
     if inner.config.mtp_num_layers or not family.predicted(inner.hf_config):
         return iter(())
     files = Files(source_dir)
-    stored = family.stored(files, inner.hf_config)
+    stored = files if raw else family.stored(files, inner.hf_config)
     names = family.prediction_names(sorted(stored.names()), inner.hf_config)
     files.open(family.prediction_names(files.names(), inner.hf_config))
     return ((name, stored.get(name)[...]) for name in names)
@@ -307,14 +329,16 @@ def _with_copies(
         yield from ((copy, tensor.clone()) for copy, source in copies.items() if source == name)
 
 
-def _copy_config(inner: HiddenGPTModel, written: dict[str, Any], source_dir: Path, out_dir: Path) -> None:
+def _copy_config(
+    inner: HiddenGPTModel, written: dict[str, Any], source_dir: Path, out_dir: Path, form: HfFormat | None
+) -> None:
     if source_dir.resolve() != out_dir.resolve():
         for file in source_dir.iterdir():
             if file.is_file() and not file.name.endswith(_NOT_COPIED) and file.name != "config.json":
                 shutil.copyfile(file, out_dir / file.name)
-    dtype = str(inner.config.params_dtype).removeprefix("torch.")
+    dtype = "bfloat16" if form == "bf16" else str(inner.config.params_dtype).removeprefix("torch.")
     for part in (written, written.get("text_config")):
-        if part is not None:
+        if part is not None and form != "checkpoint":
             part.pop("quantization_config", None)
             part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype
     if inner.value:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.config.hook_calls import Hooks
+from slime.config.sections.checkpoint import HfFormat
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.merged import merged
 from slime.megatron_backend.checkpoint.own_slices import OwnSlices
@@ -148,7 +150,9 @@ class Outputs:
         return QuantizedWeights.of(checkpoint, scheme)
 
     def _save_hf(self, rollout_id: int) -> None:
-        assert self.config.checkpoint.save_hf is not None
-        out = Path(self.config.checkpoint.save_hf.format(rollout_id=rollout_id))
-        model = self.models.main.model
-        save_hf(model, self.config.rollout.hf_checkpoint, out, read=merged(model, live))
+        flags, model = self.config.checkpoint, self.models.main.model
+        assert flags.save_hf is not None
+        form = cast(HfFormat | None, flags.save_hf_format)
+        out = Path(flags.save_hf.format(rollout_id=rollout_id))
+        source = self.config.rollout.hf_checkpoint
+        save_hf(model, source, out, read=merged(model, live), form=form)

@@ -133,6 +133,40 @@ def test_a_slice_needs_only_its_blocks(tmp_path, said, form):
     assert files.read_bytes - before == codes + scales
 
 
+@pytest.mark.parametrize(("said", "form"), [(FP8, in_fp8), (INT4, in_int4)], ids=["fp8", "int4"])
+def test_weights_are_written_in_the_scheme_of_the_checkpoint(tmp_path, said, form):
+    """The scales are computed again, from values that were rounded to bfloat16. Tensors that are not quantised, and the
+    prediction layer that the model does not have, are the same bits."""
+    stored, wanted = quantise(tmp_path / "hf", said, form)
+    model = loaded(tmp_path / "hf")
+    save_hf(model, tmp_path / "hf", tmp_path / "same", form="checkpoint", max_shard_bytes=100_000)
+    assert len(list((tmp_path / "same").glob("*.safetensors"))) > 2
+    written = {n: t for file in (tmp_path / "same").glob("*.safetensors") for n, t in load_file(file).items()}
+    assert written.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert (written[name].dtype, written[name].shape) == (tensor.dtype, tensor.shape), name
+        plain = name in wanted and tensor.dtype != torch.float8_e4m3fn
+        if plain or name.startswith(PREDICTION):
+            assert torch.equal(written[name], tensor), name
+    texts = [(tmp_path / folder / "config.json").read_text() for folder in ("hf", "same")]
+    assert json.loads(texts[0]) == json.loads(texts[1])
+    before, after = dict(export_hf(model)), dict(export_hf(loaded(tmp_path / "same")))
+    for name, tensor in before.items():
+        error = (after[name] - tensor).abs().max() / tensor.abs().max()
+        assert error < (2**-7 if form is in_int4 else 2**-4), name
+
+
+def test_a_directory_in_bfloat16_from_a_trainer_in_float32(tmp_path):
+    _, wanted = quantise(tmp_path / "hf", FP8, in_fp8)
+    save_hf(loaded(tmp_path / "hf"), tmp_path / "hf", tmp_path / "out", form="bf16")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for name, tensor in written.items() if "bias" not in name} == {torch.bfloat16}
+    assert torch.equal(written[EXPERT].float(), wanted[EXPERT])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+
+
 def test_scales_that_are_missing_or_of_another_shape_are_named(tmp_path):
     stored, _ = quantise(tmp_path, FP8, in_fp8)
     scales = stored.pop(f"{EXPERT}_scale_inv")
