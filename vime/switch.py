@@ -1,5 +1,4 @@
-"""Reads the rl_kernel switch from environment variables, for launch scripts that cannot be edited. Only this file reads
-them.
+"""Reads flags from environment variables, for launch scripts that cannot be edited. Only this file reads them.
 
     VIME_RL_KERNEL=0|1            --rlk-fast off|auto
     VIME_RLK_FAST=MODE            --rlk-fast MODE
@@ -12,6 +11,10 @@ that contradicts them is an error, because upstream defines no priority:
     RL_KERNEL_MODE=off|auto|strict    --rlk-fast off|auto|strict
     RL_KERNEL_MODE=audit              --rlk-fast strict --rlk-consistency audit
     RL_KERNEL_ALIGNED=1               --rlk-bitwise --rlk-consistency strict; 0 has no effect
+
+slime has a variable for its trainer, with the same rule:
+
+    OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1    --round-expert-weights; 0 has no effect
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ MODES: dict[str, dict[str, str]] = {
 fallback."""
 ALIGNED: dict[str, dict[str, str]] = {"0": {}, "1": {"rlk_bitwise": "", "rlk_consistency": "strict"}}
 """Maps the launcher's RL_KERNEL_ALIGNED to flags: 1 makes the engine's arithmetic equal to the trainer's."""
+FAKE_INT4: dict[str, dict[str, str]] = {"0": {}, "1": {"round_expert_weights": ""}}
+"""Maps slime's OPEN_TRAINING_INT4_FAKE_QAT_FLAG to flags."""
 SAME = {"enable_rl_kernel": "rlk_fast", "rl_kernel_strict": "rlk_fast"}
 """Other spellings of a flag."""
 MEANS = {"enable_rl_kernel": "auto", "rl_kernel_strict": "strict"}
@@ -76,7 +81,11 @@ def _add_upstreams(
     groups: list[FlagGroup], environ: Mapping[str, str], added: dict[str, FlagGroup], remarks: dict[str, str]
 ) -> None:
     """Adds the flags of upstream's variables to `added`, and their notes to `remarks`."""
-    for variable, settings in (("RL_KERNEL_MODE", MODES), ("RL_KERNEL_ALIGNED", ALIGNED)):
+    for variable, settings in (
+        ("RL_KERNEL_MODE", MODES),
+        ("RL_KERNEL_ALIGNED", ALIGNED),
+        ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", FAKE_INT4),
+    ):
         mode = environ.get(variable)
         if not mode:
             continue

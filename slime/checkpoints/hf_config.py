@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.checkpoints.checkpoint_dir import HF_INDEX
 from slime.checkpoints.hub import is_hub_name
+from slime.checkpoints.quantised_files import Header, check_quantised_files
 from slime.models import family_for
 from slime.models.decoder import Hf
 from slime.records.errors import FlagError
@@ -140,20 +141,21 @@ def read_index(checkpoint: Path) -> dict[str, str] | None:
 
 def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
     """Raises ValueError for the first file that is missing or truncated, for the first tensor whose shape does not
-    match config.json, or for missing layers.
+    match config.json, for missing layers, or for a quantised weight without its scales.
 
     The function reads safetensors headers only. It checks the parts that every dense decoder has (embedding, MLP,
     number of layers). The trainer and the engine compare all tensors when they load them. A checkpoint without
     safetensors files is not checked here.
     """
     family = family_for(hf_config)
+    scheme = family.scheme(hf_config)
     hidden, ffn = hf_config.get("hidden_size"), hf_config.get("intermediate_size")
     expected = {
         "embed_tokens.weight": [hf_config.get("vocab_size"), hidden],
         "mlp.gate_proj.weight": [ffn, hidden],
         "mlp.down_proj.weight": [hidden, ffn],
     }
-    layers = set()
+    layers, headers = set(), dict[str, Header]()
     folder = Path(checkpoint)
     files = set(folder.glob("*.safetensors"))
     if files:  # `vime plan` also works with only the JSON files
@@ -161,6 +163,12 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
     for file in sorted(files):
         with open_weights(file, "np") as tensors:
             names = list(tensors.keys())
+            if scheme is not None:
+                parts = {name: tensors.get_slice(name) for name in names}
+                headers |= {
+                    name: Header(tuple(part.get_shape()), part.get_dtype(), str(file))
+                    for name, part in parts.items()
+                }
             for name in set(names).difference(family.prediction_names(names, hf_config)):
                 layers |= set(re.findall(r"\blayers\.(\d+)\.", name))
                 for suffix, shape in expected.items():
@@ -178,6 +186,8 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
             f"hold {hf_config.get('num_hidden_layers')} layers, as its config.json says",
             f"{len(layers)} in {checkpoint}",
         )
+    if scheme is not None:
+        check_quantised_files(headers, scheme)
 
 
 def require_weight_files(checkpoint: str | Path) -> None:

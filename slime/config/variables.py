@@ -34,8 +34,9 @@ class Unread:
     """A value of --rollout-backend or of --transformer-impl."""
 
 
+_INT4 = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
 _OPEN_TRAINING = Refused(
-    "be unset, because the trainer does not round weights in its forward pass",
+    "be unset, because the trainer rounds the weights of experts to int4 only (--round-expert-weights)",
     "unset it: the engines keep the checkpoint's scheme, and --use-tis corrects for the difference of the log-probs",
 )
 _ORIGINAL = Refused(
@@ -58,7 +59,7 @@ REFUSED: dict[str, Refused] = {
 _READ = ("SLIME_AGENT_*", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_APPLY_QK_LAYER_SCALING")
 """Variables of the patterns below that code of this project or of megatron-core reads."""
 UNREAD: dict[str, Unread] = {
-    "OPEN_TRAINING_*": Unread("the trainer does not round weights in its forward pass"),
+    "OPEN_TRAINING_*": Unread("--round-expert-weights takes the groups of --hf-checkpoint"),
     "NVTE_*": Unread("Transformer Engine reads them, and the trainer does not use it", "transformer_engine"),
     "SGLANG_*": Unread("SGLang reads them, and no engine of this run is SGLang's", "sglang"),
     "SGL_*": Unread("SGLang reads them, and no engine of this run is SGLang's", "sglang"),
@@ -73,8 +74,14 @@ UNREAD: dict[str, Unread] = {
 def check_variables(config: Config, environ: Mapping[str, str]) -> None:
     """Raises ValueError for the first variable of `REFUSED` in `environ` or --train-env-vars that is not off."""
     for name, value in _variables(config, environ):
+        if value.strip().lower() in ("", *FALSE_WORDS):
+            continue
+        if name == _INT4:  # vime.switch reads it from the environment
+            if not config.train.round_expert_weights:
+                raise FlagError(name, "be left out of --train-env-vars", value, "give --round-expert-weights")
+            continue
         for pattern, refused in REFUSED.items():
-            if fnmatchcase(name, pattern) and value.strip().lower() not in ("", *FALSE_WORDS):
+            if fnmatchcase(name, pattern):
                 raise FlagError(name, refused.rule, value, refused.advice)
 
 

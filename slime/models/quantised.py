@@ -159,13 +159,12 @@ class StoredForm:
     """The form in which a checkpoint stores its tensors: the scheme, the quantised weights, and all dtypes. Making it
     opens every file of the checkpoint, so the files may be replaced afterwards."""
 
-    def __init__(self, source: Tensors, hf: Hf) -> None:
-        self._scheme = scheme_of(hf)
-        names = source.names()
-        self._quantised = set() if self._scheme is None else set(quantised_names(names, self._scheme))
-        self._dtypes = {name: _dtype(source.get(name)) for name in names}
+    def __init__(self, source: Tensors, scheme: QuantizationScheme | None) -> None:
+        self._scheme, names = scheme, source.names()
+        self._quantised = set() if scheme is None else set(quantised_names(names, scheme))
+        self._dtypes = {name: _read_dtype(source.get(name)) for name in names}
 
-    def tensors(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Returns the tensors that store the weight `name`: quantised, or with the dtype of the checkpoint's tensor. A
         tensor that the checkpoint lacks is returned unchanged."""
         if self._scheme is None or name not in self._quantised:
@@ -176,5 +175,5 @@ class StoredForm:
         return {f"{stem}{last}": part.to(self._dtypes[f"{stem}{last}"]) for last, part in found.items()}
 
 
-def _dtype(stored: Stored) -> dtype:
+def _read_dtype(stored: Stored) -> dtype:
     return stored[0:0].dtype if stored.shape else stored[...].dtype

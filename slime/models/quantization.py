@@ -248,6 +248,16 @@ def dequantize(tensors: Mapping[str, Tensor], scheme: QuantizationScheme, *, nam
     return weight
 
 
+def rounded(weight: Tensor, scheme: QuantizationScheme, *, name: str = "weight") -> Tensor:
+    """Returns `dequantize(quantize(weight))` of a scheme in int4, in the dtype of the weight."""
+    import torch
+
+    check_groups(tuple(weight.shape), scheme, name)
+    codes, scales = _int4(weight, scheme.block[1], getattr(torch, scheme.scale_dtype))
+    values: Tensor = codes * spread(scales, scheme.block, tuple(weight.shape))
+    return values.to(torch.bfloat16).to(weight.dtype)
+
+
 def check_scales(
     found: tuple[int, ...], shape: tuple[int, ...], scheme: QuantizationScheme, name: str
 ) -> None:

@@ -19,6 +19,7 @@ from slime.config import Config
 from slime.plan.communicators import communicator_bytes, engine_communicator_bytes
 from slime.plan.memory_estimate import BYTES, Estimate, Item
 from slime.plan.model_shape import Params, Shape
+from slime.plan.scheme_bytes import count_quantised
 from slime.plan.units import GIB, amount, count
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, SAVING, TRAINING
 
@@ -171,8 +172,9 @@ def compute_peaks(moments: Collection[Moment]) -> dict[str, float]:
 
 def engine_weights(c: Config, shape: Shape) -> Item:
     """Returns the model's weights on one GPU of an engine. Tensor-parallel ranks and pipeline stages share the
-    parameters, and data-parallel replicas share the experts. An engine that quantises does not quantise embedding and
-    head. A draft adds the layers of multi-token prediction."""
+    parameters, and data-parallel replicas share the experts. An engine keeps the scheme of a quantised checkpoint. An
+    engine that quantises plain weights does not quantise embedding and head. A draft adds the layers of multi-token
+    prediction, in plain weights."""
     facts = c.engine.engine_facts
     size: float = BYTES.get(facts.dtype or c.megatron.params_dtype, 2)
     gpus = c.cluster.rollout_num_gpus_per_engine // facts.data_parallel_size
@@ -185,6 +187,11 @@ def engine_weights(c: Config, shape: Shape) -> Item:
     if facts.weight_bytes is not None:
         parts = [(layers, facts.weight_bytes), (ends, size)]
         size = facts.weight_bytes
+    elif (found := count_quantised(shape)) is not None:
+        small = found.others + (0 if experts else found.experts)
+        parts = [(small, found.bytes), (layers + ends - small, size)]
+        size += (found.bytes - size) * found.experts / max(1, whole.experts)  # the mean of all layers
+    parts = [(number, each) for number, each in parts if number]
     how = " + ".join(f"{count(number)} x {each:.4g} B" for number, each in parts)
     how = f"{how if len(parts) == 1 else f'({how})'} / {gpus} GPUs"
     if experts:

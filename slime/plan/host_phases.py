@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from slime.checkpoints.hf_config import MAPPED_BYTES
 from slime.config import Config
-from slime.plan.loading_estimate import largest_slice, stored_bytes
+from slime.plan.loading_estimate import largest_slice, reads_whole, stored_bytes
 from slime.plan.memory_estimate import BYTES, Estimate
 from slime.plan.units import GIB, amount
 from slime.plan.update_estimate import given_bytes
@@ -93,7 +93,7 @@ def _list_trainer_items(c: Config, e: Estimate, leaving: Collection[str]) -> Ite
         "offloaded state", ranks * away, f"{ranks} ranks x {amount(away)} of {' and '.join(moved)}"
     )
     hf = e.shape.hf
-    elements, _ = largest_slice(c, e.shape, whole=bool(hf.get("quantization_config")))
+    elements, _ = largest_slice(c, e.shape, whole=reads_whole(hf))
     reads = elements * stored_bytes(c, hf) + MAPPED_BYTES
     yield HostItem("files read", ranks * reads, f"{ranks} ranks x {amount(reads)}", (LOADING,))
     if c.checkpoint.save is not None and c.checkpoint.async_save:

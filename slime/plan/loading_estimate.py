@@ -11,10 +11,12 @@ from collections.abc import Iterator
 
 from slime.checkpoints.hf_config import MAPPED_BYTES
 from slime.config import Config
+from slime.models import family_for
 from slime.models.decoder import Hf
 from slime.plan.memory_estimate import BYTES, Item, role_shape
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params
+from slime.plan.scheme_bytes import count_quantised
 from slime.plan.units import amount, count
 from slime.roles import POLICY, get_roles
 
@@ -23,7 +25,8 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
     """Yields the bytes that a rank of the pipeline stage with the most parameters reads, and its host memory at the
     peak.
 
-    Yields no bytes read for a quantised checkpoint: its tensors are read whole, and their size depends on the files.
+    The bytes of a parameter of a quantised checkpoint are the mean over the model. There are no bytes read for tensors
+    that are read whole, because their size depends on the files.
     """
     shape, stored = Shape.of(hf), stored_bytes(c, hf)
     roles = sorted(
@@ -33,10 +36,9 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
     others, models = [role.name for role in alike[1:]], len(alike)
     twice = f", for the {' and the '.join(others)} too" if others else ""
     kinds = list(rank_params(c, shape))
-    if not hf.get("quantization_config"):
-        for kind, params, share, ranks, _ in kinds:
-            how = f"{share} x {stored} B{ranks}{twice}"
-            yield Item(f"{kind}weights read", models * params * stored, how)
+    for kind, params, share, ranks, _ in kinds if not reads_whole(hf) else ():
+        each = mean_file_bytes(shape, stored, experts=bool(kind))
+        yield Item(f"{kind}weights read", models * params * each, f"{share} x {each:.4g} B{ranks}{twice}")
     size = BYTES[c.megatron.params_dtype]
     others_bytes = 0.0
     for role in (role for role in roles if role not in alike):
@@ -44,7 +46,7 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
         for kind, params, share, ranks, _ in own:
             yield Item(f"{kind}{role.name} read", params * stored, f"{share} x {stored} B{ranks}")
         others_bytes += sum(params for _, params, _, _, _ in own) * size
-    elements, name = largest_slice(c, shape, whole=bool(hf.get("quantization_config")))
+    elements, name = largest_slice(c, shape, whole=reads_whole(hf))
     weights = sum(params for _, params, _, _, _ in kinds) * size * models + others_bytes
     on_host = weights if c.cluster.device == "cpu" else 0.0
     how = f"{amount(on_host)} of weights + " if on_host else "weights go to the GPU; "
@@ -60,6 +62,22 @@ def stored_bytes(c: Config, hf: Hf) -> int:
     tensors are in bfloat16 after reading."""
     said = hf.get("dtype") or hf.get("torch_dtype")
     return BYTES.get(str(said), BYTES[c.megatron.params_dtype])
+
+
+def mean_file_bytes(shape: Shape, plain: float, *, experts: bool) -> float:
+    """Returns the mean bytes of a parameter in the files, for the routed experts or for all other parameters. `plain`:
+    bytes of an element of a tensor that is not quantised."""
+    whole = shape.count_params(shape.kinds, 1 if shape.tied else 2)
+    found = count_quantised(shape)
+    if found is None:
+        return plain
+    small, of = (found.experts, whole.experts) if experts else (found.others, whole.total - whole.experts)
+    return plain + (found.bytes - plain) * small / max(1, of)
+
+
+def reads_whole(hf: Hf) -> bool:
+    """Returns True if the family reads quantised tensors whole, and not by the slices of a rank."""
+    return bool(hf.get("quantization_config")) and family_for(hf).scheme(hf) is None
 
 
 def largest_slice(c: Config, shape: Shape, *, whole: bool) -> tuple[float, str]:

@@ -7,10 +7,13 @@ trainer chooses these itself, and a note reports it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config.fields import Values, spelled
 from slime.config.sections.megatron import MegatronConfig
+from slime.models import read_decoder
 from slime.records.errors import FlagError
 from slime.roles import CRITIC, get_roles
 
@@ -115,6 +118,44 @@ def check_transformer_engine(c: Config) -> None:
                 value,
                 "--transformer-impl local does that",
             )
+
+
+def without_engine_layers(c: Config) -> Config:
+    """Returns the configuration without Transformer Engine's layers, for a model with experts: the trainer computes
+    such a model in its own layers, in --params-dtype. A note names the flags."""
+    engine = c.megatron.overrides.get("transformer_impl") == "transformer_engine"
+    if not engine or c.rollout.hf_checkpoint is None or not _has_experts(c.rollout.hf_checkpoint):
+        return c
+    low = {name: value for name, value in c.megatron.overrides.items() if name.startswith(("fp8", "fp4"))}
+    left_out = {
+        "transformer_impl": "transformer_engine",
+        **{name: value for name, value in low.items() if value},
+    }
+    flags = [
+        _SPELLED.get(name, spelled(name)) + ("" if value is True else f" {value}")
+        for name, value in left_out.items()
+    ]
+    note = f"{', '.join(flags)}: without effect for a model with experts, whose layers are the trainer's own"
+    if len(left_out) > 1:
+        note += f"; it computes in {c.megatron.params_dtype}, which is more exact than {next(iter(low))[:3]} and slower"
+    kept = {n: v for n, v in c.megatron.overrides.items() if n not in {"transformer_impl", *low}}
+    return replace(c.with_values(overrides=kept), notes=(*c.notes, note))
+
+
+def _has_experts(checkpoint: str) -> bool:
+    try:
+        return read_decoder(read_hf_config(checkpoint)).experts is not None
+    except ValueError:  # the rules of the checkpoint report it
+        return False
+
+
+def engine_notes(c: Config) -> Iterator[str]:
+    """Yields a note on Transformer Engine's layers."""
+    if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
+        yield (
+            "--transformer-impl transformer_engine: these layers were written from the sources of Megatron and of "
+            "Transformer Engine and have never been run; local was run and measured"
+        )
 
 
 def check_padded_vocabulary(c: Config, vocab: int) -> None:

@@ -27,6 +27,7 @@ from slime.records.errors import FlagError, UnknownFlag
 from slime.roles.served import by_name, listed, named_teachers
 from slime.rules.backend import BackendFlags, NoBackend
 from slime.rules.flags import own_flags
+from slime.rules.megatron import without_engine_layers
 from slime.rules.resolve import resolve
 from slime.rules.validate import Rule, checkpoint_notes, validate
 
@@ -73,7 +74,7 @@ def parse_args(
     config = problems.check(resolve, given.values, given.notes)
     if config is not None:
         local = problems.check(_local_models, config, download)
-        config = local or config
+        config = without_engine_layers(local or config)
         validate(config, problems, backend.rules, rules)
     problems.report()
     assert isinstance(config, Config), "without a problem there is a configuration"

@@ -361,11 +361,6 @@ def _remarks(c: Config) -> Iterator[str]:
     yield from mismatch_notes(c)
     yield from rate_notes(c)
     yield from muon_notes(c)
-    if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
-        yield (
-            "--transformer-impl transformer_engine: these layers were written from the sources of Megatron and of "
-            "Transformer Engine and have never been run; local was run and measured"
-        )
     version = megatron_versions.installed()  # `vime plan` works without it
     if version is not None and (remark := megatron_versions.check(version)):
         yield remark

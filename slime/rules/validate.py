@@ -14,7 +14,7 @@ from slime.config.problems import Problems, given
 from slime.config.schema import Config
 from slime.environments.flags import check_environments
 from slime.hooks import load_function
-from slime.models import Decoder, family_for, read_decoder
+from slime.models import Decoder, read_decoder
 from slime.models.decoder import Hf
 from slime.models.selection import check_selection
 from slime.plan.stages import check_stages, micro_batch_group
@@ -22,7 +22,13 @@ from slime.plan.trained_params import check_parameter_names
 from slime.records.errors import FlagError
 from slime.roles.groups import build_groups
 from slime.rules.algorithm import RULES as ALGORITHM
-from slime.rules.checkpoint import check_directories, check_saving, check_weight_update
+from slime.rules.checkpoint import (
+    check_directories,
+    check_saving,
+    check_scheme,
+    check_weight_update,
+    scheme_notes,
+)
 from slime.rules.cluster import (
     check_critic_devices,
     check_domains,
@@ -50,7 +56,12 @@ from slime.rules.heads import check_heads
 from slime.rules.kernels import check_bitwise_model, check_kernels
 from slime.rules.lora import check_lora
 from slime.rules.megatron import RULES as MEGATRON
-from slime.rules.megatron import check_dropout, check_padded_vocabulary, check_transformer_engine
+from slime.rules.megatron import (
+    check_dropout,
+    check_padded_vocabulary,
+    check_transformer_engine,
+    engine_notes,
+)
 from slime.rules.model_args import check_model_args, model_arg_notes
 from slime.rules.off_policy import (
     check_kept_tokens,
@@ -61,7 +72,6 @@ from slime.rules.off_policy import (
 )
 from slime.rules.packages import check_packages
 from slime.rules.prediction import check_prediction
-from slime.system.extras import IS_CHECKOUT
 from slime.weight_sync.registry import CHANNELS
 
 Rule = Callable[[Config], None]
@@ -263,19 +273,6 @@ def _checkpoint(c: Config) -> None:
     checkpoint, hf_config = given(c.rollout.hf_checkpoint), _model(c)
     read_decoder(hf_config)
     check_checkpoint_shapes(checkpoint, hf_config)
-    quantised = hf_config.get("quantization_config")
-    if quantised and family_for(hf_config).scheme(hf_config) is None and not c.debug.debug_train_only:
-        how = (
-            f": python scripts/dequantise.py {checkpoint} OUT_DIR"
-            if IS_CHECKOUT
-            else " with vime's repository"
-        )
-        raise FlagError(
-            "--hf-checkpoint",
-            "hold plain weights, because updates bring plain weights to the engines",
-            f"quant_method {quantised.get('quant_method')} in {checkpoint}",
-            f"write a copy in bfloat16{how}",
-        )
     largest, vocabulary = largest_token_id(checkpoint), hf_config.get("vocab_size")
     if largest is not None and vocabulary is not None and largest >= vocabulary:
         raise FlagError(
@@ -317,6 +314,8 @@ def _with_decoder(check: Callable[[Config, Decoder], None]) -> Rule:
 def checkpoint_notes(c: Config) -> Iterator[str]:
     """Yields notes on flags that describe the checkpoint of a validated configuration."""
     yield from model_arg_notes(c.megatron.model_args, _model(c))
+    yield from scheme_notes(c, _model(c))
+    yield from engine_notes(c)
 
 
 BY_THEMSELVES: tuple[Rule, ...] = (_required, _ranges, _precision, check_selection, check_environments)
@@ -361,6 +360,7 @@ TOGETHER: tuple[Rule, ...] = (
     _model_args,
     _replayed_model,
     _with_decoder(lambda c, decoder: check_stages(c.megatron, len(decoder.layers))),
+    _with_decoder(lambda c, _: check_scheme(c, _model(c))),
     _with_decoder(check_expert_flags),
     _with_decoder(check_heads),
     _with_decoder(check_bitwise_model),

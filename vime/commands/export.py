@@ -14,9 +14,8 @@ from slime.config.sections.checkpoint import HfFormat
 from vime.backends import parse_config
 
 
-def main(argv: Sequence[str]) -> int:
-    """Reads --load, or --hf-checkpoint, and writes --output-dir. Raises ValueError if the checkpoint is missing or does
-    not fit --hf-checkpoint."""
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the flags of `vime export`. Raises ValueError for flags that contradict each other."""
     parser = argparse.ArgumentParser(prog="vime export", allow_abbrev=False)
     parser.add_argument(
         "--load",
@@ -52,6 +51,13 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             f"--format must be left out with --to {options.to}, got {options.format}; it is for --to hf"
         )
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Reads --load, or --hf-checkpoint, and writes --output-dir. Raises ValueError if the checkpoint is missing or does
+    not fit --hf-checkpoint."""
+    options = parse_options(argv)
     # One rank without data or engines is the smallest complete configuration.
     step = () if options.iteration is None else ("--ckpt-step", str(options.iteration))
     load = () if options.load is None else ("--load", options.load)
@@ -71,6 +77,8 @@ def main(argv: Sequence[str]) -> int:
         from slime.megatron_backend.checkpoint.export import export_checkpoint
 
         out = Path(options.output_dir)
-        read = export_checkpoint(config, options.iteration, out, options.to, merge=options.merge, form=options.format)
+        read = export_checkpoint(
+            config, options.iteration, out, options.to, merge=options.merge, form=options.format
+        )
     print(f"wrote {read} to {options.output_dir}")
     return 0

@@ -38,4 +38,8 @@ def lines() -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     yield ""
     yield "planned: the flags are accepted, and the family was never run there (docs/status.md)."
+    yield (
+        "quantised checkpoints: every family in fp8 with blocks, or compressed-tensors in fp8 or int4; gpt_oss is also "
+        "read in mxfp4 (docs/models.md)."
+    )
     yield "docs/adding-a-model.md shows how to add a family."

@@ -10,12 +10,15 @@ from collections.abc import Iterator, Sequence
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
+from slime.models import family_for
+from slime.models.decoder import Hf
 from slime.operators import decide, headline
 from slime.plan.fit import MachineSizes
 from slime.plan.loading_estimate import loading
 from slime.plan.memory_decision import TOO_SMALL
 from slime.plan.memory_estimate import adapters_sent
 from slime.plan.model_shape import Shape
+from slime.plan.scheme_bytes import count_quantised
 from slime.plan.stages import build_stages, micro_batch_group
 from slime.plan.units import count
 from slime.roles import describe_step
@@ -38,7 +41,7 @@ from vime.memory.sizes import for_gpus, machine_sizes, requested_bytes, take_siz
 from vime.plan.hardware import hardware, update
 from vime.plan.hardware import machine as this_machine
 from vime.run.prompts import plural, prompts
-from vime.start.checks import Inputs, check_run, lacks_weights, plans_other_machine, read_inputs
+from vime.start.checks import Inputs, check_run, find_missing_weights, plans_other_machine, read_inputs
 from vime.start.first_prompt import FirstPrompt
 from vime.start.run_start import start_line
 
@@ -48,6 +51,15 @@ def routed(shape: Shape) -> str:
     if not any(kind.sparse for kind in shape.kinds):
         return ""
     return f", of the layers' {count(shape.active)} for a token ({shape.topk} of {shape.experts} experts)"
+
+
+def scheme_lines(hf: Hf) -> Iterator[str]:
+    """Yields the scheme of a quantised checkpoint, and the share of the parameters that it quantises."""
+    scheme, shape = family_for(hf).scheme(hf), Shape.of(hf)
+    found = count_quantised(shape)
+    if scheme is not None and found is not None:
+        share = (found.others + found.experts) / shape.params
+        yield f"checkpoint and engines: {scheme.title} ({share:.0%} of the parameters, {found.bytes:.4g} B each)"
 
 
 def topology(c: Config) -> Iterator[str]:
@@ -214,7 +226,8 @@ def describe(c: Config, machine: MachineSizes | None = None, data: Sequence[str]
     parts: dict[str, list[str]] = {
         "Model": [
             f"{hf.get('model_type')}, {count(shape.params)} parameters{routed(shape)}, "
-            f"{c.megatron.params_dtype} on {c.cluster.device}"
+            f"{c.megatron.params_dtype} on {c.cluster.device}",
+            *scheme_lines(hf),
         ],
         "Start": [start_line(c)],
         "Topology": list(topology(c)),
@@ -265,7 +278,11 @@ def main(argv: Sequence[str]) -> int:
     names_device = any(word.partition("=")[0] == "--device" for word in flags)
 
     def is_planned_without_weights(config: Config) -> bool:
-        return not names_device and config.rollout.hf_checkpoint is not None and lacks_weights(config)
+        return (
+            not names_device
+            and config.rollout.hf_checkpoint is not None
+            and find_missing_weights(config) is not None
+        )
 
     def is_elsewhere(config: Config) -> bool:
         return plans_other_machine(config, sizes) or is_planned_without_weights(config)
@@ -281,8 +298,7 @@ def main(argv: Sequence[str]) -> int:
     machine = machine_sizes(c, sizes)
     report = describe(c, machine, data)
     if is_planned_without_weights(c):
-        folder = c.rollout.hf_checkpoint
-        report += f"\nNot checked\n  this machine: {folder} has no weights, which `vime train` needs"
+        report += f"\nNot checked\n  this machine: {find_missing_weights(c)} has no weights, which `vime train` needs"
     print(report)
     asked = requested_bytes(c, sizes.gpu) is not None or sizes.host is not None
     verdicts = [line.strip() for line in report.splitlines()]

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from slime.checkpoints.checkpoint_dir import start_directory
+from slime.checkpoints.checkpoint_dir import released, resumed_iteration, start_directory
 from slime.checkpoints.hf_config import read_hf_config, require_weight_files
 from slime.config import Config
 from slime.config.fields import spelled
@@ -149,24 +149,37 @@ def _is_shape(config: Config) -> bool:
     return isinstance(note, dict) and note.get("weights", "") is None
 
 
-def lacks_weights(config: Config) -> bool:
-    """Returns True if --hf-checkpoint has no weights, though the engines or a new run read them."""
+def find_missing_weights(config: Config) -> Path | None:
+    """Returns the folder without weights that the engines or a new run read: --hf-checkpoint, or converted weights.
+    Returns None if all weights exist."""
     folder = Path(config.rollout.hf_checkpoint)
     serves = config.num_engines > 0 and not config.rollout.rollout_external_engine_addrs
-    read = serves or start_directory(config) == config.rollout.hf_checkpoint
-    return read and not any(next(folder.glob(f"*.{kind}"), None) for kind in ("safetensors", "bin", "pt"))
+    start = None if resumed_iteration(config) is not None else start_directory(config)
+    read = serves or start == config.rollout.hf_checkpoint
+    if read and not any(next(folder.glob(f"*.{kind}"), None) for kind in ("safetensors", "bin", "pt")):
+        return folder
+    converted = None if start is None else released(start)
+    return converted if converted and not next(converted.glob("*.distcp"), None) else None
 
 
 def _require_weights(config: Config) -> None:
-    folder = Path(config.rollout.hf_checkpoint)
-    require_weight_files(folder)
-    if lacks_weights(config):
+    require_weight_files(Path(config.rollout.hf_checkpoint))
+    folder = find_missing_weights(config)
+    if folder is None:
+        return
+    if folder == Path(config.rollout.hf_checkpoint):
         raise FlagError(
             "--hf-checkpoint",
             "have weights",
             f"no file *.safetensors in {folder}",
             "download or copy the whole checkpoint (`vime plan --gpu NAME` plans without weights)",
         )
+    raise FlagError(
+        "--load" if str(folder.parent) == str(config.checkpoint.load) else "--ref-load",
+        "have weights",
+        f"no file *.distcp in {folder}",
+        "convert the model again, or copy the whole folder (`vime plan --gpu NAME` plans without weights)",
+    )
 
 
 def _require_fit(config: Config) -> None:

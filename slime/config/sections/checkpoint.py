@@ -9,8 +9,8 @@ from slime.config.fields import flag
 from slime.config.ranges import COUNT, COUNT_OR_ZERO
 
 HfFormat = Literal["bf16", "checkpoint"]
-"""How a Hugging Face directory stores weights: in bfloat16, or as the checkpoint from which training started. Without a
-format, the dtype is the trainer's."""
+"""The form in which a Hugging Face directory stores weights: in bfloat16, or as the checkpoint from which training
+started. Without a format, the dtype is the trainer's."""
 
 
 @dataclass(frozen=True)

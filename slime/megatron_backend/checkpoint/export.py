@@ -28,6 +28,7 @@ from slime.megatron_backend.lora.install import add_adapters
 from slime.megatron_backend.model.gpt import build_model, unwrapped
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.models import family_for
 from slime.models.lora import Lora
 
 Kind = Literal["hf", "torch_dist"]
@@ -64,6 +65,12 @@ def export_checkpoint(
         if iteration is None and released(load) is None:
             raise ValueError(f"--load must hold a checkpoint, got none in {load}; check the path")
     hf_config = load_hf_config(source)
+    said = hf_config.get("quantization_config")
+    if form == "checkpoint" and said and family_for(hf_config).scheme(hf_config) is None:
+        raise ValueError(
+            f"--format must be bf16 for a checkpoint in {said.get('quant_method')}, got checkpoint; no code writes "
+            "weights in this scheme"
+        )
     with tempfile.TemporaryDirectory() as rendezvous:
         init_parallel(0, 1, config, init_method=f"file://{rendezvous}/store")
         try:

@@ -249,7 +249,7 @@ def save_hf(
     safetensors files of at most `max_shard_bytes` (a single tensor may exceed this). Rank 0 holds one file in host
     memory; the other ranks hold one tensor beyond their shard. `read` is as in `export_hf`. With the form "checkpoint",
     weights are stored as in `source_dir`: quantised by its scheme, or in its dtypes. The layers of multi-token
-    prediction in `source_dir` are copied unchanged if the model has none. config.json is written last, so a directory
+    prediction in `source_dir` are copied unchanged if the model lacks them. config.json is written last, so a directory
     with a config.json is complete. Raises ValueError, which names `flag`, if the disk has no room.
     """
     source_dir, out_dir = Path(source_dir), Path(out_dir)
@@ -278,8 +278,8 @@ def _in_form(
     if form is None:
         return tensors
     if form == "checkpoint":
-        stored = StoredForm(Files(source_dir), inner.hf_config)
-        return (part for name, tensor in tensors for part in stored.tensors(name, tensor).items())
+        stored = StoredForm(Files(source_dir), family_for(inner.hf_config).scheme(inner.hf_config))
+        return (part for name, tensor in tensors for part in stored.convert(name, tensor).items())
     own = inner.config.params_dtype
     return ((n, t.to(torch.bfloat16) if t.dtype == own else t) for n, t in tensors)
 

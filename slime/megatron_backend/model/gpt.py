@@ -27,12 +27,13 @@ from slime.megatron_backend.model.attention import PackedLayout, RotaryAngles
 from slime.megatron_backend.model.layer_spec import layer_spec
 from slime.megatron_backend.model.model_config import padded_vocab_size, transformer_config
 from slime.megatron_backend.model.moe.expert_dispatch import share_longest
+from slime.megatron_backend.model.moe.experts import round_experts
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.megatron_backend.model.parameter_names import freeze
 from slime.megatron_backend.model.prediction_layer import prediction_spec
 from slime.megatron_backend.model.value_head import ValueHead
 from slime.megatron_backend.parallel import built
-from slime.models import Decoder, read_decoder
+from slime.models import Decoder, family_for, read_decoder
 from slime.models.layouts import Sizes
 from slime.models.rope import Rope
 
@@ -167,6 +168,9 @@ def build_model(
         HiddenGPTModel(hf_config, core, sizes, virtual, value=value)
         for virtual in (range(stages) if stages else (None,))
     ]
+    scheme = family_for(hf_config).scheme(hf_config)
+    if config.train.round_expert_weights and scheme is not None and scheme.kind == "int4":
+        round_experts(parts, scheme)
     if adapt is not None:
         adapt(parts)
     if ddp:

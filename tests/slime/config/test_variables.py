@@ -20,7 +20,6 @@ def config(tmp_path: Path) -> Config:
 @pytest.mark.parametrize(
     ("name", "value", "advice"),
     [
-        ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1", "--use-tis"),
         ("OPEN_TRAINING_NVFP4_FAKE_QAT_FLAG", "true", "--use-tis"),
         ("MEGATRON_USE_KV_QAT", "1", "unset it"),
         ("SGLANG_RETURN_ORIGINAL_LOGPROB", "True", "--rollout-temperature 1"),
@@ -42,9 +41,15 @@ def test_a_variable_that_would_change_training_is_an_error(config, name, value, 
 
 
 def test_variables_of_the_trainer_processes_are_checked_too(config):
-    flag = config.with_values(train_env_vars={"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": 1})
-    with pytest.raises(ValueError, match="OPEN_TRAINING_INT4_FAKE_QAT_FLAG must be unset"):
+    flag = config.with_values(train_env_vars={"OPEN_TRAINING_NVFP4_FAKE_QAT_FLAG": 1})
+    with pytest.raises(ValueError, match="OPEN_TRAINING_NVFP4_FAKE_QAT_FLAG must be unset"):
         check_variables(flag, {})
+    flag = config.with_values(train_env_vars={"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": 1})
+    with pytest.raises(
+        ValueError, match="must be left out of --train-env-vars, got 1; give --round-expert-weights"
+    ):
+        check_variables(flag, {})
+    check_variables(flag.with_values(round_expert_weights=True), {})
     scales = config.with_values(
         train_env_vars={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "NCCL_ALGO": "Ring"}
     )
@@ -65,8 +70,8 @@ def test_variables_without_effect_are_noted_once_per_reason(config):
     assert list(variable_notes(config, environ, {"vllm"})) == [
         "environment variables without effect: INDEXER_ROPE_NEOX_STYLE; no supported model has an indexer of sparse "
         "attention",
-        "environment variables without effect: OPEN_TRAINING_INT4_GROUP_SIZE; the trainer does not round weights in "
-        "its forward pass",
+        "environment variables without effect: OPEN_TRAINING_INT4_GROUP_SIZE; --round-expert-weights takes the "
+        "groups of --hf-checkpoint",
         "environment variables without effect: SGLANG_NSA_FORCE_MLA, SGL_ENABLE_JIT_DEEPGEMM; SGLang reads them, and "
         "no engine of this run is SGLang's",
         "environment variables without effect: SLIME_HOST_IP; no code here reads them",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from architectures import ARCHITECTURES
 from memory_cases import QWEN3_4B, config
 
 from slime.plan.loading_estimate import loading
+from slime.plan.model_shape import Shape
 
 QWEN3_235B = {"model_type": "qwen3_moe", **ARCHITECTURES["qwen3-235b-a22b"].config_fields()}
 GIB = 2**30
@@ -51,10 +53,49 @@ def test_float32_files_are_read_as_they_are():
     assert found["weights read"].bytes == 4 * 4_022_272_000
 
 
-def test_quantised_files_have_no_estimate_of_bytes():
-    """The tensors of quantised files have full size only after they are dequantised, so the bytes read are unknown."""
-    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    hf = {"model_type": "deepseek_v3", **ARCHITECTURES["deepseek-v3"].config_fields(), **fp8}
-    found = planned(hf, actor_num_gpus_per_node=8, tensor_model_parallel_size=8, sequence_parallel=True)
-    assert list(found) == ["host memory"]
-    assert found["host memory"].bytes == 129280 * 7168 * 2 + 64 * 2**20
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+            }
+        }
+    },
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*"],
+}
+DEEPSEEK = {"model_type": "deepseek_v3", **ARCHITECTURES["deepseek-v3"].config_fields()}
+
+
+def test_quantised_files_have_fewer_bytes_for_the_weights_that_the_scheme_quantises():
+    """The routed experts of DeepSeek-V3 are 58 x 256 x 3 x 7168 x 2048 parameters. Embedding, head and routers are in
+    bfloat16."""
+    ranks = {"actor_num_gpus_per_node": 8, "tensor_model_parallel_size": 8, "sequence_parallel": True}
+    experts = 58 * 256 * 3 * 7168 * 2048
+    fp8 = planned(DEEPSEEK | {"quantization_config": FP8}, **ranks)
+    assert fp8["expert weights read"].bytes == experts * (1 + 4 / 128**2) / 8
+    assert fp8["expert weights read"].arithmetic == "654 G x 1 B / EP 1 / ETP 8"
+    int4 = planned(DEEPSEEK | {"quantization_config": INT4}, **ranks)
+    assert int4["expert weights read"].bytes == experts * (0.5 + 2 / 32) / 8
+    plain = planned(DEEPSEEK, **ranks)
+    assert plain["expert weights read"].bytes == experts * 2 / 8
+    assert int4["weights read"].bytes == plain["weights read"].bytes
+    others = Shape.of(DEEPSEEK).params - experts
+    small = others - 2 * 129280 * 7168 - 58 * 256 * 7168
+    mean = 2 - (1 - 4 / 128**2) * small / others
+    assert fp8["weights read"].bytes / plain["weights read"].bytes == pytest.approx(mean / 2, rel=1e-9)
+    assert fp8["host memory"].bytes == 129280 * 7168 / 8 * 2 + 64 * 2**20
+
+
+def test_files_that_are_read_whole_have_no_estimate_of_bytes():
+    """gpt-oss has two tensors per layer for all experts, in MXFP4."""
+    hf = {"model_type": "gpt_oss", **ARCHITECTURES["gpt-oss-20b"].config_fields()}
+    assert "weights read" in planned(hf)
+    quantised = planned(hf | {"quantization_config": {"quant_method": "mxfp4"}})
+    assert list(quantised) == ["host memory"]

@@ -84,6 +84,9 @@ def test_the_mode_of_upstreams_launcher(mode, flags):
         ({"RL_KERNEL_ALIGNED": "0"}, (), {}),
         ({"RL_KERNEL_ALIGNED": "1"}, (), {"rlk_bitwise": [], "rlk_consistency": ["strict"]}),
         ({"RL_KERNEL_ALIGNED": "1"}, ("--rlk-consistency", "strict"), {"rlk_bitwise": []}),
+        ({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "0"}, (), {}),
+        ({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}, (), {"round_expert_weights": []}),
+        ({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}, ("--round-expert-weights",), {}),
     ],
 )
 def test_upstreams_variables_beside_others_that_agree(environ, argv, flags):
@@ -101,6 +104,7 @@ def test_upstreams_variables_beside_others_that_agree(environ, argv, flags):
         ({"RL_KERNEL_MODE": "audit"}, ("--rlk-consistency", "off"), "agree with --rlk-consistency, got off"),
         ({"RL_KERNEL_MODE": "strict", "VIME_RLK_FAST": "auto"}, (), "agree with VIME_RLK_FAST, got auto and"),
         ({"RL_KERNEL_MODE": "fast"}, (), "RL_KERNEL_MODE must be one of off, auto, audit, strict, got 'fast'"),
+        ({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "on"}, (), "INT4_FAKE_QAT_FLAG must be one of 0, 1, got 'on'"),
         ({"RL_KERNEL_ALIGNED": "yes"}, (), "RL_KERNEL_ALIGNED must be one of 0, 1, got 'yes'"),
         ({"RL_KERNEL_ALIGNED": "1"}, ("--rlk-consistency", "off"), "RL_KERNEL_ALIGNED=1 must agree with --rlk-cons"),
     ],

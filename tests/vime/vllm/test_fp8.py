@@ -97,3 +97,46 @@ def test_experts_are_not_compared_and_need_a_gpu(tmp_path: Path) -> None:
     config = parse_config([*flags(tmp_path, EXPERTS, *more), "--device", "cpu", "--vllm-dtype", "bfloat16"])
     with pytest.raises(ValueError, match="--vllm-quantization must be left out with --device cpu"):
         backend_for(config).require_reachable(config)
+
+
+BLOCKS = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
+
+
+def test_a_checkpoint_in_fp8_decides_the_scheme(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="--vllm-quantization must be left out for a checkpoint in fp8 in blocks of"
+    ):
+        parse_config(flags(tmp_path, DENSE | BLOCKS, "--vllm-quantization", "fp8"))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "more", "note"),
+    [
+        (EXPERTS, 2, (), ""),
+        (EXPERTS, 4, (), "the experts of 768 columns over 4 GPUs, because 768 / 4 is no multiple of"),
+        (EXPERTS, 4, ("--vllm-enable-expert-parallel",), ""),
+        (DENSE, 4, (), ""),
+        (DENSE, 8, (), "the MLP of 9728 columns over 8 GPUs"),
+    ],
+)  # fmt: skip
+def test_a_split_inside_a_block_is_noted(
+    tmp_path: Path, model: dict, gpus: int, more: tuple[str, ...], note: str
+) -> None:
+    """vLLM raises an error when its servers load such a checkpoint."""
+    sizes = (
+        "--rollout-num-gpus",
+        str(gpus),
+        "--rollout-num-gpus-per-engine",
+        str(gpus),
+        "--num-gpus-per-node",
+        "8",
+    )
+    config = parse_config(flags(tmp_path, model | BLOCKS, *sizes, *more))
+    found = [text for text in config.notes if "vLLM will not start an engine" in text]
+    assert len(found) == bool(note)
+    assert not note or (
+        note in found[0] and found[0].endswith("split each layer over at most 2 of them") is (gpus == 4)
+    )
+    assert not [
+        text for text in parse_config(flags(tmp_path, model, *sizes, *more)).notes if "vLLM will not" in text
+    ]

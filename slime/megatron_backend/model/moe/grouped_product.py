@@ -8,12 +8,15 @@ Shapes: E experts, C rows ((token, expert) pairs) sorted by expert, K inputs, N 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.functional import grouped_mm
+
+Rounding = Callable[[Tensor], Tensor]
 
 
 def expert_ends(shares: Tensor, device: torch.device) -> Tensor:
@@ -55,15 +58,55 @@ class GroupedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, ends, *weights = ctx.saved_tensors
-        upstream = upstream.contiguous()  # grouped_mm does not accept an expanded tensor
-        of_x, _, *of_weights = ctx.needs_input_grad
-        d_x = grouped_mm(upstream, torch.stack(weights), offs=ends) if of_x else None
-        if not any(of_weights):
-            return d_x, None, *(None for _ in weights)
-        d_weights = grouped_mm(upstream.T, x, offs=ends).unbind()
-        _add_to_main_grads(weights, d_weights)
-        return d_x, None, *d_weights
+        return _gradients(ctx.saved_tensors, ctx.needs_input_grad, upstream, torch.stack)
+
+
+class _Rounded(FunctionCtx):
+    """The values that the forward pass of `RoundedProduct` keeps."""
+
+    rounding: Rounding
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+class RoundedProduct(torch.autograd.Function):
+    """`apply(rounding, x, ends, *weights)` computes `GroupedProduct` with the weights `rounding(stack(weights))`.
+
+    The gradient passes the rounding unchanged (straight-through estimator, 1308.3432). `rounding` maps [E, N, K] to the
+    same shape and dtype. It runs again in the backward pass, so the rounded weights are not kept.
+    """
+
+    @staticmethod
+    def forward(ctx: _Rounded, rounding: Rounding, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, ends, *weights)
+        ctx.rounding = rounding
+        return grouped_mm(x, rounding(torch.stack(weights)).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Rounded, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        _, *needed = ctx.needs_input_grad
+        found = _gradients(ctx.saved_tensors, needed, upstream, lambda w: ctx.rounding(torch.stack(w)))
+        return None, *found
+
+
+def _gradients(
+    saved: Sequence[Tensor],
+    needed: Sequence[bool],
+    upstream: Tensor,
+    stack: Callable[[list[Tensor]], Tensor],
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of x, ends and the weights, which `saved` has. `stack` returns the weights of the forward
+    pass, [E, N, K]."""
+    x, ends, *weights = saved
+    upstream = upstream.contiguous()  # grouped_mm does not accept an expanded tensor
+    of_x, _, *of_weights = needed
+    d_x = grouped_mm(upstream, stack(weights), offs=ends) if of_x else None
+    if not any(of_weights):
+        return d_x, None, *(None for _ in weights)
+    d_weights = grouped_mm(upstream.T, x, offs=ends).unbind()
+    _add_to_main_grads(weights, d_weights)
+    return d_x, None, *d_weights
 
 
 def _add_to_main_grads(weights: list[Tensor], gradients: tuple[Tensor, ...]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slime.megatron_backend.model.moe.grouped_product import GroupedProduct, expert_ends
+from slime.megatron_backend.model.moe.grouped_product import GroupedProduct, RoundedProduct, expert_ends
 
 SHARES = {
     "uneven": [5, 1, 7, 3],
@@ -105,3 +105,22 @@ def test_a_weight_changed_before_the_backward_is_an_error():
         weights[0].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward(upstream)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_product_with_rounded_weights(shares, dtype):
+    """y and d_x are those of the rounded weights. The gradient of a weight is that of its rounded weight, unchanged."""
+    x, weights, upstream = problem(shares, dtype)
+    for weight in weights:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+
+    def halves(stack: Tensor) -> Tensor:
+        return (stack * 2).round() / 2
+
+    y = RoundedProduct.apply(halves, x, expert_ends(torch.tensor(shares), x.device), *weights)
+    y.backward(upstream)
+    near = [halves(weight.detach()) for weight in weights]
+    compare([y, x.grad, *(weight.grad for weight in weights)], one_by_one(shares, x, near, upstream), dtype)
+    assert all(torch.equal(weight.main_grad.to(dtype), weight.grad) for weight in weights)
+    assert all(weight.grad_added_to_main_grad for weight in weights)
+    assert not torch.equal(near[0], weights[0])

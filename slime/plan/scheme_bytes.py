@@ -1,0 +1,105 @@
+"""Counts the parameters of a quantised checkpoint that its scheme quantises, so that an estimate has the bytes of an
+engine's weights and of the files. Imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.models import Family, family_for
+from slime.models.lora import get_module, linear_rows
+from slime.models.quantization import QuantizationScheme, check_groups
+from slime.plan.model_shape import Shape
+
+_ATTENTION, _SHARED, _DENSE, _EXPERTS = "attention", "shared expert", "MLP", "experts"
+
+
+@dataclass(frozen=True)
+class QuantisedParams:
+    """The number of parameters that a scheme quantises in all layers, and the bytes of a parameter with its share of
+    the scale."""
+
+    others: int
+    """Without the routed experts."""
+    experts: int
+    bytes: float
+
+
+def count_quantised(shape: Shape) -> QuantisedParams | None:
+    """Returns the parameters that the checkpoint's scheme quantises. None for plain weights."""
+    family = family_for(shape.hf)
+    scheme = family.scheme(shape.hf)
+    if scheme is None:
+        return None
+    others = experts = 0
+    for number, kind in enumerate(shape.kinds):
+        parts = _converted(scheme, family, number)
+        if _ATTENTION in parts:
+            others += kind.attention.params + kind.attention.whole
+        if not kind.sparse:
+            others += 3 * shape.hidden * shape.ffn if _DENSE in parts else 0
+            continue
+        others += 3 * shape.hidden * shape.shared_ffn if _SHARED in parts else 0
+        experts += shape.layer(kind).experts if _EXPERTS in parts else 0
+    return QuantisedParams(others, experts, scheme.bytes_per_weight)
+
+
+def check_widths(shape: Shape) -> None:
+    """Raises ValueError for the first matrix of the MLP or of an expert that the scheme cannot quantise, such as rows
+    that are no whole groups of int4. It needs only config.json."""
+    family = family_for(shape.hf)
+    scheme = family.scheme(shape.hf)
+    if scheme is None:
+        return
+    widths = {_DENSE: shape.ffn, _SHARED: shape.shared_ffn, _EXPERTS: shape.expert_ffn}
+    first = {kind.sparse: number for number, kind in reversed([*enumerate(shape.kinds)])}
+    for row in linear_rows(family):
+        part = _part(row.megatron)
+        layer = first.get(part != _DENSE)
+        if layer is None or not widths.get(part):
+            continue
+        for name in row.hf:
+            module = get_module(name).replace("{i}", str(layer)).replace("{e}", "0")
+            if scheme.converts(module):
+                second = "linear_fc2" in row.megatron
+                matrix = (shape.hidden, widths[part]) if second else (widths[part], shape.hidden)
+                check_groups(matrix, scheme, f"{module}.weight")
+
+
+def find_uneven_split(shape: Shape, ranks: int, *, experts: bool) -> tuple[str, int, int] | None:
+    """Returns (part of the model, width, block) for the first part whose quantised matrices tensor parallelism would
+    cut inside a block of the scheme. `experts`: the ranks split each expert."""
+    family = family_for(shape.hf)
+    scheme = family.scheme(shape.hf)
+    if scheme is None or ranks == 1:
+        return None
+    sparse = any(kind.sparse for kind in shape.kinds)
+    widths = {
+        _DENSE: 0 if all(kind.sparse for kind in shape.kinds) else shape.ffn,
+        _SHARED: shape.shared_ffn if sparse else 0,
+        _EXPERTS: shape.expert_ffn if sparse and experts else 0,
+    }
+    found = set[str]().union(*(_converted(scheme, family, layer) for layer in range(shape.layers)))
+    block = max(scheme.block[1], scheme.block[0] if scheme.kind != "int4" else 0)
+    uneven = (part for part, width in widths.items() if part in found and width % (ranks * max(1, block)))
+    part = next(uneven, None)
+    return None if part is None or not block else (part, widths[part], block)
+
+
+def _converted(scheme: QuantizationScheme, family: Family, layer: int) -> set[str]:
+    """Returns the parts of a layer whose matrices are all quantised. A part with plain matrices counts as plain, so an
+    estimate is never too small."""
+    found: dict[str, bool] = {}
+    for row in linear_rows(family):
+        for name in row.hf:
+            module = get_module(name).replace("{i}", str(layer)).replace("{e}", "0")
+            part = _part(row.megatron)
+            found[part] = found.get(part, True) and scheme.converts(module)
+    return {part for part, whole in found.items() if whole}
+
+
+def _part(megatron: str) -> str:
+    if "{e}" in megatron:
+        return _EXPERTS
+    if "shared_experts" in megatron:
+        return _SHARED
+    return _DENSE if ".mlp." in megatron else _ATTENTION

@@ -1,0 +1,96 @@
+"""Tests whole runs of `vime train` from a quantised checkpoint: train, compare the engine's weights, save in both
+forms, resume, and export in both forms. transformers reads the exported files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from quantise import quantise, quantization_config
+from safetensors.torch import load_file
+from train_fixtures import World, make_world, rows, run, vime
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slime.checkpoints.hf_files import Files
+from slime.models.quantised import dequantised
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """The heads are wider than those of the tiny model, because vLLM needs whole blocks of 128 rows in keys and
+    values."""
+    for made in make_world():
+        config = AutoConfig.from_pretrained(made.model, head_dim=64)
+        wide = made.root / "wide"
+        shutil.copytree(made.model, wide, ignore=shutil.ignore_patterns("*.safetensors"))
+        AutoModelForCausalLM.from_config(config).save_pretrained(wide)
+        made.model = wide
+        yield made
+
+
+def read_plain(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns the weights of a directory in float32, dequantised if they are quantised."""
+    tensors = dequantised(Files(folder), json.loads((folder / "config.json").read_text()))
+    return {name: tensors.get(name)[...].float() for name in tensors.names()}
+
+
+def largest_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Returns the largest difference of two values, relative to the largest value of their weight."""
+    assert found.keys() == wanted.keys()
+    return max(
+        ((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()).item() for name in wanted
+    )
+
+
+@pytest.mark.parametrize(("scheme", "rounding", "gap"), [("fp8", 2**-4, 0.2), ("int4", 0.1, 0.5)])
+def test_train_resume_and_export(world: World, scheme: str, rounding: float, gap: float) -> None:
+    source = world.root / scheme
+    quantise(world.model, source, quantization_config(scheme))
+    folder = world.root / f"run-{scheme}"
+    flags = [*world.grpo(folder.name, rollouts=1), "--colocate", "--actor-num-gpus-per-node", "1"]
+    flags[flags.index("--hf-checkpoint") + 1] = str(source)
+    flags += ["--check-weight-update-equal", "--use-tis", "--vllm-dtype", "bfloat16"]
+    flags += ["--save", str(folder / "saved"), "--load", str(folder / "saved"), "--save-interval", "1"]
+    flags += ["--save-hf", str(folder / "hf-{rollout_id}"), "--save-hf-format", "checkpoint"]
+    log = run(vime("train", *flags), world.root / f"out-{scheme}")
+    assert "the engines keep the weights of --hf-checkpoint in" in log
+    flags[flags.index("--num-rollout") + 1] = "2"
+    run(vime("train", *flags), world.root / f"out-{scheme}-resumed")
+    steps = rows(folder, "train/step")
+    assert sorted(steps) == [0, 1]
+    for row in steps.values():
+        assert 1e-5 < row["train/train_rollout_logprob_abs_diff"] < gap
+
+    exported = {}
+    for form in ("bf16", "checkpoint"):
+        exported[form] = world.root / f"{scheme}-{form}"
+        argv = (
+            "--load",
+            str(folder / "saved"),
+            "--hf-checkpoint",
+            str(source),
+            "--output-dir",
+            str(exported[form]),
+        )
+        run(vime("export", *argv, "--format", form), world.root / f"out-export-{scheme}-{form}")
+    plain, stored = read_plain(exported["bf16"]), read_plain(exported["checkpoint"])
+    trained = largest_error(plain, read_plain(source))
+    assert largest_error(stored, plain) < rounding
+    assert trained > 0.001
+    saved = load_file(folder / "hf-1" / "model.safetensors")
+    again = load_file(exported["checkpoint"] / "model.safetensors")
+    assert saved.keys() == again.keys()
+    assert all(torch.equal(saved[name].view(torch.uint8), again[name].view(torch.uint8)) for name in saved)
+    described = [json.loads((path / "config.json").read_text()) for path in (source, exported["checkpoint"])]
+    assert described[0] == described[1]
+    model = AutoModelForCausalLM.from_pretrained(exported["bf16"])
+    assert model.dtype == torch.bfloat16
+    theirs = {name: tensor.float() for name, tensor in model.state_dict().items() if name in plain}
+    assert len(theirs) > 10
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in theirs.items())
