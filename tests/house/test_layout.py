@@ -15,6 +15,7 @@ from house_tree import PACKAGES, ROOT, files, imported, module_name, package_fil
 
 from slime.algo.estimators import ESTIMATORS
 from slime.algo.losses import LOSSES
+from vime import alias
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -208,6 +209,23 @@ def test_a_class_of_vime_has_a_name_of_its_own() -> None:
                 places.setdefault(node.name, set()).add(str(path))
     twice = {n: at for n, at in places.items() if len(at) > 1 and any(p.startswith("vime/") for p in at)}
     assert not twice, f"one name must be one class, got {twice}; rename one"
+
+
+def test_each_import_of_a_package_finds_its_module() -> None:
+    """Imports of moved modules fail here, also in functions that no quick test calls."""
+    modules = {module_name(path) for path in package_files()}
+    modules |= {
+        ".".join(parts[:end]) for parts in (m.split(".") for m in modules) for end in range(1, len(parts))
+    }
+    aliased = tuple(f"vime.{package}" for package in alias.PACKAGES)
+    lost = [
+        f"{path}:{line}: {name}"
+        for path in files(".py")
+        for name, line in imported(path)
+        if name.split(".")[0] in PACKAGES and not name.startswith(aliased)
+        if not {name, name.rpartition(".")[0]} & modules
+    ]
+    assert not lost, f"imports must name modules of the packages: {lost}"
 
 
 def test_no_import_rings() -> None:
