@@ -1,3 +1,4 @@
+#!/usr/bin/env bash
 # A launch script of verl: GRPO on word problems in the form of GSM8K. `vime import` reads this file; vime does not run it.
 set -euo pipefail
 DATA=words.parquet
