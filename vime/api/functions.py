@@ -30,28 +30,28 @@ globals().update(load(__file__))
 '''
 
 
-Place: TypeAlias = tuple[str, int | None]
+FlagIndex: TypeAlias = tuple[str, int | None]
 """A flag, and the index of a function in its list."""
 
 
-def write(folder: Path, functions: Mapping[Place, Function]) -> dict[Place, str]:
+def write(folder: Path, functions: Mapping[FlagIndex, Function]) -> dict[FlagIndex, str]:
     """Writes the functions, and returns their paths as values of their flags. ValueError for a function that cannot be
     copied."""
     import cloudpickle  # only a caller with functions needs it
 
-    copies, paths = dict[str, bytes](), dict[Place, str]()
-    for place, function in functions.items():
+    copies, paths = dict[str, bytes](), dict[FlagIndex, str]()
+    for key, function in functions.items():
         name = _name(function, copies)
         try:
             copies[name] = cloudpickle.dumps(function)
         except Exception as error:  # border: values that the user's function reads may raise any error
             raise FlagError(
-                spelled(place[0]),
+                spelled(key[0]),
                 "be a function that can be copied to the processes of the run",
                 f"{type(error).__name__}: {error}",
                 "make the values that it reads inside the function, or move it to a module",
             ) from error
-        paths[place] = f"{(folder / 'functions.py').resolve()}:{name}"
+        paths[key] = f"{(folder / 'functions.py').resolve()}:{name}"
     folder.mkdir(parents=True, exist_ok=True)
     path = [os.path.abspath(entry) for entry in sys.path]
     (folder / "functions.pkl").write_bytes(pickle.dumps((path, copies)))

@@ -8,7 +8,7 @@ from torch import Tensor
 WARPS = 4
 
 
-@triton.jit(do_not_specialize=["PLACES"])
+@triton.jit(do_not_specialize=["POSITIONS"])
 def rotate_kernel(
     X,
     COS,
