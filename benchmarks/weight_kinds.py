@@ -196,10 +196,10 @@ def peak(case: str) -> dict[str, float]:
 
     version = 0
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-        place = TrainerSettings(Path(root), 1 << 29, torch.device("cpu"), 60.0)
+        position = TrainerSettings(Path(root), 1 << 29, torch.device("cpu"), 60.0)
         snapshot = None if case == "full" else Snapshot("xor", "xxh3-128")
         publisher = Publisher.of(
-            "disk", place, Export(None, lambda: slices(version)), compare=False, snapshot=snapshot
+            "disk", position, Export(None, lambda: slices(version)), compare=False, snapshot=snapshot
         )
         before = _status("VmRSS")
         for version in range(2 if case == "delta" else 1):
@@ -257,7 +257,7 @@ def speeds(share: float, updates: int = 4) -> dict[str, Any]:
                 places = torch.randint(0, tensor.numel(), (int(tensor.numel() * share),))
                 tensor.view(-1)[places] *= 1.01
             seconds, made = timed(lambda: snapshot.delta(Export(weights.items)))
-            payloads = {each.place.name: each.values() for each in made.slices}
+            payloads = {each.position.name: each.values() for each in made.slices}
             found["trainer_s"].append(seconds)
             seconds, _ = timed(lambda: copy.patch(payloads, version, CopyVersion("chain", version + 1)))  # noqa: B023
             found["host_s"].append(seconds)

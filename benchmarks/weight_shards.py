@@ -85,12 +85,12 @@ def rank_work(rank: int, root: Path, case: str, orders: mp.SimpleQueue) -> None:
     if "broadcast" in case:
         channel = BroadcastChannel(root, BUCKET_BYTES, torch.device("cpu"), 300.0)
     before, engine = status("VmRSS"), orders if rank == 0 else None
-    given = sum(each.place.nbytes for each in export.slices())
+    given = sum(each.position.nbytes for each in export.slices())
     if case.startswith("delta"):
         snapshot = CountedSnapshot("xor", "xxh3-128")
         transport = "nccl" if "broadcast" in case else "disk"
-        place = TrainerSettings(root / "weights", BUCKET_BYTES, torch.device("cpu"), 300.0)
-        publisher = Publisher.of(transport, place, export, compare=False, snapshot=snapshot)
+        position = TrainerSettings(root / "weights", BUCKET_BYTES, torch.device("cpu"), 300.0)
+        publisher = Publisher.of(transport, position, export, compare=False, snapshot=snapshot)
 
         def parts(version: int) -> Iterator[WeightUpdate]:
             return iter(lambda: publisher.next(version, ENGINE), None)
@@ -121,7 +121,7 @@ class CountedSnapshot(Snapshot):
 
     def delta(self, export: Export) -> Delta:
         made = super().delta(export)
-        self.given = sum(each.place.nbytes for each in made.slices)
+        self.given = sum(each.position.nbytes for each in made.slices)
         return made
 
 

@@ -21,7 +21,7 @@ from slime.checkpoints.checkpoint_dir import HF_INDEX
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.hardware import HARDWARE
-from slime.plan.card_phases import BESIDES_GENERATING, beside_engine, training
+from slime.plan.card_phases import BESIDES_GENERATING, list_engine_moments, training
 from slime.plan.memory_decision import TOO_SMALL, decide_residence
 from slime.plan.memory_estimate import estimate
 from slime.plan.model_shape import Shape
@@ -141,7 +141,7 @@ def planned(name: str, file: Path, argv: Sequence[str], model: Path) -> Planned:
     e, decision = estimate(c, hf), None
     decision = decide_residence(c, e, size)
     if c.cluster.colocate:
-        generating = max(moment.bytes for moment in beside_engine(c, e, decision.leaving, size))
+        generating = max(moment.bytes for moment in list_engine_moments(c, e, decision.leaving, size))
     else:
         weights, _token, *cache = engine_memory(c, Shape.of(hf))
         share = c.engine.backend_args["gpu_memory_utilization"] * size

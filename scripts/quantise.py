@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slime.checkpoints.hf_config import read_config_json
 from slime.checkpoints.hf_files import Files, write_shards
-from slime.models.quantization import QuantizationScheme, quantize, scheme_of
+from slime.models.quantization import QuantizationScheme, quantize, read_scheme
 
 FP8: dict[str, Any] = {
     "quant_method": "fp8",
@@ -68,7 +68,7 @@ def quantise(source: Path, out: Path, given: dict[str, Any]) -> None:
         raise ValueError(
             f"DIR must hold plain weights, got quantised weights in {source}; dequantise it first"
         )
-    scheme = scheme_of({"quantization_config": given})
+    scheme = read_scheme({"quantization_config": given})
     assert scheme is not None
     out.mkdir(parents=True)
     for file in source.iterdir():

@@ -173,15 +173,15 @@ def absolute(path: str) -> str:
 
 def _load_module(file: Path) -> ModuleType:
     """The module of a file. Its name holds a hash of its place, so that it hides no installed module."""
-    place = os.path.realpath(file)
-    name = f"{file.stem}_{hashlib.sha256(os.fsencode(place)).hexdigest()[:12]}"
+    real_path = os.path.realpath(file)
+    name = f"{file.stem}_{hashlib.sha256(os.fsencode(real_path)).hexdigest()[:12]}"
     with _reading:
         if name in sys.modules:
             return sys.modules[name]
-        spec = importlib.util.spec_from_file_location(name, place)
+        spec = importlib.util.spec_from_file_location(name, real_path)
         assert spec is not None and spec.loader is not None, "a .py file has a loader"
         module = importlib.util.module_from_spec(spec)
-        if (folder := os.path.dirname(place)) not in sys.path:
+        if (folder := os.path.dirname(real_path)) not in sys.path:
             sys.path.append(folder)
         sys.modules[name] = module  # as an import does: dataclasses and pickle look there
         try:

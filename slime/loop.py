@@ -22,7 +22,7 @@ from typing import TypeVar
 from slime.cluster.turns import DeviceSharing, share_devices
 from slime.config import Config
 from slime.protocols import EnginePool, RolloutBatch, RolloutHandle, TrainerHandle, TrainResult
-from slime.system.waiting import said, wait
+from slime.system.waiting import report_wait, wait
 from slime.tracking.report import Reporter
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def run(
     loop = _Loop(config, rollout, trainer, engines, report, share_devices(config, engines), stop or Event())
     start = trainer.start_rollout_id
     report.start(start)
-    with said("sending the first weights to the engines"), report.first_weights(start):
+    with report_wait("sending the first weights to the engines"), report.first_weights(start):
         loop.publish(start)
     loop.trained = loop.saved = start
     with loop.until_stopped():
@@ -177,7 +177,7 @@ class _Loop:
     def update_weights(self, rollout_id: int) -> None:
         """Publish the weights every --update-weights-interval rollouts."""
         if due(self.config.weight_update.update_weights_interval, rollout_id + 1):
-            with self.report.timers.measure("update_weights"), said("sending weights to the engines"):
+            with self.report.timers.measure("update_weights"), report_wait("sending weights to the engines"):
                 self.publish(rollout_id + 1)
 
     def publish(self, version: int) -> None:
@@ -196,7 +196,10 @@ class _Loop:
 
     def _save(self, rollout_id: int) -> None:
         """Saving needs device memory, so colocated engines sleep meanwhile."""
-        with self.report.timers.measure("save_model"), said(f"saving the checkpoint of rollout {rollout_id}"):
+        with (
+            self.report.timers.measure("save_model"),
+            report_wait(f"saving the checkpoint of rollout {rollout_id}"),
+        ):
             self.turns.begin()
             self._wait(self.trainer.save(rollout_id))
             if self.turns.end():
@@ -207,7 +210,7 @@ class _Loop:
     def finish_save(self) -> None:
         """Wait for the files of a checkpoint that is being written."""
         if self.config.checkpoint.async_save:
-            with said("writing the last checkpoint"):
+            with report_wait("writing the last checkpoint"):
                 self._wait(self.trainer.finish_save())
 
     def evaluate_at_start(self, start: int) -> None:
@@ -223,13 +226,16 @@ class _Loop:
         if not due(self.config.evaluation.eval_interval, count):
             return
         if self.published < count:
-            with said("sending weights to the engines"), self.report.events.phase("update", rollout=count):
+            with (
+                report_wait("sending weights to the engines"),
+                self.report.events.phase("update", rollout=count),
+            ):
                 self.publish(count)
         evaluate(self.rollout, self._held_out, self._check, self.report, count)
 
     def _held_out(self, count: int, sets: dict[str, list[object]]) -> dict[str, float]:
         """The trainer's passes need device memory, so colocated engines sleep meanwhile."""
-        with said("computing the loss of held-out samples"):
+        with report_wait("computing the loss of held-out samples"):
             self.turns.begin()
             metrics = self._wait(self.trainer.evaluate(count, sets))
             if self.turns.end():

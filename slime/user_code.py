@@ -55,20 +55,20 @@ def is_cancelled(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
-def place_in(trace: str) -> str | None:
-    """As `place`, from the text of a traceback of another process. Where an error came from another one, the traceback
-    of that comes first, and counts."""
+def find_location_in(trace: str) -> str | None:
+    """Returns the location, as `find_location` does, from the text of another process's traceback. The traceback of the
+    first error counts if the error came from another one."""
     for one in _FOLLOWED.split(trace):
-        places = [f"{_short(file)}:{line}" for file, line in _FRAME.findall(one) if _is_user_file(file)]
-        if places:
-            return places[-1]
+        locations = [f"{_short(file)}:{line}" for file, line in _FRAME.findall(one) if _is_user_file(file)]
+        if locations:
+            return locations[-1]
     return None
 
 
-def with_place(said: str, trace: str) -> str:
+def add_location(message: str, trace: str) -> str:
     """An error in one line, with the place in the user's code that raised it."""
-    found = place_in(trace)
-    return said if found is None or found in said else f"{said} (at {found})"
+    found = find_location_in(trace)
+    return message if found is None or found in message else f"{message} (at {found})"
 
 
 def remedy(error: BaseException, *, generates: bool = False) -> str:
@@ -116,7 +116,7 @@ def _is_user_file(file: str) -> bool:
     return not file.startswith(_FOREIGN_FILES) and not _PACKAGES.search(file)
 
 
-def place(error: BaseException) -> str | None:
+def find_location(error: BaseException) -> str | None:
     """The file and line of the user's code at which `error` was raised, or which called what raised it. None for an
     error of this project's own code."""
     found = None
@@ -203,5 +203,5 @@ def blamed(what: str, sample: Sample) -> Iterator[None]:
         advice = remedy(error, generates=what.startswith("--custom-generate-function-path"))
         raise RuntimeError(
             f"{what} failed on sample {sample.index} of group {sample.group_index}: "
-            f"{type(error).__name__}: {error}{advice}{f' (at {found})' if (found := place(error)) else ''}"
+            f"{type(error).__name__}: {error}{advice}{f' (at {found})' if (found := find_location(error)) else ''}"
         ) from error

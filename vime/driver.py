@@ -40,14 +40,14 @@ from slime.operators import headline
 from slime.protocols import EnginePool
 from slime.roles.groups import step_lines
 from slime.system.disk_space import DiskSpaceGuard
-from slime.system.waiting import Wait, said
+from slime.system.waiting import Wait, report_wait
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.console import choose_columns
 from slime.tracking.events import Events
 from slime.tracking.report import Reporter
 from slime.tracking.run_record import record_error, recorded
 from slime.tracking.run_summary import run_summary
-from slime.user_code import with_place
+from slime.user_code import add_location
 from vime.backends import make_pools
 from vime.members.control_socket import ControlSocket
 from vime.memory.failure import explained, full_host
@@ -138,7 +138,7 @@ def _read(config: Config) -> Inputs:
         )
 
     # in a separate process, because the driver does not need the imports later: transformers, datasets, pandas
-    with said("reading the prompts"):
+    with report_wait("reading the prompts"):
         return run_in_fork(read, "reading the prompts")
 
 
@@ -155,7 +155,7 @@ def _describe_error(error: Exception, logs: Path) -> str:
         # the text of other types may be unclear without the type
         if not isinstance(cause, ValueError | RuntimeError):
             message = f"{type(cause).__name__}: {message}"
-        message = with_place(message, str(error)) if isinstance(error, RayTaskError) else message
+        message = add_location(message, str(error)) if isinstance(error, RayTaskError) else message
     try:
         _record(details, log)
     except OSError as full:  # a full disk may have ended the run
@@ -195,20 +195,20 @@ def run(config: Config, argv: Sequence[str]) -> None:
             write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
         logs = run_dir.resolve() / "logs"
         stack.push(functools.partial(_keep_ray_logs, temporary, logs / "ray"))
-        with said("starting or joining Ray"):
+        with report_wait("starting or joining Ray"):
             allow = config.cluster.allow_unauthenticated_ray
             ray_start.connect(allow_unauthenticated=allow, temporary=temporary)
         catch_signals()  # Ray has installed a handler that ends the process
         watch = stack.enter_context(RayWatch(watchdog, functools.partial(_gives_up, journal, logs)))
         watch.watch(parts())
-        placed = placement.place(config)
+        placed = placement.reserve_devices(config)
         watch.watch(parts(node.name for node in placed.nodes))
         watch.callback(placed.release)
         trainer = None
         if not config.debug.debug_rollout_only:
             trainer = trainers.Trainers(config, placed)
             watch.callback(trainer.stop)
-        with said(_starting(config)) as wait:
+        with report_wait(_starting(config)) as wait:
             pool, rollout = _start_engines(config, placed, watch, trainer, wait)
         if trainer is not None:
             print(f"operators: {headline(config)}")
@@ -220,7 +220,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
             for remark in trainer.remarks:
                 print(remark)
         start = trainer.start_rollout_id if trainer is not None else config.data.start_rollout_id or 0
-        with said("reading the data position of --load"):
+        with report_wait("reading the data position of --load"):
             rollout.load(start)
         shown = StepLine(total=config.data.num_rollout, columns=choose_columns(config))
         report = Reporter(config, make_trackers(config, run_dir, start), shown, memory)
@@ -305,9 +305,9 @@ def _start_engines(
     start."""
     pool = make_pools(config, placed, trainer)
     watch.callback(pool.stop)
-    lives = {} if trainer is None else trainer.lives
+    liveness = {} if trainer is None else trainer.liveness
     facts = dict(pool.facts)
-    rollout = rollout_actor.RolloutGroup(config, pool.client(), config.data_parallel_size, facts, lives)
+    rollout = rollout_actor.RolloutGroup(config, pool.client(), config.data_parallel_size, facts, liveness)
     watch.callback(rollout.stop)
     control = ControlSocket(config.logging.run_dir, pool.pools, rollout.set_engines)
     watch.callback(control.close)

@@ -66,7 +66,7 @@ class TokenSegment:
     versions."""
 
     @classmethod
-    def of_sample(cls, sample: Sample) -> TokenSegment:
+    def from_sample(cls, sample: Sample) -> TokenSegment:
         """Returns the segment of a sample that a session has filled."""
         start = len(sample.tokens) - sample.response_length
         mask = sample.loss_mask or [1] * sample.response_length
@@ -133,7 +133,7 @@ class TokenRow:
 def make_turn_segment(
     turns: Iterable[TurnRecord], *, kind: str = "", metadata: Metadata | None = None
 ) -> TurnSegment:
-    """Returns the turns with their metadata: `segment_kind` if `kind` is given, and the last `finish_reason`."""
+    """Returns the turns with their metadata: `segment_kind` if `kind` is not None, and the last `finish_reason`."""
     turns = list(turns)
     added: Metadata = {"segment_kind": kind} if kind else {}
     added["finish_reason"] = turns[-1].finish_reason if turns else ""
@@ -164,22 +164,22 @@ def write_segment_to_sample(
     sample: Sample, segment: TokenSegment, reward: float, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Fills the sample with the tokens of the segment, their text, and the reward."""
-    made = segment.session_sample or sample_of(segment, sample)
+    made = segment.session_sample or build_sample(segment, sample)
     for name in _GENERATED:
         setattr(sample, name, getattr(made, name))
     sample.response = str(tokenizer.decode(segment.response_ids, skip_special_tokens=False))
     sample.reward = float(reward)
 
 
-_GIVEN = {"group_index", "index", "rollout_id", "prompt", "label", "metadata", "session_id", "custom_rm_path"}
-_GIVEN |= {
+_FACTS = {"group_index", "index", "rollout_id", "prompt", "label", "metadata", "session_id", "custom_rm_path"}
+_FACTS |= {
     "generate_function_path",
     "train_metadata",
     "apply_chat_template_kwargs",
     "non_generation_time",
     "reward",
 }
-_GENERATED = [one.name for one in fields(Sample) if one.name not in _GIVEN]
+_GENERATED = [one.name for one in fields(Sample) if one.name not in _FACTS]
 """The fields of a sample that an answer of the model fills."""
 
 
@@ -205,20 +205,20 @@ def fan_out_sample_segments(
         sibling = copy.copy(sample) if number else sample
         write_segment_to_sample(sibling, segment, reward, tokenizer)
         sibling.rollout_id = own if rollout_id is None else rollout_id
-        places = {"segment_idx": number, "num_segments": len(segments)}
-        sibling.metadata = {**base, **segment.metadata, **places}
+        counts = {"segment_idx": number, "num_segments": len(segments)}
+        sibling.metadata = {**base, **segment.metadata, **counts}
         made.append(sibling)
     return made
 
 
-def sample_of(segment: TokenSegment, given: Sample) -> Sample:
-    """Returns a new sample with the facts of `given`, and the tokens and the metadata of the segment."""
-    sample = blank(given)
+def build_sample(segment: TokenSegment, original: Sample) -> Sample:
+    """Returns a new sample with the facts of `original`, and the tokens and the metadata of the segment."""
+    sample = blank(original)
     sample.tokens = [*segment.prompt_ids, *segment.response_ids]
     sample.response_length = len(segment.response_ids)
     sample.loss_mask = list(segment.loss_mask)
     sample.rollout_log_probs = list(segment.rollout_log_probs) or None
-    sample.rollout_id = given.index if given.rollout_id is None else given.rollout_id
+    sample.rollout_id = original.index if original.rollout_id is None else original.rollout_id
     sample.metadata = {**sample.metadata, **segment.metadata}
     truncated = segment.metadata.get("truncated") or segment.metadata.get("finish_reason") == "length"
     sample.status = Sample.Status.TRUNCATED if truncated else Sample.Status.COMPLETED

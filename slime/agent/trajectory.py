@@ -12,11 +12,11 @@ from slime.agent.segments import (
     TokenSegment,
     TurnRecord,
     TurnSegment,
+    build_sample,
     fan_out_sample_segments,
     make_turn_segment,
     merge_turn_segments,
     merge_turns,
-    sample_of,
     write_segment_to_sample,
 )
 from slime.types import Message, Metadata, Reward, Sample
@@ -161,7 +161,7 @@ class TrajectoryManager:
                 cut = 0 < max_sample_tokens < len(row.tokens)
                 segment = row.segment(found | {"truncated": found["truncated"] or cut}, max_sample_tokens)
                 if any(segment.loss_mask):
-                    made.append(sample_of(segment, base_sample))
+                    made.append(build_sample(segment, base_sample))
         for sample in made:
             sample.reward = reward
         return made

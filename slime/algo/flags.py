@@ -91,10 +91,10 @@ def flags_read(c: Config) -> frozenset[str]:
     return frozenset(read)
 
 
-def unread(c: Config, given: frozenset[str]) -> Iterator[Unread]:
-    """Yields the fields without effect among `given`, the fields with another value than their default."""
+def unread(c: Config, set_flags: frozenset[str]) -> Iterator[Unread]:
+    """Yields the fields without effect among `set_flags`, the fields with another value than their default."""
     read = flags_read(c)
-    for name in sorted((given & ALL) - read):
+    for name in sorted((set_flags & ALL) - read):
         yield _unread(c, name, read)
 
 

@@ -151,7 +151,7 @@ def sampled(c: Config) -> bool:
     return bool(default and chosen and not c.debug.debug_train_only and not loss_for(c.algorithm).pairs)
 
 
-def _pairs_given(c: Config) -> None:
+def _check_pairs(c: Config) -> None:
     """ValueError for flags that do not fit a loss that is a mean over pairs, with one pair per row."""
     kind = c.algorithm.loss_type
     if c.algorithm.calculate_per_token_loss:
@@ -170,7 +170,7 @@ def _pairs_given(c: Config) -> None:
         )
 
 
-def _function_given(c: Config) -> None:
+def _check_custom_loss(c: Config) -> None:
     if c.algorithm.custom_loss_function_path is None:
         raise FlagError("--custom-loss-function-path", "be given with --loss-type custom_loss", "none")
 
@@ -201,7 +201,7 @@ LOSSES: dict[str, Loss] = {
             pairs=True,
             reads=frozenset({"ref_log_probs"}),
             flags=frozenset({"dpo_beta", "dpo_label_smoothing", "ref_update_interval"}),
-            checks=(_pairs_given,),
+            checks=(_check_pairs,),
             rollout=PAIRS_ROLLOUT,
         ),
         Loss(
@@ -210,7 +210,7 @@ LOSSES: dict[str, Loss] = {
             rewarded=False,
             pairs=True,
             head="value",
-            checks=(_pairs_given, _no_tokens_ahead),
+            checks=(_check_pairs, _no_tokens_ahead),
             rollout=PAIRS_ROLLOUT,
         ),
         Loss(
@@ -218,7 +218,7 @@ LOSSES: dict[str, Loss] = {
             None,
             reads=frozenset({"old_log_probs"}),
             flags=frozenset({"custom_loss_function_path"}),
-            checks=(_function_given,),
+            checks=(_check_custom_loss,),
         ),
     )
 }

@@ -114,19 +114,19 @@ class SelectedLogprobRequest:
         self._check_temperature(rows)
 
     def _check_layer(self, rows: int, device: torch.device) -> None:
-        given = {name: getattr(self, name) for name in ("hidden", "lm_head_weight")}
-        if all(value is None for value in given.values()) and self.lm_head_bias is None:
+        present = {name: getattr(self, name) for name in ("hidden", "lm_head_weight")}
+        if all(value is None for value in present.values()) and self.lm_head_bias is None:
             return
-        for name, value in given.items():
+        for name, value in present.items():
             if not isinstance(value, Tensor) or value.ndim != 2:
                 got = "none" if value is None else list(getattr(value, "shape", [type(value).__name__]))
                 raise _must(
                     name,
-                    "be a matrix beside the other one",
+                    "be a matrix as the other one is",
                     got,
                     "give hidden and lm_head_weight, or neither",
                 )
-        hidden, weight = given["hidden"], given["lm_head_weight"]
+        hidden, weight = present["hidden"], present["lm_head_weight"]
         if len(hidden) != rows:
             raise _must("hidden rows", f"be the {rows} of logits", len(hidden), "give the same tokens")
         if hidden.shape[1] != weight.shape[1]:
@@ -252,7 +252,7 @@ def _checked(result: object, request: SelectedLogprobRequest, who: str, *, stric
         raise _must(who, rule, f"{type(result).__name__} without {', '.join(lost)}", todo)
     if not isinstance(found["provenance"], Mapping):
         got = type(found["provenance"]).__name__
-        raise _must(who, "return a mapping as provenance", got, "an empty one says nothing")
+        raise _must(who, "return a mapping as provenance", got, "return a mapping with entries")
     rows = len(request.logits)
     log_probs = _floats(who, "selected_logprobs", found["selected_logprobs"], [rows, 1], request.logits)
     entropy = None

@@ -107,16 +107,16 @@ class TokenColumns:
         such as a log-prob of -9999, then has no effect on ratios, gradients and hooks."""
         trained = self.mask != 0
 
-        def kept(x: Tensor) -> Tensor:
+        def zero_untrained(x: Tensor) -> Tensor:
             return torch.where(trained if x.ndim == 1 else trained[:, None], x, 0.0)
 
         return replace(
             self,
-            log_probs=kept(self.log_probs),
-            entropy=None if self.entropy is None else kept(self.entropy),
-            of_ids=None if self.of_ids is None else kept(self.of_ids),
+            log_probs=zero_untrained(self.log_probs),
+            entropy=None if self.entropy is None else zero_untrained(self.entropy),
+            of_ids=None if self.of_ids is None else zero_untrained(self.of_ids),
             columns={
-                name: kept(x) if x.is_floating_point() and name not in _WEIGHTS else x
+                name: zero_untrained(x) if x.is_floating_point() and name not in _WEIGHTS else x
                 for name, x in self.columns.items()
             },
         )

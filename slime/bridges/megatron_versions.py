@@ -80,9 +80,9 @@ def check(version: str) -> str | None:
         )
     if version in RUN:
         return None
-    place = "newer than" if numbers > LAST else f"between {_text(LEAST)} and"
+    relation = "newer than" if numbers > LAST else f"between {_text(LEAST)} and"
     run = " and ".join(f"{known} {where}" for known, where in RUN.items())
-    return f"megatron-core {version} is {place} {_text(LAST)} and was never run here; run were {run}"
+    return f"megatron-core {version} is {relation} {_text(LAST)} and was never run here; run were {run}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

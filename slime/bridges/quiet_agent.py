@@ -22,10 +22,10 @@ def main(argv: Sequence[str]) -> None:
     flags = dict(token.removeprefix("--").split("=", 1) for token in named)
     if "node-id" in flags:  # Ray 2.50 chooses the ports before it starts the raylet
         for name in _PORTS:
-            place = Path(flags["session-dir"], f"{name}_{flags['node-id']}")
-            written = place.with_name(f"{place.name}.written")
+            directory = Path(flags["session-dir"], f"{name}_{flags['node-id']}")
+            written = directory.with_name(f"{directory.name}.written")
             written.write_text(_NONE, encoding="ascii")
-            written.rename(place)  # the rename makes the raylet read a whole file
+            written.rename(directory)  # the rename makes the raylet read a whole file
     while os.read(sys.stdin.fileno(), 4096):
         pass
 

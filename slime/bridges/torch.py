@@ -5,7 +5,7 @@ from __future__ import annotations
 from slime.bridges import Patch
 
 _HERE = "slime.megatron_backend.cpu_device"
-_CUDA = "megatron-core asks for a CUDA device, also where it needs none; the CPU answers"
+_CUDA = "megatron-core needs a CUDA device even on hosts without one; the CPU replaces it"
 _GLOO = "NCCL takes tensors of different sizes, and gloo does not"
 _REPLACED = {
     _CUDA: {

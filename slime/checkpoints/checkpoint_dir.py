@@ -79,7 +79,7 @@ def released(directory: str | Path) -> Path | None:
     if not (path / INDEX).is_file():
         raise FlagError(
             record,
-            f"stand beside {RELEASE}/ in the format torch_dist",
+            f"be next to {RELEASE}/ in the format torch_dist",
             f"no {path / INDEX}",
             "convert the model again, or write it with `vime export --to torch_dist`",
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.checkpoints.checkpoint_dir import HF_INDEX
 from slime.checkpoints.hub import is_hub_name
-from slime.checkpoints.quantised_files import Header, check_quantised_files
+from slime.checkpoints.quantised_files import TensorHeader, check_quantised_files
 from slime.models import family_for
 from slime.models.decoder import Hf
 from slime.records.errors import FlagError
@@ -74,7 +74,7 @@ def read_config_json(checkpoint: str | Path) -> dict[str, Any]:
         ]
         what = f"did you mean {' or '.join(map(str, found[:_LISTED]))}?" if found else "check the path"
         if is_hub_name(str(checkpoint)):
-            what = f"if that is a name on the Hugging Face hub: hf download {checkpoint} (vime train does so by itself)"
+            what = f"if that is a name on the Hugging Face hub: hf download {checkpoint} (vime train does so)"
         raise FlagError("--hf-checkpoint", "be a directory with a config.json", checkpoint, what)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -120,7 +120,7 @@ def open_tensor(weights: OpenFile, name: str, file: Path) -> Slices:
         return weights.get_slice(name)
     except SafetensorError as error:
         raise ValueError(
-            f"{file} must have the tensor {name} as {HF_INDEX} says, got {error}; download the checkpoint again"
+            f"{file} must have the tensor {name} as in {HF_INDEX}, got {error}; download the checkpoint again"
         ) from error
 
 
@@ -155,7 +155,7 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
         "mlp.gate_proj.weight": [ffn, hidden],
         "mlp.down_proj.weight": [hidden, ffn],
     }
-    layers, headers = set(), dict[str, Header]()
+    layers, headers = set(), dict[str, TensorHeader]()
     folder = Path(checkpoint)
     files = set(folder.glob("*.safetensors"))
     if files:  # `vime plan` also works with only the JSON files
@@ -166,7 +166,7 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
             if scheme is not None:
                 parts = {name: tensors.get_slice(name) for name in names}
                 headers |= {
-                    name: Header(tuple(part.get_shape()), part.get_dtype(), str(file))
+                    name: TensorHeader(tuple(part.get_shape()), part.get_dtype(), str(file))
                     for name, part in parts.items()
                 }
             for name in set(names).difference(family.prediction_names(names, hf_config)):
@@ -176,14 +176,14 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
                     if got != shape:
                         raise FlagError(
                             f"{name} in {file}",
-                            f"have shape {shape}, as config.json says",
+                            f"have shape {shape}, as in config.json",
                             got,
                             "the weights and the config of --hf-checkpoint are not of one model",
                         )
     if files and len(layers) != hf_config.get("num_hidden_layers"):
         raise FlagError(
             "--hf-checkpoint",
-            f"hold {hf_config.get('num_hidden_layers')} layers, as its config.json says",
+            f"hold {hf_config.get('num_hidden_layers')} layers, as in its config.json",
             f"{len(layers)} in {checkpoint}",
         )
     if scheme is not None:

@@ -48,7 +48,7 @@ class Files:
         for file in {self._files[name] for name in names}:
             self._handles[file] = open_weights(file, "pt")
 
-    def place(self, name: str) -> str:
+    def find_file(self, name: str) -> str:
         return str(self._files[name])
 
     def count(self, read: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ _FP8 = "F8_E4M3"
 
 
 @dataclass(frozen=True)
-class Header:
+class TensorHeader:
     """One tensor of a file, as the header describes it."""
 
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class Header:
     file: str
 
 
-def check_quantised_files(headers: Mapping[str, Header], scheme: QuantizationScheme) -> None:
+def check_quantised_files(headers: Mapping[str, TensorHeader], scheme: QuantizationScheme) -> None:
     """Raises ValueError for the first quantised weight, in the order of names, whose tensors are incomplete or do not
     have the shapes of the scheme. Files without any quantised weight are an error too."""
     found = sorted(quantised_names(set(headers), scheme))
@@ -50,7 +50,7 @@ def check_quantised_files(headers: Mapping[str, Header], scheme: QuantizationSch
         )
 
 
-def _packed(headers: Mapping[str, Header], scheme: QuantizationScheme) -> set[str]:
+def _packed(headers: Mapping[str, TensorHeader], scheme: QuantizationScheme) -> set[str]:
     """Returns the names of the weights whose packed values are in the files."""
     end = f".{scheme.weight}"
     if scheme.kind != "int4":

@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from slime.config import Config
-from slime.user_code import with_place
+from slime.user_code import add_location
 
 Actor: TypeAlias = "ActorHandle[Any]"
 """Handle of a process, whose methods are remote."""
@@ -35,12 +35,10 @@ class ActorError(RuntimeError):
         self.log, self.details = log, str(error)
         self.died = not isinstance(error, RayTaskError)
         if isinstance(error, RayTaskError):
-            said = with_place(f"{type(error.cause).__name__}: {error.cause}", self.details)
+            message = add_location(f"{type(error.cause).__name__}: {error.cause}", self.details)
         else:
-            said = (
-                "its process died without an error of its own: it was killed, ran out of memory, or crashed"
-            )
-        super().__init__(f"{name} failed: {said}")
+            message = "its process died without an error: it was killed, ran out of memory, or crashed"
+        super().__init__(f"{name} failed: {message}")
 
 
 _DEATH_S = 3.0  # after a first failure, the time for Ray to report a dead process
@@ -50,19 +48,19 @@ _CHECK_S = 1.0
 def first_failure_or_all(
     config: Config,
     calls: dict[Ref, str],
-    lives: Mapping[Ref, str] = MappingProxyType({}),
+    liveness: Mapping[Ref, str] = MappingProxyType({}),
     *,
     check: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Waits for the calls (reference -> name of the actor) and returns their results in order. `lives`: calls that end
-    only with their actor.
+    """Waits for the calls (reference -> name of the actor) and returns their results in order. `liveness`: calls that
+    end only with their actor.
 
     The first call that fails raises ActorError at once, because its peers may still wait for it in a collective. If a
     peer died, the ActorError names that peer. Its death breaks the collective, and the other ranks may report the
     broken collective first. `check` is called after each second without a result. An exception of `check` ends the
     wait.
     """
-    waiting, names = [*calls, *lives], {**lives, **calls}
+    waiting, names = [*calls, *liveness], {**liveness, **calls}
     results: dict[Ref, Any] = {}
     while len(results) < len(calls):
         every_s = None if check is None else _CHECK_S

@@ -60,16 +60,16 @@ def _cut(total: int, size: int) -> list[int]:
     return [min(size, total - start) for start in range(0, total, size)]
 
 
-def first_straddling(places: Sequence[Hashable], size: int) -> int | None:
+def first_straddling(domains: Sequence[Hashable], size: int) -> int | None:
     """Returns the index of the first group of `size` neighbours that spans several nodes or domains, or None."""
-    starts = range(0, len(places), size)
-    return next((i for i, start in enumerate(starts) if len(set(places[start : start + size])) > 1), None)
+    starts = range(0, len(domains), size)
+    return next((i for i, start in enumerate(starts) if len(set(domains[start : start + size])) > 1), None)
 
 
-def _first_fit(free: Sequence[int], places: Sequence[Hashable], size: int) -> list[int]:
+def _first_fit(free: Sequence[int], domains: Sequence[Hashable], size: int) -> list[int]:
     """Returns the first `size` free positions in the first node or domain with enough free positions, or an empty
     list."""
-    by_place: dict[Hashable, list[int]] = {}
+    by_domain: dict[Hashable, list[int]] = {}
     for position in free:
-        by_place.setdefault(places[position], []).append(position)
-    return next((found[:size] for found in by_place.values() if len(found) >= size), [])
+        by_domain.setdefault(domains[position], []).append(position)
+    return next((found[:size] for found in by_domain.values() if len(found) >= size), [])

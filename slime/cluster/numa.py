@@ -81,7 +81,7 @@ def choose_cpus(
     known = [bus for bus in buses if bus]
     near = [find_gpu_cpus(bus, sysfs) for bus in known]
     if len(known) < len(buses) or not all(near):
-        return set(), "not bound: this host does not say which CPUs are near the GPU"
+        return set(), "not bound: this host does not report which CPUs are near the GPU"
     allowed = os.sched_getaffinity(0) if allowed is None else allowed
     cpus = set().union(*near) & set(allowed)
     if not cpus:

@@ -126,7 +126,7 @@ class Placement:
 class _Engines:
     """Device indices of a served model's engines, and the number of devices per engine."""
 
-    places: range
+    indices: range
     size: int
 
 
@@ -141,21 +141,23 @@ class _DeviceIndices:
 
     @property
     def devices(self) -> int:
-        return max(places.stop for places in (*self.groups, *(each.places for each in self.engines.values())))
+        return max(
+            indices.stop for indices in (*self.groups, *(each.indices for each in self.engines.values()))
+        )
 
     def blocks(self, config: Config) -> list[int]:
         """Returns numbers of GPUs that belong together, in the order in which the run takes them; see
         slime.cluster.domains. An engine's GPUs on one node are a block."""
         tensor, node = config.megatron.tensor_model_parallel_size, config.cluster.num_gpus_per_node
         policy, *others = map(len, self.groups)
-        of_policy, *frozen = [(len(each.places), min(each.size, node)) for each in self.engines.values()]
+        of_policy, *frozen = [(len(each.indices), min(each.size, node)) for each in self.engines.values()]
         count, part = of_policy
         blocks = compute_blocks(policy, tensor, count // part, part, colocate=config.cluster.colocate)
         blocks += [size for ranks in others for size in compute_blocks(ranks, tensor, 0, 1, colocate=False)]
         return blocks + [size for count, size in frozen for _ in range(count // size)]
 
 
-def _places(config: Config) -> _DeviceIndices:
+def _assign_devices(config: Config) -> _DeviceIndices:
     """Assigns device indices to the processes of a run.
 
     With colocation, engine i of the policy has the indices [i*g, (i+1)*g) of the policy's ranks. Otherwise its engines
@@ -163,9 +165,9 @@ def _places(config: Config) -> _DeviceIndices:
     """
     sizes = [0] if config.debug.debug_rollout_only else [group.ranks for group in build_groups(config)]
     first = 0 if config.cluster.colocate else sizes[0]
-    places = range(first, first + _engine_devices(config))
-    engines = {POLICY: _Engines(places, config.cluster.rollout_num_gpus_per_engine)}
-    groups, end = [range(sizes[0])], max(sizes[0], places.stop)
+    indices = range(first, first + _engine_devices(config))
+    engines = {POLICY: _Engines(indices, config.cluster.rollout_num_gpus_per_engine)}
+    groups, end = [range(sizes[0])], max(sizes[0], indices.stop)
     for ranks in sizes[1:]:
         groups.append(range(end, end + ranks))
         end += ranks
@@ -175,12 +177,12 @@ def _places(config: Config) -> _DeviceIndices:
     return _DeviceIndices(groups, engines)
 
 
-def place(config: Config) -> Placement:
+def reserve_devices(config: Config) -> Placement:
     """Reserves the devices of trainers and engines. If the devices do not suffice, raises an error with the numbers of
     needed and present devices. Raises ValueError if an engine would span more nodes than it needs."""
     existing = require_devices(config, ray.cluster_resources())  # type: ignore[no-untyped-call]
-    places = _places(config)
-    devices = places.devices
+    indices = _assign_devices(config)
+    devices = indices.devices
     resource = "GPU" if config.cluster.device == "cuda" else "CPU"
     amount = 1.0 if resource == "GPU" else CORES_PER_CPU_DEVICE
     group = _reserve(resource, amount, devices, existing, _PLACEMENT_TIMEOUT_S)
@@ -188,19 +190,19 @@ def place(config: Config) -> Placement:
         nodes = _find_nodes(group, devices)
         gpus = _find_gpus(group, devices) if resource == "GPU" else []
         if gpus:
-            order, domains = _ordered(gpus, places.blocks(config), config.cluster.nvlink_domain_size)
+            order, domains = _ordered(gpus, indices.blocks(config), config.cluster.nvlink_domain_size)
         else:
             order, domains = sorted(range(devices), key=lambda bundle: nodes[bundle].order), []
-        trainers = [[order[place] for place in ranks] for ranks in places.groups]
+        trainers = [[order[index] for index in ranks] for ranks in indices.groups]
         engines = {
-            name: _cut([order[place] for place in each.places], each.size)
-            for name, each in places.engines.items()
+            name: _cut([order[index] for index in each.indices], each.size)
+            for name, each in indices.engines.items()
         }
         share = 0.5 if config.cluster.colocate else 1.0
         placed = Placement(group, resource, trainers, engines, share, nodes, gpus)
         _require_nodes(placed, config)
         if config.cluster.nvlink_domain_size or any(gpu.facts.domain for gpu in gpus):
-            _require_domains(config, places, domains)
+            _require_domains(config, indices, domains)
     except BaseException:
         remove_placement_group(group)
         raise
@@ -209,23 +211,24 @@ def place(config: Config) -> Placement:
 
 def require_devices(config: Config, resources: Mapping[str, float]) -> float:
     """Returns the number of GPUs or CPUs among Ray's `resources`. Raises ValueError unless they suffice for the run."""
-    places = _places(config)
+    indices = _assign_devices(config)
     resource, amount = ("GPU", 1.0) if config.cluster.device == "cuda" else ("CPU", CORES_PER_CPU_DEVICE)
     existing = resources.get(resource, 0.0)
-    if places.devices * amount > existing:
+    if indices.devices * amount > existing:
         raise ValueError(
-            f"the cluster must have {places.devices} devices ({places.devices * amount:g} {resource}s) for "
+            f"the cluster must have {indices.devices} devices ({indices.devices * amount:g} {resource}s) for "
             f"{needed(config, _engine_devices(config))}, got {existing:g} {resource}s"
-            f"{each_takes(config)}; {fewer(config, places.devices, int(existing / amount))} or join a larger "
+            f"{each_takes(config)}; {fewer(config, indices.devices, int(existing / amount))} or join a larger "
             "cluster with RAY_ADDRESS"
         )
     return existing
 
 
-def place_engine(config: Config, model: str) -> Placement:
+def reserve_engine(config: Config, model: str) -> Placement:
     """Reserves free devices for one more engine of a model, while the run is running.
 
-    `config` is from `vime.pool.served.config_of`. Raises ValueError if the devices are not free.
+    `config` has the settings of the model (`vime.pool.served.ServedEngines`). Raises ValueError if the devices are
+    not free.
     """
     size = config.cluster.rollout_num_gpus_per_engine
     resource = "GPU" if config.cluster.device == "cuda" else "CPU"
@@ -255,20 +258,20 @@ def place_engine(config: Config, model: str) -> Placement:
     return placed
 
 
-def _require_domains(config: Config, places: _DeviceIndices, domains: Sequence[Hashable]) -> None:
+def _require_domains(config: Config, indices: _DeviceIndices, domains: Sequence[Hashable]) -> None:
     """Calls `_require_one_domain` for the tensor-parallel groups of trainers and the policy's engines. `domains`: one
     per GPU, in order."""
-    for ranks in places.groups:
+    for ranks in indices.groups:
         size = config.megatron.tensor_model_parallel_size
-        _require_one_domain("--tensor-model-parallel-size", size, [domains[place] for place in ranks])
-    of_engines = [domains[place] for place in places.engines[POLICY].places]
+        _require_one_domain("--tensor-model-parallel-size", size, [domains[index] for index in ranks])
+    of_engines = [domains[index] for index in indices.engines[POLICY].indices]
     _require_one_domain("--rollout-num-gpus-per-engine", config.engine_tensor_parallel, of_engines)
 
 
 def _engine_devices(config: Config) -> int:
     """Returns the number of devices of the policy's engines that the run starts itself."""
-    apart = config.debug.debug_train_only or config.rollout.rollout_external_engine_addrs
-    return 0 if apart else config.cluster.rollout_num_gpus
+    separate = config.debug.debug_train_only or config.rollout.rollout_external_engine_addrs
+    return 0 if separate else config.cluster.rollout_num_gpus
 
 
 def _cut(bundles: list[int], size: int) -> list[list[int]]:
@@ -315,7 +318,7 @@ def _find_gpus(group: PlacementGroup, devices: int) -> list[Gpu]:
     except ray.exceptions.GetTimeoutError as error:
         raise RuntimeError(
             f"each of {devices} GPUs must answer within {_ANSWER_TIMEOUT_S} s, got no answer from all of them; "
-            "Ray's logs say why its workers did not start"
+            "Ray's logs have the reason why its workers did not start"
         ) from error
     assert len({(gpu.node, gpu.name) for gpu in gpus}) == devices, gpus
     return gpus

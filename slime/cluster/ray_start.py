@@ -56,7 +56,7 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
     if not joined:
         ray_token.use_own_token(os.environ)
     elif not allow_unauthenticated:
-        ray_token.use_given_token(os.environ)
+        ray_token.use_user_token(os.environ)
     _read_authentication_again()
     # Ray's servers listen on loopback if the node's address is loopback. ray.init replaces such an address with
     # another address of the host, unless clusters of several hosts are disabled (the default on macOS and Windows).

@@ -74,7 +74,7 @@ def use_own_token(environ: MutableMapping[str, str]) -> None:
     environ[MODE], environ[TOKEN] = "token", secrets.token_hex(32)
 
 
-def use_given_token(environ: MutableMapping[str, str]) -> None:
+def use_user_token(environ: MutableMapping[str, str]) -> None:
     """Enables token mode if the user gave a token, in RAY_AUTH_TOKEN or in a file that passes `check_token_file`."""
     if environ.get(MODE, "token") != "token":
         raise FlagError(MODE, "be token", environ[MODE], "unset it, or give --allow-unauthenticated-ray")

@@ -19,7 +19,7 @@ from types import TracebackType
 import ray
 
 from slime.cluster.watchdog import Watchdog
-from slime.system.waiting import said
+from slime.system.waiting import report_wait
 
 _EVERY_S, _CONNECT_S, _REFUSALS = 1.0, 2.0, 2
 _END_S = 12.0
@@ -90,12 +90,12 @@ class RayWatch:
 
     `callback` registers calls that must run before Ray ends. If Ray is lost, these calls are skipped, because they
     would wait for Ray; the watchdog then kills the processes. RayLost then replaces the error that the loss has caused:
-    the error of an actor, or the interrupt of this watch. `gives_up` prints the loss if the main thread hangs in Ray's
-    code.
+    the error of an actor, or the interrupt of this watch. `on_failure` prints the loss if the main thread hangs in
+    Ray's code.
     """
 
-    def __init__(self, watchdog: Watchdog, gives_up: Callable[[Exception], None]) -> None:
-        self._watchdog, self._gives_up = watchdog, gives_up
+    def __init__(self, watchdog: Watchdog, on_failure: Callable[[Exception], None]) -> None:
+        self._watchdog, self._on_failure = watchdog, on_failure
         self._parts: list[RayProcess] = []
         self._stack = ExitStack()
         self._interrupted, self._over = False, threading.Event()
@@ -134,7 +134,7 @@ class RayWatch:
     ) -> None:
         lost = self.lost()
         try:
-            with said("ending the engines and the trainer"):
+            with report_wait("ending the engines and the trainer"):
                 self._stack.close()
         finally:
             self._over.set()  # before the shutdown, which ends Ray's processes
@@ -163,6 +163,6 @@ class RayWatch:
         if self._over.wait(_END_S):
             return
         # The main thread waits in Ray's C++ code, where no exception reaches it.
-        self._gives_up(RayLost(line))
+        self._on_failure(RayLost(line))
         self._watchdog.kill_all(remove=True)
         os._exit(1)

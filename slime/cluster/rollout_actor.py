@@ -72,8 +72,8 @@ class RolloutActor:
 class RolloutGroup:
     """Controls the rollout manager's actor. Implements slime.protocols.RolloutHandle.
 
-    `lives` comes from the trainer. A rollout may take long and calls no trainer rank, so only `lives` shows that a rank
-    died.
+    `liveness` comes from the trainer. A rollout may take long and calls no trainer rank, so only `liveness` shows
+    that a rank died.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class RolloutGroup:
         engine: RolloutEngine | None,
         dp_size: int,
         facts: Mapping[str, object],
-        lives: Mapping[Ref, str],
+        liveness: Mapping[Ref, str],
     ) -> None:
-        self._config, self._lives = config, lives
+        self._config, self._liveness = config, liveness
         self._threads = [
             ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rollout-{i}") for i in range(2)
         ]
@@ -112,7 +112,7 @@ class RolloutGroup:
         self._actor.set_engines.remote(count)
 
     def _result(self, ref: Ref) -> Any:
-        return first_failure_or_all(self._config, {ref: "rollout"}, self._lives)[0]
+        return first_failure_or_all(self._config, {ref: "rollout"}, self._liveness)[0]
 
     def stop(self) -> None:
         for threads in self._threads:

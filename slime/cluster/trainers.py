@@ -46,7 +46,7 @@ class TrainerGroup:
             )
             for rank, (name, bundle) in enumerate(zip(self._names, bundles, strict=True))
         ]
-        self.lives = self.call(lambda actor, rank: actor.live.remote())
+        self.liveness = self.call(lambda actor, rank: actor.live.remote())
         # Ranks on one host meet through a private file, because torch's network store checks no key.
         self._private = None
         if on_one_host(config):
@@ -133,7 +133,7 @@ class Trainers:
             for group, bundles in zip(build_groups(config), placement.trainer_bundles, strict=True)
         ]
         self.policy = self._groups[0]
-        self.lives = {ref: name for group in self._groups for ref, name in group.lives.items()}
+        self.liveness = {ref: name for group in self._groups for ref, name in group.liveness.items()}
         self.building = {ref: name for group in self._groups for ref, name in group.building.items()}
 
     def take_built(self, built: Sequence[Any]) -> None:
@@ -209,7 +209,7 @@ class Trainers:
         return self._threads.submit(lambda: self._results(calls)[0])
 
     def _results(self, calls: dict[Ref, str]) -> list[Any]:
-        return first_failure_or_all(self._config, calls, self.lives if len(self._groups) > 1 else {})
+        return first_failure_or_all(self._config, calls, self.liveness if len(self._groups) > 1 else {})
 
     def stop(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -126,8 +126,8 @@ def with_config_files(groups: Sequence[FlagGroup]) -> list[FlagGroup]:
     layers.append(own)
     merged: list[FlagGroup] = []
     for layer in layers:
-        given = {group.positive for group in layer}
-        merged = [group for group in merged if group.positive not in given] + layer
+        present = {group.positive for group in layer}
+        merged = [group for group in merged if group.positive not in present] + layer
     return merged
 
 

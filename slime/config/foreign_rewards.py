@@ -106,7 +106,7 @@ _PLURALS = {f"{name}s": name for name in _VALUES} | _LISTS | {"completion_ids": 
 _RESPONSES = {"response", "completion", "solution_str", "completions", "responses"}
 _LABELS = {"label", "labels", "answer", "answers", "ground_truth", "ground_truths"}
 _TEXTS = {"prompt", "response", "completion", "solution_str", "label", "answer", "ground_truth"}
-_IN_PLACE = _TEXTS | {"prompts", "completions", "responses"}
+_STANDARD_NAMES = _TEXTS | {"prompts", "completions", "responses"}
 """Names of texts, which a run never passes as the first two arguments."""
 
 
@@ -115,7 +115,7 @@ class OtherTrainer:
     """The rewards of another project, which are recognised by their parameters."""
 
     name: str
-    gives: tuple[frozenset[str], ...]
+    signatures: tuple[frozenset[str], ...]
     """Sets of parameter names. A function that has all names of a set is such a reward."""
 
 
@@ -137,15 +137,15 @@ OTHERS = (
 
 def is_foreign(function: Callable[..., object]) -> bool:
     """Returns True for a reward of another trainer, or one that takes texts in place of the flags and the sample."""
-    parameters = parameters_of(function)
+    parameters = read_parameters(function)
     if parameters is None or inspect.isclass(function):
         return False
     names = set(parameters)
     if not {"args", "sample", "samples"} & names and any(
-        given <= names for other in OTHERS for given in other.gives
+        form <= names for other in OTHERS for form in other.signatures
     ):
         return True
-    return bool(_IN_PLACE.intersection(list(parameters)[:2]))
+    return bool(_STANDARD_NAMES.intersection(list(parameters)[:2]))
 
 
 def any_foreign(custom_rm_path: str | None, rm_type: object) -> bool:
@@ -159,7 +159,7 @@ def any_foreign(custom_rm_path: str | None, rm_type: object) -> bool:
     return False
 
 
-def parameters_of(function: Callable[..., object]) -> dict[str, inspect.Parameter] | None:
+def read_parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter] | None:
     """Returns the parameters, or None for a function of C, which may have no signature."""
     try:
         return dict(inspect.signature(function).parameters)
@@ -190,33 +190,33 @@ def _adapt(reward: ForeignReward) -> Callable[..., Any]:
     ):
 
         async def awaited(
-            hook_args: object, given: Sample | list[Sample], plain_text: Text = None, **kwargs: object
+            hook_args: object, received: Sample | list[Sample], plain_text: Text = None, **kwargs: object
         ) -> object:
-            samples = given if isinstance(given, list) else [given]
+            samples = received if isinstance(received, list) else [received]
             found = [
-                reward.numbers_of(hook_args, one, await function(*places, **words))
-                for one, places, words in reward.calls(hook_args, samples, plain_text)
+                reward.read_numbers(hook_args, one, await function(*positional, **words))
+                for one, positional, words in reward.calls(hook_args, samples, plain_text)
             ]
-            return _as_given(found, given)
+            return _as_received(found, received)
 
         return awaited
 
     def called(
-        hook_args: object, given: Sample | list[Sample], plain_text: Text = None, **kwargs: object
+        hook_args: object, received: Sample | list[Sample], plain_text: Text = None, **kwargs: object
     ) -> object:
-        samples = given if isinstance(given, list) else [given]
+        samples = received if isinstance(received, list) else [received]
         found = [
-            reward.numbers_of(hook_args, one, function(*places, **words))
-            for one, places, words in reward.calls(hook_args, samples, plain_text)
+            reward.read_numbers(hook_args, one, function(*positional, **words))
+            for one, positional, words in reward.calls(hook_args, samples, plain_text)
         ]
-        return _as_given(found, given)
+        return _as_received(found, received)
 
     return called
 
 
-def _as_given(found: list[list[object]], given: Sample | list[Sample]) -> object:
+def _as_received(found: list[list[object]], received: Sample | list[Sample]) -> object:
     flat = [value for part in found for value in part]
-    return flat if isinstance(given, list) else flat[0]
+    return flat if isinstance(received, list) else flat[0]
 
 
 class ForeignReward:
@@ -224,7 +224,7 @@ class ForeignReward:
 
     def __init__(self, function: Callable[..., Any], columns: RewardColumns) -> None:
         self.function, self.columns = function, columns
-        self._parameters = parameters_of(function) or {}
+        self._parameters = read_parameters(function) or {}
         names = set(self._parameters)
         self.is_batched = any(name in _LISTS or name in ("completion_ids", "prompts") for name in names)
         self._is_trl = bool({"completions", "completion_ids"} & names) and "queries" not in names
@@ -254,13 +254,13 @@ class ForeignReward:
 
     def _placed(self, values: Mapping[str, object]) -> tuple[list[object], dict[str, object]]:
         """Divides values by parameter name into positional and named arguments."""
-        places, words = list[object](), dict(values)
+        positional, words = list[object](), dict(values)
         for name, one in self._parameters.items():
             if one.kind is inspect.Parameter.POSITIONAL_ONLY and name in words:
-                places.append(words.pop(name))
+                positional.append(words.pop(name))
         if not (self._takes_rest and self.is_batched):
             words = {name: value for name, value in words.items() if name in self._parameters}
-        return places, words
+        return positional, words
 
     def _arguments(self, sample: Sample) -> dict[str, object]:
         """Returns the arguments for one response, by the name of the parameter. A parameter with a default and without
@@ -300,7 +300,7 @@ class ForeignReward:
         own = {**_VALUES, **{plural: _VALUES[name] for plural, name in _PLURALS.items()}}
         if not _RESPONSES & self._parameters.keys():
             own["answer"] = own["response"]
-        if self._gives_messages(sample):
+        if self._gets_messages(sample):
             own |= dict.fromkeys(("completion", "completions"), _response_messages)
             own |= dict.fromkeys(("prompt", "prompts"), _prompt_messages)
         always = ("prompts", "completions", "completion_ids") if self._is_trl else ()
@@ -308,11 +308,11 @@ class ForeignReward:
             name: value(sample) for name, value in own.items() if name in self._parameters or name in always
         }
 
-    def _gives_messages(self, sample: Sample) -> bool:
+    def _gets_messages(self, sample: Sample) -> bool:
         """Returns True if the reward gets chat messages: TRL passes messages if the prompt of the row has messages."""
         return self._reads_messages or (self._is_trl and isinstance(_raw(sample), list))
 
-    def numbers_of(self, hook_args: object, samples: Sequence[Sample], result: Any) -> list[object]:
+    def read_numbers(self, hook_args: object, samples: Sequence[Sample], result: Any) -> list[object]:
         """Returns the rewards of a call's samples. ValueError for a result of another length."""
         if not self.is_batched:
             return [_number(result, samples[0], getattr(hook_args, "reward_key", None))]
@@ -388,12 +388,13 @@ def reads_messages(function: Callable[..., object]) -> bool:
     code, others = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     if code is None:
         return False
-    helpers = [others.get(name) for name in _of_code(code, "co_names")]
+    helpers = [others.get(name) for name in _list_entries(code, "co_names")]
     read = [one for one in helpers if inspect.isfunction(one) and one.__globals__ is others]
-    return any("content" in _of_code(one, "co_consts") for one in (code, *(one.__code__ for one in read)))
+    codes = [code, *(one.__code__ for one in read)]
+    return any("content" in _list_entries(one, "co_consts") for one in codes)
 
 
-def _of_code(code: CodeType, table: str) -> list[object]:
+def _list_entries(code: CodeType, table: str) -> list[object]:
     """Returns the entries of a table of the compiled code, also those of the functions inside it."""
-    inner = [_of_code(one, table) for one in code.co_consts if isinstance(one, CodeType)]
+    inner = [_list_entries(one, table) for one in code.co_consts if isinstance(one, CodeType)]
     return [*getattr(code, table), *(entry for part in inner for entry in part)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.fields import spelled
-from slime.config.foreign_rewards import is_foreign, parameters_of
+from slime.config.foreign_rewards import is_foreign, read_parameters
 from slime.config.schema import Config
 from slime.hooks import load_function
 from slime.records.errors import FlagError
@@ -35,9 +35,9 @@ class Call:
 
     @property
     def shown(self) -> str:
-        given = ", ".join(self.positional.split())
+        names = ", ".join(self.positional.split())
         named = [f"{name}=..." for name in (*self.keywords.split(), *self.optional.split())]
-        return f"({', '.join(filter(None, [given, *named]))})"
+        return f"({', '.join(filter(None, [names, *named]))})"
 
 
 _ROLLOUT = Call("args rollout_id data_source", keywords="evaluation")
@@ -91,21 +91,21 @@ class Hooks:
     def __init__(self, config: Config, **facts: object) -> None:
         self._config, self._facts = config, facts
         self._args: Namespace | None = None
-        self._given = False
+        self._args_passed = False
 
     @property
     def args(self) -> Namespace:
         """Returns the flat `args`. The next read of `config` searches them for flags that the caller has changed."""
         if self._args is None:
             self._args = self._config.namespace(**self._facts)
-        self._given = True
+        self._args_passed = True
         return self._args
 
     @property
     def config(self) -> Config:
         """Returns the configuration, with the values that functions of the user have set in `args`."""
-        if self._given:
-            self._config, self._given = Config.from_args(self._args), False
+        if self._args_passed:
+            self._config, self._args_passed = Config.from_args(self._args), False
         return self._config
 
     def call(self, name: str, *inputs: object) -> Any:
@@ -136,7 +136,7 @@ def check_call(
             "name a function of the module that makes an object of the class, or set a name of "
             "the module to such an object",
         )
-    parameters = parameters_of(function)
+    parameters = read_parameters(function)
     if parameters is None:
         return
     if scores and is_foreign(function):
@@ -169,8 +169,8 @@ def _misfit(parameters: Mapping[str, inspect.Parameter], call: Call) -> str | No
         )
     except TypeError as error:
         return str(error)
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    placed = [name for name, one in parameters.items() if one.kind in by_place]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    placed = [name for name, one in parameters.items() if one.kind in by_position]
     for name in {"args", "sample", "samples"} & set(placed[: len(positional)]) & set(positional):
         if placed.index(name) != positional.index(name):
             return f"{name} must be parameter {positional.index(name) + 1}"

@@ -19,7 +19,7 @@ from slime.records.errors import FlagError, UnknownFlag
 PAGES = {TRL: "docs/from-trl.md", VERL: "docs/from-verl.md"}
 """Documentation page by program."""
 _OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(VERL_SECTIONS)})(?:\.[A-Za-z_]\w*)+)=(.*)", re.DOTALL)
-_PLACE = re.compile(r"(?: [a-z]+)? \S*\{\}\S*")
+_FIELD = re.compile(r"(?: [a-z]+)? \S*\{\}\S*")
 _SHOWN = 70
 """Maximum number of characters of a setting in a table; longer settings are cut."""
 
@@ -40,7 +40,7 @@ class PeerName:
     @property
     def shown(self) -> str:
         """The flags for the page, without a value."""
-        return _PLACE.sub("", self.flags)
+        return _FIELD.sub("", self.flags)
 
     def ours(self, value: str = "") -> str:
         """Returns the flags of this project for the setting with this value. The text is empty if it needs no flag."""

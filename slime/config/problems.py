@@ -10,7 +10,7 @@ from slime.records.errors import FlagError
 T = TypeVar("T")
 
 
-def given(value: T | None) -> T:
+def require_value(value: T | None) -> T:
     """Returns the value of a flag that an earlier rule requires. Raises TypeError without a value; see
     `Problems.check`."""
     if value is None:

@@ -123,10 +123,10 @@ class Config:
     @classmethod
     def from_flat(cls, values: Values, notes: tuple[str, ...] = ()) -> Config:
         """Makes the sections from one flat mapping of field name to value. Missing fields get their defaults."""
-        given: dict[str, Values] = {name: {} for name in SECTIONS}
+        set_values: dict[str, Values] = {name: {} for name in SECTIONS}
         for name, value in values.items():
-            given[SECTION_OF[name]][name] = value
-        return cls(**{name: SECTIONS[name](**given[name]) for name in SECTIONS}, notes=notes)
+            set_values[SECTION_OF[name]][name] = value
+        return cls(**{name: SECTIONS[name](**set_values[name]) for name in SECTIONS}, notes=notes)
 
     @classmethod
     def from_args(cls, args: object) -> Config:
@@ -277,9 +277,9 @@ def read_section(section: type[S], args: object) -> S:
     last = _LAST.get(section)
     if last is None or not all(map(operator.is_, last[0], values)):
         found = dict(zip(names, values, strict=True))
-        given = {name: value for name, value in found.items() if value is not _ABSENT}
-        made = section(**given)
-        if len(given) < len(names):
+        set_values = {name: value for name, value in found.items() if value is not _ABSENT}
+        made = section(**set_values)
+        if len(set_values) < len(names):
             return made
         _LAST[section] = last = values, made
     same: S = last[1]

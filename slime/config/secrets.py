@@ -148,12 +148,12 @@ def mask_command(argv: Sequence[str]) -> list[str]:
     out: list[str] = []
     after_secret = False
     for word in argv:
-        name, equals, given = word.partition("=")
+        name, equals, content = word.partition("=")
         is_name = re.fullmatch(rf"-{{0,2}}{_NAME}", name) is not None
         if after_secret and not word.startswith("--"):
             out.append(MASK)
         elif equals and is_name:
-            out.append(f"{name}={MASK if _holds(name, given) else _text(given)}")
+            out.append(f"{name}={MASK if _holds(name, content) else _text(content)}")
         else:
             out.append(_text(word))
         after_secret = word.startswith("-") and not equals and is_secret(word)
@@ -193,8 +193,8 @@ def _text(text: str) -> str:
     """Returns a text with its secrets masked."""
     if text.lstrip().startswith(("{", "[")):
         try:
-            given = json.loads(text)
-            if (masked := mask_secrets(given)) != given:
+            content = json.loads(text)
+            if (masked := mask_secrets(content)) != content:
                 return json.dumps(masked)
         except (ValueError, RecursionError):
             pass  # a bracket in plain text, not JSON

@@ -18,7 +18,7 @@ from slime.records.errors import FlagError
 
 
 @dataclass(frozen=True)
-class Refused:
+class RejectedVariable:
     """Variables that a run does not accept, except with a value that switches them off."""
 
     rule: str
@@ -26,7 +26,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Unread:
+class UnreadVariable:
     """Variables that no part of a run reads, or only `reader`."""
 
     why: str
@@ -35,22 +35,22 @@ class Unread:
 
 
 _INT4 = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
-_OPEN_TRAINING = Refused(
+_OPEN_TRAINING = RejectedVariable(
     "be unset, because the trainer rounds the weights of experts to int4 only (--round-expert-weights)",
     "unset it: the engines keep the checkpoint's scheme, and --use-tis corrects for the difference of the log-probs",
 )
-_ORIGINAL = Refused(
+_ORIGINAL = RejectedVariable(
     "be unset, because the loss needs the log-probs of the distribution that the engine samples from",
     "unset it; --rollout-temperature 1 makes both distributions equal",
 )
-REFUSED: dict[str, Refused] = {
+REFUSED: dict[str, RejectedVariable] = {
     "OPEN_TRAINING_*_FLAG": _OPEN_TRAINING,
-    "MEGATRON_USE_KV_QAT": Refused(
+    "MEGATRON_USE_KV_QAT": RejectedVariable(
         "be unset, because the trainer does not round keys and values in its forward pass", "unset it"
     ),
     "SGLANG_RETURN_ORIGINAL_LOGPROB": _ORIGINAL,
     "RETURN_ORIGINAL_LOGPROB": _ORIGINAL,
-    "ENABLE_ROUTING_REPLAY": Refused(
+    "ENABLE_ROUTING_REPLAY": RejectedVariable(
         "be unset, because only flags switch on the replay of experts",
         "give --use-routing-replay or --use-rollout-routing-replay",
     ),
@@ -58,15 +58,17 @@ REFUSED: dict[str, Refused] = {
 """Pattern of names -> why a run does not accept the variable."""
 _READ = ("SLIME_AGENT_*", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_APPLY_QK_LAYER_SCALING")
 """Variables of the patterns below that code of this project or of megatron-core reads."""
-UNREAD: dict[str, Unread] = {
-    "OPEN_TRAINING_*": Unread("--round-expert-weights takes the groups of --hf-checkpoint"),
-    "NVTE_*": Unread("Transformer Engine reads them, and the trainer does not use it", "transformer_engine"),
-    "SGLANG_*": Unread("SGLang reads them, and no engine of this run is SGLang's", "sglang"),
-    "SGL_*": Unread("SGLang reads them, and no engine of this run is SGLang's", "sglang"),
-    "MEGATRON_*": Unread("megatron-core reads no such variable"),
-    "INDEXER_*": Unread("no supported model has an indexer of sparse attention"),
-    "ROUTING_REPLAY_STAGE": Unread("--use-routing-replay and --use-rollout-routing-replay decide"),
-    "SLIME_*": Unread("no code here reads them"),
+UNREAD: dict[str, UnreadVariable] = {
+    "OPEN_TRAINING_*": UnreadVariable("--round-expert-weights takes the groups of --hf-checkpoint"),
+    "NVTE_*": UnreadVariable(
+        "Transformer Engine reads them, and the trainer does not use it", "transformer_engine"
+    ),
+    "SGLANG_*": UnreadVariable("SGLang reads them, and no engine of this run is SGLang's", "sglang"),
+    "SGL_*": UnreadVariable("SGLang reads them, and no engine of this run is SGLang's", "sglang"),
+    "MEGATRON_*": UnreadVariable("megatron-core reads no such variable"),
+    "INDEXER_*": UnreadVariable("no supported model has an indexer of sparse attention"),
+    "ROUTING_REPLAY_STAGE": UnreadVariable("--use-routing-replay and --use-rollout-routing-replay decide"),
+    "SLIME_*": UnreadVariable("no code here reads them"),
 }
 """Pattern of names -> why the variables have no effect."""
 

@@ -50,9 +50,9 @@ def look_ahead(batch: MicroBatch, part: TokenSlice, depth: int) -> Ahead:
     after = torch.where(inside, batch.packed[further.clamp_max(len(batch.packed) - 1)], 0)
     tokens = torch.zeros(part.rows, dtype=torch.int64)
     tokens[: len(part.tokens)] = after[part.tokens]
-    place = batch.predicting - depth
+    index = batch.predicting - depth
     first = (ends - lengths)[sequence[batch.predicting]]
-    (predicted,) = torch.nonzero(place >= first, as_tuple=True)
-    mine, rows = part.find_rows(place[predicted])
+    (predicted,) = torch.nonzero(index >= first, as_tuple=True)
+    mine, rows = part.find_rows(index[predicted])
     of_response = predicted[mine]
     return Ahead(tokens, rows, batch.packed[batch.predicting[of_response] + 1], of_response)

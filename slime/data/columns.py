@@ -139,12 +139,12 @@ def token_versions(sample: Sample) -> list[int]:
     return [UNKNOWN_VERSION if version is None else int(version) for version in found]
 
 
-def _part(read: Callable[[Sample], top_tokens.Top | None], place: int) -> Callable[[Sample], object]:
-    """Returns a function that reads the ids (`place` 0) or the log-probs (`place` 1) of a sample's record."""
+def _part(read: Callable[[Sample], top_tokens.Top | None], index: int) -> Callable[[Sample], object]:
+    """Returns a function that reads the ids (`index` 0) or the log-probs (`index` 1) of a sample's record."""
 
     def part(sample: Sample) -> object:
         found = read(sample)
-        return None if found is None else found[place]
+        return None if found is None else found[index]
 
     return part
 
@@ -174,7 +174,7 @@ _TABLE = (
     Column("round_number", "sample", "hook"),
     Column("source_names", "sample", "hook"),
     Column("rollout_facts", "sample", "batch"),  # slime.rollout.facts adds it to every rank's data
-    Column("kept", "sample", "batch"),  # --save-samples: slime.data.rank_data.mark_kept adds it
+    Column("kept", "sample", "batch"),  # --save-samples: slime.data.rank_data.mark_saved_samples adds it
     Column("loss_masks", "response", "sample", np.int32, _loss_mask, carried="training"),
     Column("loss_denominators", "response", "trainer", np.float32, carried="training"),
     Column("log_probs", "response", "pass", np.float32, mean=True),

@@ -121,8 +121,8 @@ class Dataset:
         """Sorts `samples` into the order that --rollout-shuffle gives the epoch."""
         if new_epoch_id == self.epoch_id:
             return
-        places = shuffled(len(self.origin_samples), self.seed + new_epoch_id)
-        self.samples, self.epoch_id = [self.origin_samples[i] for i in places], new_epoch_id
+        order = shuffled(len(self.origin_samples), self.seed + new_epoch_id)
+        self.samples, self.epoch_id = [self.origin_samples[i] for i in order], new_epoch_id
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_kernel.kept import KeptTokens
 from slime.data.token_slice import TokenSlice
-from slime.protocols import KEPT, Arrays, GenerateResult
+from slime.protocols import KEPT_TOKENS, Arrays, GenerateResult
 from slime.protocols.engine_column import EngineColumn
 from slime.types import Sample, SamplingParams, TrainData
 
@@ -42,7 +42,7 @@ def check_answer(sample: Sample, result: GenerateResult, largest: int, params: S
     The request allowed sets of at most `largest` ids. If its top-k keeps no more ids, no set can be larger, so that an
     empty set is an error too.
     """
-    counts = result.columns[KEPT][1].tolist() if KEPT in result.columns else []
+    counts = result.columns[KEPT_TOKENS][1].tolist() if KEPT_TOKENS in result.columns else []
     empty = counts.count(0) if 0 < params.get("top_k", -1) <= largest else 0
     if len(counts) == len(result.token_ids) and not empty:
         return
@@ -55,7 +55,7 @@ def check_answer(sample: Sample, result: GenerateResult, largest: int, params: S
 
 
 ENGINE = EngineColumn(
-    KEPT,
+    KEPT_TOKENS,
     ("rollout_top_p_token_ids", "rollout_top_p_token_offsets"),
     asked=lambda config: config.off_policy.replay_kept_tokens,
     append=append,

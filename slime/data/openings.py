@@ -49,7 +49,7 @@ _TOOL: Tools = [
         "function": {"name": _MARK, "description": _MARK, "parameters": {"type": "object", "properties": {}}},
     }
 ]
-_ASKED: list[Message] = [{"role": "user", "content": "x"}]
+_PROBE: list[Message] = [{"role": "user", "content": "x"}]
 _SYSTEM: Message = {"role": "system", "content": _MARK}
 _USER: Message = {"role": "user", "content": _MARK}
 
@@ -65,7 +65,7 @@ class ChatTemplate:
         """Texts with which a rendered conversation begins: the text before the first user's or system's message, and
         the first special token."""
         found = set()
-        for messages in ([_USER], [_SYSTEM, *_ASKED]):
+        for messages in ([_USER], [_SYSTEM, *_PROBE]):
             before, mark, _ = self._render(messages, None).partition(_MARK)
             if mark and before.strip():
                 found.add(before.strip())
@@ -75,8 +75,8 @@ class ChatTemplate:
     @functools.cached_property
     def reads_tools(self) -> bool:
         """True if the model reads the tools of a conversation, or if the template cannot render a conversation."""
-        text = self._render(_ASKED, _TOOL)
-        return not text or text != self._render(_ASKED, None)
+        text = self._render(_PROBE, _TOOL)
+        return not text or text != self._render(_PROBE, None)
 
     def doubled(self, contents: Iterable[str]) -> str | None:
         """Returns the opening of the first content that begins with an opening, or None."""
@@ -115,25 +115,25 @@ def warn_about_rows(
     """Logs one warning per kind of problem in the first rows of a file that raises no error: a column with the name of
     a key that a run writes, a prompt that begins as the chat template does, and tools that the template does not read.
     The last two kinds need a tokenizer."""
-    plain, told = dataclasses.replace(columns, apply_chat_template=False), set[str]()
+    plain, warned = dataclasses.replace(columns, apply_chat_template=False), set[str]()
     template = None if tokenizer is None else ChatTemplate(tokenizer, columns.apply_chat_template_kwargs)
 
-    def tell(name: str, found: object, text: str) -> None:
-        if found and name not in told:
-            told.add(name)
+    def warn(name: str, found: object, text: str) -> None:
+        if found and name not in warned:
+            warned.add(name)
             logger.warning("%s: " + text, where, found)
 
     for where, row in first:
         filled = {name for name, value in row.items() if value is not None}
-        tell("columns", ", ".join(sorted(filled & OWN_KEYS - columns.used)), OWN_COLUMNS)
+        warn("columns", ", ".join(sorted(filled & OWN_KEYS - columns.used)), OWN_COLUMNS)
         prompt = to_prompt(row, where, plain, None)
         if template is None or (isinstance(prompt.text, str) and not columns.apply_chat_template):
             continue
         raw = row.get(columns.input_key)
-        tell("lists", where.source.suffix != ".csv" and message_text(raw) and columns.input_key, JSON_TEXT)
-        tell("opening", template.doubled(get_contents(prompt.text)), DOUBLED)
+        warn("lists", where.source.suffix != ".csv" and message_text(raw) and columns.input_key, JSON_TEXT)
+        warn("opening", template.doubled(get_contents(prompt.text)), DOUBLED)
         tools = prompt.metadata.get("tools")
-        tell("tools", tools and not template.reads_tools and len(tools), UNREAD_TOOLS)
+        warn("tools", tools and not template.reads_tools and len(tools), UNREAD_TOOLS)
 
 
 class ChatRemarks:
@@ -143,7 +143,7 @@ class ChatRemarks:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._templates: dict[str, ChatTemplate] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def look(self, messages: list[Message], tools: Tools | None, options: dict[str, object]) -> None:
         """Logs a warning for messages that begin as the template does, and for tools that the template does not
@@ -154,6 +154,6 @@ class ChatRemarks:
         self._once("tools", lambda: tools and not template.reads_tools and len(tools), SESSION_TOOLS)
 
     def _once(self, name: str, find: Callable[[], object], text: str) -> None:
-        if name not in self._told and (found := find()):
-            self._told.add(name)
+        if name not in self._warned and (found := find()):
+            self._warned.add(name)
             logger.warning(text, found)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slime.config.problems import given
+from slime.config.problems import require_value
 from slime.config.schema import read_section
 from slime.config.sections.data import DataConfig
 from slime.config.sections.megatron import MegatronConfig
@@ -109,16 +109,16 @@ def _step_sizes(rollouts: int, data: DataConfig) -> list[int]:
 
 def _first_fit(positions: Sequence[int], lengths: Sequence[int], cap: int) -> list[list[int]]:
     bins: list[list[int]] = []
-    room: list[int] = []
+    unused: list[int] = []
     for position in positions:
-        for b, free in enumerate(room):
+        for b, free in enumerate(unused):
             if lengths[position] <= free:
                 bins[b].append(position)
-                room[b] -= lengths[position]
+                unused[b] -= lengths[position]
                 break
         else:
             bins.append([position])
-            room.append(cap - lengths[position])
+            unused.append(cap - lengths[position])
     return bins
 
 
@@ -161,7 +161,7 @@ def choose_bins(data: DataConfig, context_parallel: int, lengths: Sequence[int])
     if not data.use_dynamic_batch_size:
         size = data.micro_batch_size
         return [list(positions[i : i + size]) for i in range(0, len(lengths), size)]
-    return _first_fit(positions, lengths, given(data.max_tokens_per_gpu) * context_parallel)
+    return _first_fit(positions, lengths, require_value(data.max_tokens_per_gpu) * context_parallel)
 
 
 def _bins(
@@ -184,7 +184,7 @@ def _bins(
                 "or use --use-dynamic-batch-size"
             )
         return [positions[i : i + size] for i in range(0, len(positions), size)]
-    cap = given(data.max_tokens_per_gpu) * context_parallel
+    cap = require_value(data.max_tokens_per_gpu) * context_parallel
     if data.balance_by_flops:
         count = -(-sum(lengths[i] for i in positions) // cap)
         count = min(-(-count // multiple) * multiple, len(positions) // multiple * multiple)
@@ -359,12 +359,12 @@ def shared_prompts(data: TrainData, samples: list[int], columns: Sequence[str]) 
     ragged = [COLUMNS[name].to_rows for name in columns]
     first: dict[tuple[bytes, ...], int] = {}
     found = []
-    for place, i in enumerate(samples):
+    for index, i in enumerate(samples):
         tokens = data["tokens"][i]
         length = len(tokens) - data["response_lengths"][i]
         rows = [rows_of(data, [i], token_slice([len(tokens)]))[:length] for rows_of in ragged if rows_of]
-        of = first.setdefault(tuple(x.numpy().tobytes() for x in (tokens[:length], *rows)), place)
-        found.append((of, 0 if of == place else length))
+        of = first.setdefault(tuple(x.numpy().tobytes() for x in (tokens[:length], *rows)), index)
+        found.append((of, 0 if of == index else length))
     return found
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 
 from slime.data.files import FileSource, Row, RowLocation, find_source, read_table
-from slime.data.limits.context import ContextLimits, PromptRows, require_room
+from slime.data.limits.context import ContextLimits, PromptRows, check_prompt_lengths
 from slime.data.limits.conversations import Masks
 from slime.data.openings import warn_about_rows
 from slime.data.rows import (
@@ -92,16 +92,16 @@ class Prompts(Sequence[Prompt]):
         return to_prompt(row, where, self._columns, self._tokenizer)
 
     def first(self, most: int) -> Iterator[tuple[RowLocation, Row]]:
-        """Yields the first rows of the file with their Place."""
+        """Yields the first rows of the file with their RowLocation."""
         for number in map(int, self._rows[:most]):
             where = RowLocation(self._source, number)
             yield where, self._source.row(self._table[number], where) or {}
 
-    def place(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Returns file and line of a prompt."""
         return str(RowLocation(self._source, int(self._rows[index])))
 
-    def kept(self, indices: np.ndarray) -> Prompts:
+    def select(self, indices: np.ndarray) -> Prompts:
         """Returns the prompts at these indices, or those that a mask selects."""
         rows = self._rows[indices]
         return Prompts(self._table, self._source, self._columns, self._tokenizer, rows, self.unread)
@@ -191,11 +191,11 @@ def load_prompts(
             assert tokenizer is not None
             lengths = prompts.lengths(np.arange(len(prompts)), tokenizer)
         fits = _fits(lengths, max_prompt_len, path, limit_flag)
-        prompts, sizes, lists, lengths = prompts.kept(fits), sizes[fits], lists[fits], lengths[fits]
+        prompts, sizes, lists, lengths = prompts.select(fits), sizes[fits], lists[fits], lengths[fits]
     if masks is not None:
-        masks.require_fit(lengths, prompts.place)
+        masks.require_fit(lengths, prompts.locate)
     if context is not None:
-        require_room(PromptRows(sizes, lists, prompts.lengths, prompts.place), context, limit_flag)
+        check_prompt_lengths(PromptRows(sizes, lists, prompts.lengths, prompts.locate), context, limit_flag)
     return prompts
 
 
@@ -242,7 +242,7 @@ def _part(table: Dataset, source: FileSource) -> range:
 
 @contextmanager
 def _unicode(table: Dataset, source: FileSource, part: range) -> Iterator[None]:
-    """ValueError with the Place of the first row whose bytes are not UTF-8. A Parquet file may have such bytes."""
+    """Raises ValueError with the RowLocation of the first row in a Parquet file whose bytes are not UTF-8."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -272,7 +272,7 @@ def _check(
     numbers: list[int],
 ) -> dict[str, list[int]]:
     """Returns the row, the size in characters and the kind (a list or a text) per prompt, and with `masks` the
-    number of tokens in the longest conversation. ValueError with the Place of the first wrong row."""
+    number of tokens in the longest conversation. ValueError with the RowLocation of the first wrong row."""
     rows, sizes, lists, lengths = [], [], [], []
     for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
         where = RowLocation(source, first + number)

@@ -100,14 +100,14 @@ class RankData(dict[str, Any]):
 
     def receive(self, parts: Iterable[RankData], device: torch.device) -> None:
         """Sets the columns that other ranks have filled for the samples of this rank."""
-        place = {of_rollout: i for i, of_rollout in enumerate(self["partition"])}
+        index = {of_rollout: i for i, of_rollout in enumerate(self["partition"])}
         found: dict[str, dict[int, Tensor]] = defaultdict(dict)
         for part in parts:
             for name in part.keys() - {"partition"}:
                 found[name] |= {
-                    place[of_rollout]: values
+                    index[of_rollout]: values
                     for of_rollout, values in zip(part["partition"], part[name], strict=True)
-                    if of_rollout in place
+                    if of_rollout in index
                 }
         for name, of_sample in found.items():
             self.fill(name, of_sample)
@@ -151,11 +151,11 @@ class RankData(dict[str, Any]):
         self.reach("device")
 
 
-def mark_kept(ranks: Iterable[RankData], places: Iterable[int]) -> None:
-    """Adds the column `kept` to every rank's data. `places` are the indices of the samples that the run keeps."""
-    kept = set(places)
+def mark_saved_samples(ranks: Iterable[RankData], indices: Iterable[int]) -> None:
+    """Adds the column `kept` to every rank's data. `indices` are the indices of the samples that the run keeps."""
+    kept = set(indices)
     for data in ranks:
-        data["kept"] = [place in kept for place in data["partition"]]
+        data["kept"] = [index in kept for index in data["partition"]]
 
 
 def rollout_means(data: RankData, config: Config, group: dist.ProcessGroup) -> dict[str, float]:

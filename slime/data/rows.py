@@ -162,8 +162,12 @@ def _column(row: Row, key: str, flag: str, where: RowLocation) -> object:
 def _others_have(key: str, where: RowLocation) -> bool:
     """Returns true if one of the first rows of the table has a value in this column."""
     table = read_table(where.source)
-    places = (RowLocation(where.source, number) for number in range(min(len(table), _LOOKED_AT)))
-    rows = (where.source.row(table[place.number], place) for place in places if place.number != where.number)
+    locations = (RowLocation(where.source, number) for number in range(min(len(table), _LOOKED_AT)))
+    rows = (
+        where.source.row(table[location.number], location)
+        for location in locations
+        if location.number != where.number
+    )
     return any(row is not None and row.get(key) is not None for row in rows)
 
 

@@ -34,7 +34,7 @@ from slime.types import Prompt, Sample, SampleGroup
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Place = list[int]
+PromptLocation = list[int]
 """Where a prompt was drawn: data set, first and last visit, prompt. A visit is epoch x prompts + position. Those before
 the last were passed over (--curriculum)."""
 
@@ -67,7 +67,7 @@ class PromptDataSource:
         self.pass_rates = None if keep is None else PassRates(len(self.prompts), keep, seed)
         self.next_group_index = 0
         self.next_index = 0
-        self._places: dict[int, Place] = {}
+        self._locations: dict[int, PromptLocation] = {}
         self._buffer_filter = pop_oldest if rollout.buffer_sort_by_staleness else pop_first
         if rollout.buffer_filter_path:
             self._buffer_filter = load_function(rollout.buffer_filter_path, flag="--buffer-filter-path")
@@ -112,10 +112,10 @@ class PromptDataSource:
             )
         return groups + [self._next_group() for _ in range(num_groups - len(groups))]
 
-    def get_locations(self, numbers: Sequence[int]) -> list[Place | None]:
+    def get_locations(self, numbers: Sequence[int]) -> list[PromptLocation | None]:
         """Where the prompts of new groups come from, for the journal. None for a group that was asked for before, or
         has no prompt of the data."""
-        return [self._places.pop(number, None) for number in numbers]
+        return [self._locations.pop(number, None) for number in numbers]
 
     def add_samples(self, groups: list[SampleGroup]) -> None:
         """Put groups back. Each group must have `--n-samples-per-prompt` samples."""
@@ -137,7 +137,7 @@ class PromptDataSource:
         if len(self.orders) > 1:
             every = zip(self.data_sets, self.orders, self.mixture.weights, strict=True)
             more["data_sets"] = [[one.name, order.size, weight] for one, order, weight in every]
-            more["orders"] = [[order.epoch, order.position, order.drawn] for order in self.orders]
+            more["orders"] = [[order.epoch, order.position, order.draws] for order in self.orders]
         if self.pass_rates is not None:
             more["pass_rates"] = self.pass_rates.state_dict()
         return {
@@ -175,8 +175,8 @@ class PromptDataSource:
                 )
         epoch, position = state["epoch"], state["position"]
         saved = state.get("orders", [[epoch, position, epoch * len(self) + position]])
-        for order, place in zip(self.orders, saved, strict=False):
-            order.epoch, order.position, order.drawn = place
+        for order, location in zip(self.orders, saved, strict=False):
+            order.epoch, order.position, order.draws = location
         if self.pass_rates is not None and "pass_rates" in state:
             self.pass_rates.load_state_dict(state["pass_rates"])
         self.next_group_index, self.next_index = state["next_group_index"], state["next_index"]
@@ -252,9 +252,9 @@ class PromptDataSource:
         return {**self.state_dict(), **seen, "buffer": []}
 
     def _next_group(self) -> SampleGroup:
-        prompt, place = self._next_prompt()
-        if place is not None:
-            self._places[self.next_group_index] = place
+        prompt, location = self._next_prompt()
+        if location is not None:
+            self._locations[self.next_group_index] = location
         group = []
         for _ in range(self.args.n_samples_per_prompt):
             sample = Sample(
@@ -271,7 +271,7 @@ class PromptDataSource:
         self.next_group_index += 1
         return group
 
-    def _next_prompt(self) -> tuple[Prompt, Place | None]:
+    def _next_prompt(self) -> tuple[Prompt, PromptLocation | None]:
         if not self.prompts and read_section(DataConfig, self.args).disable_rollout_global_dataset:
             return Prompt(text=""), None
         if not self.prompts:
@@ -281,12 +281,12 @@ class PromptDataSource:
         number, rates = self.mixture.next(), self.pass_rates
         start, order = self.prompts.starts[number], self.orders[number]
 
-        def passes_over(place: int, epoch: int) -> bool:
-            return rates is not None and rates.passes_over(start + place, epoch)
+        def passes_over(index_in_set: int, epoch: int) -> bool:
+            return rates is not None and rates.passes_over(start + index_in_set, epoch)
 
         first = order.visits
         index = start + order.next(passes_over)
-        drawn = [number, first, order.visits - 1, index]
+        location = [number, first, order.visits - 1, index]
         prompt, added = self.prompts[index], dict[str, object]()
         if (name := self.data_sets[number].name) is not None:
             added[SOURCE] = name
@@ -294,7 +294,7 @@ class PromptDataSource:
             added[PROMPT] = index
         if added:
             prompt = dataclasses.replace(prompt, metadata={**added, **prompt.metadata})
-        return prompt, drawn
+        return prompt, location
 
 
 def load_training_prompts(

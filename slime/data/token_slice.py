@@ -93,8 +93,8 @@ def token_slice(
     ]
     rows = -(-max(len(x) for x in tokens) // multiple) * multiple
     gathered = torch.empty(first[-1], dtype=torch.int64)
-    for r, places in enumerate(tokens):
-        gathered[places] = r * rows + torch.arange(len(places))
+    for r, indices in enumerate(tokens):
+        gathered[indices] = r * rows + torch.arange(len(indices))
     for s, (of, taken) in enumerate(prompts):
         gathered[first[s] : first[s] + taken] = gathered[first[of] : first[of] + taken]
     shares = any(taken for _, taken in prompts)

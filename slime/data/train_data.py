@@ -236,13 +236,13 @@ def _split_ready(data: TrainData, column: Column) -> Sequence[object]:
 def _host_tensors(column: Sequence[object], name: str, dtype: type[np.generic]) -> list[torch.Tensor]:
     """Returns a column as tensors, from lists, arrays or tensors of numbers. ValueError for other values."""
     tensors = []
-    for place, values in enumerate(column):
+    for index, values in enumerate(column):
         if isinstance(values, torch.Tensor):  # numpy has no bfloat16 and reads no other device
             values = values.tolist()
         found = np.array(values)  # three times as fast as torch.tensor for a list
         if found.ndim != 1 or found.dtype.kind not in "biuf":
             raise ValueError(
-                f"{name} must be a list of numbers for every sample, got {str(values)[:80]} at place {place}; "
+                f"{name} must be a list of numbers for every sample, got {str(values)[:80]} at index {index}; "
                 "a conversion hook has to fill it"
             )
         tensors.append(torch.from_numpy(found.astype(dtype, copy=False)))

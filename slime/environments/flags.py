@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from slime.config.fields import spelled
 from slime.config.problems import Problems
 from slime.config.schema import Config
-from slime.environments.hubs import environment_of, is_environment
+from slime.environments.hubs import find_environment, is_environment
 from slime.environments.rows import COLUMNS
 from slime.records.errors import FlagError
 
@@ -34,8 +34,8 @@ def _short(value: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name.rpartition("/")[2] or name).strip("-") or "environment"
 
 
-def set_flags(draft: argparse.Namespace, given: Mapping[str, object]) -> Iterator[str]:
-    """Sets the flags that --environment decides. Yields a note for each flag whose given value has no effect."""
+def set_flags(draft: argparse.Namespace, stated: Mapping[str, object]) -> Iterator[str]:
+    """Sets the flags that --environment decides. Yields a note for each flag whose value has no effect."""
     if not draft.environment:
         return
     if draft.prompt_data is None:
@@ -43,7 +43,7 @@ def set_flags(draft: argparse.Namespace, given: Mapping[str, object]) -> Iterato
     if draft.custom_generate_function_path is None:
         draft.custom_generate_function_path = GENERATE
     for name, value in _DECIDED.items():
-        if given.get(name, value) != value:
+        if stated.get(name, value) != value:
             yield (
                 f"{spelled(name)} has no effect with --environment: its prompts are in the columns prompt and "
                 "metadata, and a session renders them"
@@ -60,7 +60,7 @@ def check_environments(c: Config) -> None:
     problems = Problems()
     for value in values:
         named = _NAMED.fullmatch(value)
-        problems.check(environment_of, named[2] if named else value)
+        problems.check(find_environment, named[2] if named else value)
     if c.data.prompt_data != prompt_data(values):
         problems.add(
             FlagError(
@@ -80,12 +80,12 @@ def check_environments(c: Config) -> None:
             )
         )
     for name in _REWARDS:
-        if (given := c.get_value(name)) is not None:
+        if (stated := c.get_value(name)) is not None:
             problems.add(
                 FlagError(
                     spelled(name),
                     "be left out with --environment",
-                    given,
+                    stated,
                     "the environment's rubric is the reward",
                 )
             )
@@ -94,8 +94,8 @@ def check_environments(c: Config) -> None:
 
 def _check_files(c: Config) -> None:
     """Checks that no flag of prompts names an environment in a run without --environment."""
-    given = c.data.prompt_data or []
-    named = [("--prompt-data", value) for value in ([given] if isinstance(given, str) else given)]
+    stated = c.data.prompt_data or []
+    named = [("--prompt-data", value) for value in ([stated] if isinstance(stated, str) else stated)]
     named += [("--eval-prompt-data", value) for value in (c.evaluation.eval_prompt_data or [])[1::2]]
     for flag, value in named:
         parts = _NAMED.fullmatch(value)

@@ -61,7 +61,7 @@ def is_environment(text: str) -> bool:
     return text.partition(":")[0] in HUBS and ":" in text
 
 
-def environment_of(text: str, flag: str = "--environment") -> Environment:
+def find_environment(text: str, flag: str = "--environment") -> Environment:
     """Returns the environment that `text` names. ValueError with `flag` for an unknown hub or a wrong argument."""
     address, _, query = text.partition("?")
     hub, _, name = address.partition(":")

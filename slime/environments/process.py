@@ -213,7 +213,7 @@ def living(environment: Environment) -> EnvironmentProcess | None:
     return None if process is None or process.ended else process
 
 
-def process_of(environment: Environment, flag: str = "--environment") -> EnvironmentProcess:
+def get_process(environment: Environment, flag: str = "--environment") -> EnvironmentProcess:
     """Returns the process of an environment, and starts it if it does not run. ValueError: see EnvironmentProcess."""
     with _starting:
         if (process := living(environment)) is None:

@@ -11,8 +11,8 @@ import json
 import os
 from pathlib import Path
 
-from slime.environments.hubs import Environment, environment_of
-from slime.environments.process import START_S, EnvironmentFault, process_of
+from slime.environments.hubs import Environment, find_environment
+from slime.environments.process import START_S, EnvironmentFault, get_process
 from slime.records.errors import FlagError
 
 KEY = "environment_task"
@@ -31,14 +31,14 @@ def prompt_file(text: str, flag: str, folder: Path) -> Path:
     ValueError with `flag` if the environment cannot be loaded, or has no tasks.
     """
     if (text, folder) not in _files:
-        _files[text, folder] = _written(environment_of(text, flag), flag, folder)
+        _files[text, folder] = _written(find_environment(text, flag), flag, folder)
     return _files[text, folder]
 
 
 def _written(environment: Environment, flag: str, folder: Path) -> Path:
     text = environment.text
     try:
-        call = process_of(environment, flag).call(
+        call = get_process(environment, flag).call(
             "load_prompts", split=environment.split, limit=environment.tasks
         )
         rows = call.result(START_S)

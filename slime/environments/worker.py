@@ -54,7 +54,7 @@ def lacking(setup: Setup) -> dict[str, str] | None:
     return None if found else {"package": version}
 
 
-def connector_of(setup: Setup) -> object:
+def load_connector(setup: Setup) -> object:
     """Returns the connector of the environment, from its file."""
     spec = importlib.util.spec_from_file_location(
         f"vime_{os.path.basename(setup['file'])[:-3]}", setup["file"]
@@ -67,7 +67,7 @@ def connector_of(setup: Setup) -> object:
     return connector
 
 
-class Worker:
+class EpisodeWorker:
     """Answers calls with the methods of a connector, all in one event loop."""
 
     def __init__(self, calls: TextIO, out: TextIO) -> None:
@@ -106,7 +106,7 @@ class Worker:
         """Loads the connector, and answers calls until stdin ends."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         try:
-            self.connector = connector_of(setup)
+            self.connector = load_connector(setup)
         except BaseException as error:  # border: code of the environment may raise any error, and SystemExit
             self.send({"id": 0, "error": one_line(error)})
             return
@@ -140,7 +140,7 @@ def main() -> None:
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends this process
     setup = json.loads(calls.readline())
-    worker = Worker(calls, out)
+    worker = EpisodeWorker(calls, out)
     lacks = lacking(setup)
     if lacks is not None:
         worker.send({"id": 0, "lacks": lacks})

@@ -79,7 +79,7 @@ def softmax_scale(rope: Rope, size: int) -> float:
 def read_latent(hf: Hf, sparse: Sequence[bool]) -> Decoder:
     """Returns the decoder of a family with latent attention and sigmoid experts. `sparse` marks the layers with
     experts."""
-    given = sizes(hf)
+    parsed = sizes(hf)
     need(hf, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     only(
         hf,
@@ -92,7 +92,7 @@ def read_latent(hf: Hf, sparse: Sequence[bool]) -> Decoder:
     rope = read_rope(hf, hf["qk_rope_head_dim"], whole=True, interleaved=True)
     attention = latent_attention(hf, rope)
     return Decoder(
-        **given,
+        **parsed,
         groups=hf["num_attention_heads"],
         head_dim=attention.key,
         layers=tuple(Layer(attention, kind="latent", sparse=has) for has in sparse),

@@ -197,7 +197,7 @@ def read_peft(directory: str | Path) -> tuple[Lora, str | None]:
     directory without adapter_config.json, and for settings that this project does not support or recognise."""
     path = Path(directory) / CONFIG_FILE
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise FlagError(
             "--lora-load",
@@ -205,9 +205,9 @@ def read_peft(directory: str | Path) -> tuple[Lora, str | None]:
             f"{directory}: {error}",
             "check the path",
         ) from error
-    if not isinstance(given, dict):
+    if not isinstance(settings, dict):
         raise ValueError(
-            f"{path} must hold an object, got {type(given).__name__}; save the adapter again with PEFT"
+            f"{path} must hold an object, got {type(settings).__name__}; save the adapter again with PEFT"
         )
     if not (Path(directory) / WEIGHTS_FILE).is_file():
         raise FlagError(
@@ -216,8 +216,8 @@ def read_peft(directory: str | Path) -> tuple[Lora, str | None]:
             f"{directory} without it",
             "save the adapter with safe_serialization=True",
         )
-    _require_plain(given, path)
-    rank, alpha, targets = given.get("r"), given.get("lora_alpha"), given.get("target_modules")
+    _require_plain(settings, path)
+    rank, alpha, targets = settings.get("r"), settings.get("lora_alpha"), settings.get("target_modules")
     if isinstance(targets, str) and targets == ALL:
         targets = [ALL]
     if (
@@ -232,19 +232,19 @@ def read_peft(directory: str | Path) -> tuple[Lora, str | None]:
             f"target_modules in {path} must be a list of module names, got {targets!r}; write the names that its "
             "expression matches"
         )
-    excluded = given.get("exclude_modules") or []
+    excluded = settings.get("exclude_modules") or []
     if not isinstance(excluded, list):
         raise ValueError(
             f"exclude_modules in {path} must be a list of module names, got {excluded!r}; write the names that its "
             "expression matches"
         )
-    base, dropout = given.get("base_model_name_or_path"), float(given.get("lora_dropout") or 0.0)
+    base, dropout = settings.get("base_model_name_or_path"), float(settings.get("lora_dropout") or 0.0)
     return Lora(rank, float(alpha), dropout, tuple(sorted(targets)), tuple(sorted(excluded))), base
 
 
-def _require_plain(given: dict[str, object], path: Path) -> None:
+def _require_plain(settings: dict[str, object], path: Path) -> None:
     """Raises ValueError unless the settings describe plain LoRA over the base as its checkpoint holds it."""
-    kind = given.get("init_lora_weights")
+    kind = settings.get("init_lora_weights")
     if isinstance(kind, str) and kind.lower().startswith(_CHANGE_THE_BASE):
         raise ValueError(
             f"init_lora_weights in {path} must leave the base as it is, got {kind}; PEFT subtracted the first "
@@ -252,15 +252,15 @@ def _require_plain(given: dict[str, object], path: Path) -> None:
             "the plain base"
         )
     for name, neutral in _NEUTRAL.items():
-        value = given.get(name)
+        value = settings.get(name)
         # PEFT reads {} as the settings of a variant, all at their defaults.
         if value not in neutral and (value or value == {}):
             raise ValueError(
                 f"{name} in {path} must be {neutral[0]}, got {value}; this version trains plain LoRA adapters"
             )
-    for name in given.keys() - _NEUTRAL.keys() - {*_READ, *_NO_EFFECT}:
-        if given[name]:
+    for name in settings.keys() - _NEUTRAL.keys() - {*_READ, *_NO_EFFECT}:
+        if settings[name]:
             raise ValueError(
-                f"{path} must have known settings alone, got {name} = {given[name]}; remove it if it changes "
+                f"{path} must have known settings alone, got {name} = {settings[name]}; remove it if it changes "
                 "nothing that the adapter computes"
             )

@@ -14,7 +14,7 @@ from slime.models.quantization import (
     dequantize,
     quantised_names,
     quantize,
-    scheme_of,
+    read_scheme,
 )
 from slime.models.slices import Stored, Tensors, Where
 
@@ -26,7 +26,7 @@ _PER_WORD = 8
 
 def dequantised(tensors: Tensors, hf: Hf) -> Tensors:
     """Returns the tensors of a checkpoint as plain weights. This is the usual value of `Family.stored`."""
-    scheme = scheme_of(hf)
+    scheme = read_scheme(hf)
     return tensors if scheme is None else PlainWeights(tensors, scheme)
 
 
@@ -41,17 +41,19 @@ class PlainWeights:
 
     def get(self, name: str) -> Stored:
         if not (parts := self._parts(name)):
-            return _Unscaled(self._tensors.get(name), self._part(name, self._scheme.scale), self.place(name))
+            return _Unscaled(
+                self._tensors.get(name), self._part(name, self._scheme.scale), self.find_file(name)
+            )
         if missing := [part for part in self._scheme.names if part not in parts]:
             raise ValueError(
                 f"a checkpoint in {self._scheme.title} must have {self._part(name, missing[0])}, got none in "
-                f"{self.place(name)}; download it again"
+                f"{self.find_file(name)}; download it again"
             )
         return _Quantised({part: self._tensors.get(parts[part]) for part in parts}, self._scheme, name)
 
-    def place(self, name: str) -> str:
+    def find_file(self, name: str) -> str:
         stored = name if name in self._stored else self._part(name, self._scheme.weight)
-        return self._tensors.place(stored)
+        return self._tensors.find_file(stored)
 
     def _parts(self, name: str) -> dict[str, str]:
         """Returns the stored tensors of a quantised weight: last part of the name -> name. The result is empty for a
@@ -74,8 +76,8 @@ class PlainWeights:
 class _Unscaled:
     """A tensor without scales. It must be stored in more than one byte per element."""
 
-    def __init__(self, stored: Stored, scales: str, place: str) -> None:
-        self._stored, self._scales, self._place = stored, scales, place
+    def __init__(self, stored: Stored, scales: str, file: str) -> None:
+        self._stored, self._scales, self._file = stored, scales, file
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,7 +87,7 @@ class _Unscaled:
         found = self._stored[where]
         if found.element_size() == 1 and found.is_floating_point():
             raise ValueError(
-                f"a checkpoint in fp8 must have {self._scales}, got none for {self._place}; download it again"
+                f"a checkpoint in fp8 must have {self._scales}, got none for {self._file}; download it again"
             )
         return found
 
@@ -124,10 +126,10 @@ class _Quantised:
         """Returns the first and the end index per axis, or None for an index that is no tuple of plain slices."""
         if where is Ellipsis:
             where = ()
-        given = where if isinstance(where, tuple) else (where,)
+        indices = where if isinstance(where, tuple) else (where,)
         found = []
         for axis, size in enumerate(self.shape):
-            index = given[axis] if axis < len(given) else slice(None)
+            index = indices[axis] if axis < len(indices) else slice(None)
             if not isinstance(index, slice) or index.step not in (None, 1):
                 return None
             found.append(index.indices(size)[:2])

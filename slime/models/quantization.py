@@ -105,7 +105,7 @@ def _matches(module: str, name: str, method: str) -> bool:
     return module == name
 
 
-def scheme_of(hf: Hf) -> QuantizationScheme | None:
+def read_scheme(hf: Hf) -> QuantizationScheme | None:
     """Returns the scheme of a config.json, or None for a checkpoint with plain weights. Raises ValueError for an
     unknown scheme."""
     said = hf.get("quantization_config")

@@ -127,7 +127,7 @@ def read_decoder(
     window per layer (None: no layer has a window). `experts` reads the experts of the sparse layers; a family without
     it is dense.
     """
-    given = sizes(hf)
+    parsed = sizes(hf)
     only(hf, mlp_bias=False, **({"hidden_act": "silu"} if activation == "swiglu" else {}))
     layers, heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     groups, size = hf.get("num_key_value_heads") or heads, head_dim(hf)
@@ -144,7 +144,7 @@ def read_decoder(
         for window, has in zip(windows or [None] * layers, sparse, strict=True)
     ]
     return Decoder(
-        **given,
+        **parsed,
         groups=groups,
         head_dim=size,
         layers=tuple(of_layers),

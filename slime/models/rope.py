@@ -57,8 +57,8 @@ class Rope:
         """Returns the factor of cos and sin: 1, except for YaRN (its "attention factor")."""
         if self.kind != "yarn":
             return 1.0
-        if (given := self.settings.get("attention_factor")) is not None:
-            return float(given)
+        if (fixed := self.settings.get("attention_factor")) is not None:
+            return float(fixed)
         factor = self.settings["factor"]
         upper, lower = self.settings.get("mscale"), self.settings.get("mscale_all_dim")
         if upper and lower:
@@ -106,8 +106,8 @@ class Rope:
         first, last = max(first, 0), min(last, self.size - 1)
         if first == last:
             last += 0.001  # a step instead of a ramp
-        place = torch.arange(self.size // 2, dtype=torch.float32, device=plain.device)
-        ramp = ((place - first) / (last - first)).clamp(0, 1)
+        index = torch.arange(self.size // 2, dtype=torch.float32, device=plain.device)
+        ramp = ((index - first) / (last - first)).clamp(0, 1)
         ramped: torch.Tensor = plain / self.settings["factor"] * ramp + plain * (1 - ramp)
         return ramped
 

@@ -73,7 +73,7 @@ def check_selection(c: Config) -> None:
             "--only-train-params-name-list",
             "not be given with --freeze-params-name-list",
             "both",
-            "write what is trained as one of the two",
+            "select the trained parameters with one of the two",
         )
     for flag in (ONLY, FROZEN):
         for pattern in c.get_value(flag) or ():
@@ -84,5 +84,5 @@ def check_selection(c: Config) -> None:
                     spelled(flag),
                     "be regular expressions",
                     f"{pattern!r}: {error}",
-                    "escape what is meant as it stands",
+                    "escape the characters that are meant literally",
                 ) from None

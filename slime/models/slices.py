@@ -41,7 +41,7 @@ class Tensors(Protocol):
         by block of the slices."""
         ...
 
-    def place(self, name: str) -> str:
+    def find_file(self, name: str) -> str:
         """Returns the file of a tensor, for messages."""
         ...
 

@@ -147,13 +147,13 @@ async def _request(
     deadline_s: float,
 ) -> Json:
     if (objects := loop_objects()).closes:
-        session = objects.get(_request, _kept_session, aiohttp.ClientSession.close)
+        session = objects.get(_request, _get_session, aiohttp.ClientSession.close)
         return await _try(session, method, url, content, max_retries, headers or {}, deadline_s)
     async with aiohttp.ClientSession(connector=ProvenConnector(_find_key)) as session:
         return await _try(session, method, url, content, max_retries, headers or {}, deadline_s)
 
 
-def _kept_session() -> aiohttp.ClientSession:
+def _get_session() -> aiohttp.ClientSession:
     """The connections of an event loop, which stay open between requests."""
     return aiohttp.ClientSession(connector=ProvenConnector(_find_key, limit=0, keepalive_timeout=60))
 

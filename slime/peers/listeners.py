@@ -31,7 +31,7 @@ def listeners(port: int) -> list[Listener]:
     """Returns all TCP sockets of this network namespace that listen at `port`, at any address."""
     families = [socket.AF_INET, *([socket.AF_INET6] if socket.has_ipv6 else [])]
     try:
-        return [each for family in families for each in _asked(family, port)]
+        return [each for family in families for each in _request_listeners(family, port)]
     except OSError:  # kernels without INET_DIAG and gVisor have the slower table
         table = [*_read("/proc/net/tcp"), *_read("/proc/net/tcp6")]
         return [each for each in table if each.port == port]
@@ -48,7 +48,7 @@ def listening_at(host: str, port: int) -> list[Listener]:
     ]
 
 
-def _asked(family: socket.AddressFamily, wanted: int) -> Iterator[Listener]:
+def _request_listeners(family: socket.AddressFamily, wanted: int) -> Iterator[Listener]:
     """Yields the kernel's answer to a request for the listening sockets of a family at the port `wanted`."""
     size = 4 if family == socket.AF_INET else 16
     asked = struct.pack("=BBBxI", family, socket.IPPROTO_TCP, 0, 1 << _LISTEN)

@@ -28,7 +28,7 @@ CHALLENGE_BYTES = 32
 ANSWER_S = 5.0
 _MOST_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 class NotProvenError(ConnectionError):
@@ -48,8 +48,8 @@ def proof(run_key: str, challenge: str, host: str, port: int) -> str:
     address = _plain(host)
     if ip_address(address).is_loopback:  # each host has this address
         address += "\n" + _BOOT_ID.read_text(encoding="ascii")
-    said = f"proof of a server\n{challenge.lower()}\n{address}\n{port}"
-    return hmac.new(run_key.encode(), said.encode(), hashlib.sha256).hexdigest()
+    message = f"proof of a server\n{challenge.lower()}\n{address}\n{port}"
+    return hmac.new(run_key.encode(), message.encode(), hashlib.sha256).hexdigest()
 
 
 def require_proof(
@@ -79,14 +79,14 @@ def require_proof(
         return
     if _answers(host, port, run_key, timeout_s):
         return
-    said = (
+    message = (
         f"the server at {host}:{port} must prove that it is this run's, got {stranger} without the run's key, which "
         "was not sent; end that server, start it with the key of the run, or use another address"
     )
-    if said not in _told:
-        _told.add(said)
-        logger.warning("%s", said)
-    raise NotProvenError(said)
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning("%s", message)
+    raise NotProvenError(message)
 
 
 def strangers_at(host: str, port: int) -> list[int]:
@@ -121,18 +121,20 @@ def _answers(host: str, port: int, run_key: str, timeout_s: float) -> bool:
     asked = (
         f"GET {PROOF_PATH}?challenge={challenge} HTTP/1.1\r\nHost: {name}:{port}\r\nConnection: close\r\n\r\n"
     )
-    said = b""
+    message = b""
     try:
         with socket.create_connection((host, port), timeout=timeout_s) as connection:
             connection.sendall(asked.encode())
-            while right not in said and len(said) < _MOST_BYTES and (left_s := end - time.monotonic()) > 0:
+            while (
+                right not in message and len(message) < _MOST_BYTES and (left_s := end - time.monotonic()) > 0
+            ):
                 connection.settimeout(left_s)
                 if not (piece := connection.recv(_MOST_BYTES)):
                     break
-                said += piece
+                message += piece
     except OSError:
         return False
-    return right in said
+    return right in message
 
 
 def _plain(host: str) -> str:

@@ -35,14 +35,14 @@ class Advice:
     """The effect of a change."""
 
     change: Change
-    gives: float
+    saved_bytes: float
     """Bytes by which the shortage at the currently worst moment shrinks."""
     missing: float
     """Bytes that are still missing at some moment; at most 0 if the run then fits."""
 
     def __str__(self) -> str:
         rest = "fits" if self.missing <= 0 else f"{amount(self.missing)} are still missing"
-        return f"{self.change.flag} (now {self.change.now}) gives {amount(self.gives)}, {rest}"
+        return f"{self.change.flag} (now {self.change.now}) gives {amount(self.saved_bytes)}, {rest}"
 
 
 def advise(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = None) -> list[Advice]:
@@ -54,7 +54,7 @@ def advise(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = None) -
     found = []
     for values in changes(c, Shape.of(hf)):
         tried = [_advice(before, change, hf, machine, also) for change in values]
-        helping = [advice for advice in tried if advice.gives > 0]
+        helping = [advice for advice in tried if advice.saved_bytes > 0]
         if not helping:
             continue
         fitting = [advice for advice in helping if advice.missing <= 0]

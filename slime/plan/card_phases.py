@@ -63,7 +63,9 @@ def card_moments(
     """Returns all moments of a trainer's card. `device_bytes` is the memory of the GPU, whose share an engine takes.
     Without it, the result lacks the moments of a generating engine."""
     shared = c.cluster.colocate and c.num_engines > 0
-    found = [] if device_bytes is None or not shared else list(beside_engine(c, e, leaving, device_bytes))
+    found = (
+        [] if device_bytes is None or not shared else list(list_engine_moments(c, e, leaving, device_bytes))
+    )
     return [
         loading(c, e),
         *found,
@@ -81,15 +83,17 @@ def loading(c: Config, e: Estimate) -> Moment:
     return Moment("while it loads", kept + besides, made_of, LOADING)
 
 
-def beside_engine(c: Config, e: Estimate, leaving: Collection[str], device_bytes: float) -> Iterator[Moment]:
+def list_engine_moments(
+    c: Config, e: Estimate, leaving: Collection[str], device_bytes: float
+) -> Iterator[Moment]:
     """Yields the moments while the engine uses the GPU. If the bytes of its KV cache are given, the engine takes these
     bytes and the weights. It still does not start if less than its share is free."""
     facts = c.engine.engine_facts
-    left, share, given = e.left(leaving), facts.memory_share, facts.cache_bytes
+    left, share, cache = e.left(leaving), facts.memory_share, facts.cache_bytes
     besides = BESIDES_GENERATING + communicator_bytes(c)
-    if given:
+    if cache:
         weights = engine_weights(c, e.shape).bytes
-        taken, how = weights + given, f"{amount(weights)} of weights and {amount(given)} of KV cache"
+        taken, how = weights + cache, f"{amount(weights)} of weights and {amount(cache)} of KV cache"
         yield Moment(
             "when an engine starts",
             left + BESIDES_TRAINER + share * device_bytes,

@@ -79,7 +79,7 @@ def trainer_communicators(c: Config) -> Iterator[Communicator]:
     ]
     if ep > 1:
         found += [("experts", ep, "exchange"), ("experts' counts", ep * etp, "ring")]
-    if m.experts_apart:
+    if m.has_expert_layout:
         found.append(("copies of experts", world // (ep * etp * pp), "ring"))
     if c.num_engines and CHANNELS[c.weight_update.update_weight_transport].collective:
         found.append(("weights", world + c.cluster.rollout_num_gpus, "ring"))

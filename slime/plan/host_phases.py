@@ -15,7 +15,7 @@ from slime.config import Config
 from slime.plan.loading_estimate import largest_slice, reads_whole, stored_bytes
 from slime.plan.memory_estimate import BYTES, Estimate
 from slime.plan.units import GIB, amount
-from slime.plan.update_estimate import given_bytes
+from slime.plan.update_estimate import compute_update_bytes
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, PHASES, SAVING, TRAINING
 from slime.weight_sync.registry import CHANNELS
 
@@ -113,8 +113,8 @@ def _list_run_items(c: Config, e: Estimate) -> Iterator[HostItem]:
     yield HostItem("object store", OBJECT_STORE, "Ray's, in shared memory")
     size, per_node = c.cluster.rollout_num_gpus_per_engine, c.cluster.num_gpus_per_node
     if c.num_engines and not c.rollout.rollout_external_engine_addrs:
-        apart = 0 if c.cluster.colocate else c.cluster.actor_num_gpus_per_node
-        here = min(c.cluster.rollout_num_gpus, per_node - apart if apart < per_node else per_node)
+        separate = 0 if c.cluster.colocate else c.cluster.actor_num_gpus_per_node
+        here = min(c.cluster.rollout_num_gpus, per_node - separate if separate < per_node else per_node)
         servers = -(-here // size)
         each = SERVER + (SPREAD if size > 1 else 0)
         how = f"{servers} servers x {amount(each)} + {here} workers x {amount(WORKER)}"
@@ -133,6 +133,8 @@ def _published(c: Config, e: Estimate) -> Iterator[HostItem]:
         how = f"{copies} versions x {amount(size)}, in shared memory"
         yield HostItem("published weights", copies * size, how, later)
     if c.num_engines and c.weight_update.update_weight_mode == "delta":
-        given, _ = given_bytes(c, e.shape)
+        update, _ = compute_update_bytes(c, e.shape)
         ranks = c.cluster.actor_num_gpus_per_node
-        yield HostItem("weights of the last update", ranks * given, f"{ranks} ranks x {amount(given)}", later)
+        yield HostItem(
+            "weights of the last update", ranks * update, f"{ranks} ranks x {amount(update)}", later
+        )

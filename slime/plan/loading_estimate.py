@@ -60,8 +60,8 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
 def stored_bytes(c: Config, hf: Hf) -> int:
     """Returns the bytes per element in the files: the dtype in config.json, or otherwise the trainer's dtype. Quantised
     tensors are in bfloat16 after reading."""
-    said = hf.get("dtype") or hf.get("torch_dtype")
-    return BYTES.get(str(said), BYTES[c.megatron.params_dtype])
+    dtype_name = hf.get("dtype") or hf.get("torch_dtype")
+    return BYTES.get(str(dtype_name), BYTES[c.megatron.params_dtype])
 
 
 def mean_file_bytes(shape: Shape, plain: float, *, experts: bool) -> float:

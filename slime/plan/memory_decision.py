@@ -16,10 +16,10 @@ from slime.config.sections.cluster import PARTS
 from slime.plan.card_phases import (
     BESIDES_GENERATING,
     BESIDES_TRAINER,
-    beside_engine,
     card_moments,
     engine_weights,
     hand_over,
+    list_engine_moments,
     registered,
     training,
 )
@@ -84,16 +84,16 @@ def decide_residence(c: Config, e: Estimate, device_bytes: float | None) -> Memo
     elif device_bytes is None:
         return MemoryDecision((), tuple(_by_size(c, e, allowed)))
     else:
-        leaving, why = _least(c, e, allowed, device_bytes), "as memory asks for it"
-    told = [] if why is None or (device_bytes is None and not leaving) else [_leaves(e, leaving, why)]
-    return MemoryDecision(leaving, (*told, *_fits(c, e, leaving, device_bytes)))
+        leaving, why = _least(c, e, allowed, device_bytes), "to save memory"
+    notes = [] if why is None or (device_bytes is None and not leaving) else [_leaves(e, leaving, why)]
+    return MemoryDecision(leaving, (*notes, *_fits(c, e, leaving, device_bytes)))
 
 
 def _least(c: Config, e: Estimate, allowed: Collection[str], device_bytes: float) -> tuple[str, ...]:
     """Returns the first choice that leaves room for the engine, or the last choice if none does."""
     sets = choices(e, allowed)
     for leaving in sets:
-        moments = [*beside_engine(c, e, leaving, device_bytes), hand_over(c, e, leaving)]
+        moments = [*list_engine_moments(c, e, leaving, device_bytes), hand_over(c, e, leaving)]
         if all(moment.bytes <= device_bytes for moment in moments):
             return leaving
     return sets[-1]
@@ -124,16 +124,16 @@ def _fits(c: Config, e: Estimate, leaving: Collection[str], device_bytes: float 
 
 
 def _by_size(c: Config, e: Estimate, allowed: Collection[str]) -> Iterator[str]:
-    """Yields the decision for each size of GPU: `beside_engine` <= memory, solved for the memory."""
-    free, given = 1 - c.engine.engine_facts.memory_share, c.engine.engine_facts.cache_bytes
+    """Yields the decision for each size of GPU: `list_engine_moments` <= memory, solved for the memory."""
+    free, cache = 1 - c.engine.engine_facts.memory_share, c.engine.engine_facts.cache_bytes
     yield "what leaves the device while engines generate is decided when its memory is known, here it is not:"
     if free <= 0:
         return
     besides = BESIDES_GENERATING + communicator_bytes(c)
     for leaving in choices(e, allowed):
         left = e.left(leaving)
-        if given:
-            taken = engine_weights(c, e.shape).bytes + given
+        if cache:
+            taken = engine_weights(c, e.shape).bytes + cache
             least = max(left + taken + besides, (left + BESIDES_TRAINER) / free)
         else:
             least = (left + besides) / free

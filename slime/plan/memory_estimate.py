@@ -95,11 +95,11 @@ class Estimate:
 def estimate(c: Config, hf_config: Hf) -> Estimate:
     """Returns the memory of a trainer rank in the pipeline stage with the most parameters."""
     shape = Shape.of(hf_config)
-    kept, work, host = kept_memory(c, shape), work_memory(c, shape), host_memory(c, shape)
+    kept, work, host = list_role_states(c, shape), work_memory(c, shape), host_memory(c, shape)
     return Estimate(shape, tuple(kept), tuple(work), tuple(host))
 
 
-def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
+def list_role_states(c: Config, shape: Shape) -> Iterator[Item]:
     """Yields the state of every role, the policy's first."""
     roles = sorted(get_roles(c), key=lambda role: role is not POLICY)
     for role in roles:
@@ -240,7 +240,7 @@ def expert_flight(c: Config, shape: Shape, tokens: int) -> float:
     return tokens * 2 * shape.hidden / split + max(tokens * weighted, tokens * product + stack)
 
 
-def kept_layers(c: Config, shape: Shape, width: Callable[[Layer], float]) -> tuple[float, float]:
+def count_stored_layers(c: Config, shape: Shape, width: Callable[[Layer], float]) -> tuple[float, float]:
     """Returns two numbers for the pipeline rank that keeps the most: the number of (micro-batch, layer) pairs whose
     activations it keeps, and the mean of `width`, the elements per token that a layer keeps, over its layers."""
     stages = build_stages(c.megatron, shape.layers)
@@ -289,7 +289,7 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
         c.megatron.tensor_model_parallel_size if c.megatron.sequence_parallel else 1,
     )
     full = c.megatron.overrides.get("recompute_granularity") == "full"
-    layers, width = kept_layers(
+    layers, width = count_stored_layers(
         c, shape, lambda kind: shape.hidden / split if full else layer_width(c, shape, kind)
     )
     how = f"{count(tokens)} tokens x {size} B x {layers:.4g} layers x {width:.0f}"

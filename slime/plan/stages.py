@@ -40,8 +40,8 @@ class Stages:
         """Returns the numbers of the layers of a rank, for each of its virtual stages."""
         flat = [count for of_virtual in self.counts for count in of_virtual]
         ends = list(itertools.accumulate(flat))
-        places = [virtual * self.ranks + rank for virtual in range(self.virtual)]
-        return [range(ends[place] - flat[place], ends[place]) for place in places]
+        positions = [virtual * self.ranks + rank for virtual in range(self.virtual)]
+        return [range(ends[position] - flat[position], ends[position]) for position in positions]
 
     def layers(self, rank: int) -> list[int]:
         """Returns the numbers of a rank's layers."""
@@ -116,7 +116,7 @@ def build_stages(m: MegatronConfig, num_layers: int) -> Stages:
             raise FlagError(
                 "the layers of a pipeline rank",
                 f"be a multiple of its {virtual} virtual stages",
-                f"{n} layers on rank {rank} of {ranks} ({_said(m, num_layers)})",
+                f"{n} layers on rank {rank} of {ranks} ({_describe_layers(m, num_layers)})",
                 f"change {next(iter(_virtual_flags(m)))} or the ranks",
             )
     counts = [[n // virtual for n in of_ranks] for _ in range(virtual)]
@@ -164,17 +164,17 @@ def _with_ends(m: MegatronConfig, num_layers: int) -> list[int]:
     ranks share the rest equally."""
     ranks = m.pipeline_model_parallel_size
     ends = zip((0, ranks - 1), _ends(m).values(), strict=True)
-    said = {rank: layers for rank, layers in ends if layers is not None}
-    rest, others = num_layers - sum(said.values()), ranks - len(said)
-    if min(said.values(), default=1) < 1 or rest < others or (rest % others if others else rest):
+    stated = {rank: layers for rank, layers in ends if layers is not None}
+    rest, others = num_layers - sum(stated.values()), ranks - len(stated)
+    if min(stated.values(), default=1) < 1 or rest < others or (rest % others if others else rest):
         raise FlagError(
             "--pipeline-model-parallel-size",
             "deal the model's layers out equally",
-            f"{ranks} stages for {_said(m, num_layers)}",
+            f"{ranks} stages for {_describe_layers(m, num_layers)}",
             "change the number of stages or what the first and last ones have, or give "
             "--pipeline-model-parallel-layout",
         )
-    return [said.get(rank, rest // max(others, 1)) for rank in range(ranks)]
+    return [stated.get(rank, rest // max(others, 1)) for rank in range(ranks)]
 
 
 def _with_counted(m: MegatronConfig, num_layers: int) -> list[int]:
@@ -182,31 +182,31 @@ def _with_counted(m: MegatronConfig, num_layers: int) -> list[int]:
     ranks, counted = m.pipeline_model_parallel_size, [name for name, on in _counted(m).items() if on]
     if both := [name for name, layers in _ends(m).items() if layers is not None]:
         raise ValueError(
-            f"{counted[0]} must be given without {both[0]}, got both; each says how many layers a rank has: leave out "
-            "one of the two"
+            f"{counted[0]} must be given without {both[0]}, got both; each sets the number of layers of a rank: leave "
+            "out one of the two"
         )
-    places = num_layers + len(counted)
-    if places % ranks or places == ranks:
+    positions = num_layers + len(counted)
+    if positions % ranks or positions == ranks:
         raise FlagError(
             "--pipeline-model-parallel-size",
             f"divide the model's layers and {' and '.join(counted)}",
-            f"{ranks} stages for {num_layers} + {len(counted)} = {places}",
+            f"{ranks} stages for {num_layers} + {len(counted)} = {positions}",
             "change the number of stages, or give --pipeline-model-parallel-layout",
         )
-    return [places // ranks] * ranks
+    return [positions // ranks] * ranks
 
 
 def _virtual(m: MegatronConfig, of_ranks: Sequence[int]) -> int:
     """Returns the number of virtual stages per rank."""
-    said = _virtual_flags(m)
-    if len(said) > 1:
+    stated = _virtual_flags(m)
+    if len(stated) > 1:
         raise ValueError(
-            f"{' and '.join(said)} must not be given together, got {' and '.join(map(str, said.values()))}; each says "
-            "how many virtual stages a rank has: leave one"
+            f"{' and '.join(stated)} must not be given together, got {' and '.join(map(str, stated.values()))}; each "
+            "sets the number of virtual stages of a rank: leave one"
         )
-    if _PER_STAGE not in said:
-        return next(iter(said.values()), 1)
-    layers = said[_PER_STAGE]
+    if _PER_STAGE not in stated:
+        return next(iter(stated.values()), 1)
+    layers = stated[_PER_STAGE]
     if len(set(of_ranks)) > 1 or of_ranks[0] % layers:
         raise FlagError(
             _PER_STAGE,
@@ -217,10 +217,10 @@ def _virtual(m: MegatronConfig, of_ranks: Sequence[int]) -> int:
     return of_ranks[0] // layers
 
 
-def _said(m: MegatronConfig, num_layers: int) -> str:
+def _describe_layers(m: MegatronConfig, num_layers: int) -> str:
     ends = zip(("first", "last"), _ends(m).values(), strict=True)
-    given = ", ".join(f"{layers} on the {end}" for end, layers in ends if layers is not None)
-    return f"{num_layers} layers" + (f", of which {given}" if given else "")
+    stated = ", ".join(f"{layers} on the {end}" for end, layers in ends if layers is not None)
+    return f"{num_layers} layers" + (f", of which {stated}" if stated else "")
 
 
 def _explicit(m: MegatronConfig, text: str, num_layers: int) -> Stages:

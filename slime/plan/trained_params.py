@@ -62,8 +62,8 @@ def _count_layer(selection: Selection, shape: Shape, number: int) -> Params:
     count += Params(split=round(kind.attention.params * _count_attention(selection, shape, kind, prefix)))
     mlp = 3 * shape.hidden
 
-    def count_mlp(place: str, width: int) -> int:
-        shares = [selection.trains(f"{prefix}mlp.{place}linear_fc{i}.weight") for i in (1, 2)]
+    def count_mlp(part_name: str, width: int) -> int:
+        shares = [selection.trains(f"{prefix}mlp.{part_name}linear_fc{i}.weight") for i in (1, 2)]
         return mlp * width * (2 * shares[0] + shares[1]) // 3
 
     if not kind.sparse:

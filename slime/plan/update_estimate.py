@@ -21,7 +21,7 @@ _POSITION_BYTES = 2
 """Bytes of the position of a changed value, for a delta with few changes (slime.weight_sync.delta.sparse)."""
 
 
-def given_bytes(c: Config, shape: Shape) -> tuple[float, str]:
+def compute_update_bytes(c: Config, shape: Shape) -> tuple[float, str]:
     """Returns the bytes that a rank of the largest pipeline stage sends in an update of all weights, and their
     arithmetic. Ranks with the same shard share the work."""
     params, stage = stage_params(c, shape, c.algorithm.enable_mtp_training)
@@ -33,12 +33,12 @@ def given_bytes(c: Config, shape: Shape) -> tuple[float, str]:
     copies, size = c.data_parallel_size * c.megatron.context_parallel_size, BYTES[c.megatron.params_dtype]
     dense, experts = params.split + params.whole, params.experts
     how = f"{count(dense)}{stage} / TP {tp} / {copies} copies x {size} B"
-    given = dense / (tp * copies) * size
+    sent = dense / (tp * copies) * size
     if experts:
         of_experts = copies * tp // (ep * etp)
         how += f" + experts {count(experts)} / EP {ep} / ETP {etp} / {of_experts} copies x {size} B"
-        given += experts / (ep * etp * of_experts) * size
-    return given, how
+        sent += experts / (ep * etp * of_experts) * size
+    return sent, how
 
 
 def update_lines(c: Config, shape: Shape, link: tuple[str, float] | None) -> Iterator[str]:
@@ -49,11 +49,11 @@ def update_lines(c: Config, shape: Shape, link: tuple[str, float] | None) -> Ite
     channel = CHANNELS[c.weight_update.update_weight_transport]
     if not channel.sliced or not c.num_engines or sends_adapters(c):
         return
-    given, how = given_bytes(c, shape)
+    sent, how = compute_update_bytes(c, shape)
     whole = shape.params * BYTES[c.megatron.params_dtype]
-    yield f"a rank gives {amount(given)} of {amount(whole)}: {how}"
+    yield f"a rank gives {amount(sent)} of {amount(whole)}: {how}"
     if c.weight_update.update_weight_mode == "delta":
-        yield from _delta_lines(given, whole, BYTES[c.megatron.params_dtype])
+        yield from _delta_lines(sent, whole, BYTES[c.megatron.params_dtype])
         return
     if channel.buckets:
         yield f"a worker of an engine takes in {amount(whole)}, and keeps its part"
@@ -63,7 +63,7 @@ def update_lines(c: Config, shape: Shape, link: tuple[str, float] | None) -> Ite
         yield "times need --gpu"
         return
     name, speed = link
-    giving, taking = given / speed, whole / speed
+    giving, taking = sent / speed, whole / speed
     if channel.buckets:
         yield (
             f"at least {taking:.3g} s at {speed / 1e9:g} GB/s ({name}), bounded by the engines: all weights cross the "
@@ -72,21 +72,21 @@ def update_lines(c: Config, shape: Shape, link: tuple[str, float] | None) -> Ite
     else:
         yield (
             f"at least {giving:.3g} s for a rank to write at {speed / 1e9:g} GB/s ({name}), if the folder is not on "
-            "its host; bounded by the folder's file system, whose speed the plan does not know"
+            "its host; bounded by the folder's file system, whose speed is not known"
         )
 
 
-def _delta_lines(given: float, whole: float, size: int) -> Iterator[str]:
-    """Yields lines about a delta. `given`, `whole`: bytes of a rank's slices and of all weights; `size`: bytes of a
+def _delta_lines(sent: float, whole: float, size: int) -> Iterator[str]:
+    """Yields lines about a delta. `sent`, `whole`: bytes of a rank's slices and of all weights; `size`: bytes of a
     value."""
     yield (
-        f"this is its part of the first update, which is a file; a rank then keeps {amount(given)} in host memory, and "
+        f"this is its part of the first update, which is a file; a rank then keeps {amount(sent)} in host memory, and "
         f"an engine's host {amount(whole)} on its disk"
     )
     of_value = _POSITION_BYTES + size
     share = _CHANGED * of_value / size
     yield (
-        f"a delta that changes {_CHANGED:.0%} of the values has about {amount(given * share)} of a rank and "
-        f"{amount(whole * share)} of all before they are compressed: {count(given / size)} values x {_CHANGED:.0%} x "
-        f"({_POSITION_BYTES} B position + {size} B value); how many values change, the plan does not know"
+        f"a delta that changes {_CHANGED:.0%} of the values has about {amount(sent * share)} of a rank and "
+        f"{amount(whole * share)} of all before they are compressed: {count(sent / size)} values x {_CHANGED:.0%} x "
+        f"({_POSITION_BYTES} B position + {size} B value); the share of changed values is not known"
     )

@@ -2,7 +2,7 @@
 
 from slime.protocols.engines import (
     EXPERTS,
-    KEPT,
+    KEPT_TOKENS,
     TOP,
     UNKNOWN_VERSION,
     VERSIONS,
@@ -38,7 +38,7 @@ __all__ = [
     "CHECKPOINT",
     "EXPERTS",
     "FULL",
-    "KEPT",
+    "KEPT_TOKENS",
     "TOP",
     "UNKNOWN_VERSION",
     "VERSIONS",

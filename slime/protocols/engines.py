@@ -16,7 +16,7 @@ VERSIONS = "token_versions"
 """Engine column: the version of the weights that sampled each token, int32 [tokens]. Every answer may have it."""
 UNKNOWN_VERSION = -2
 """Value in that column for a token that no engine sampled, or whose engine does not report it."""
-KEPT = "kept_tokens"
+KEPT_TOKENS = "kept_tokens"
 """Engine column: (the ids that top-p, top-k and min-p kept, int32; their number for each token, int32 [tokens]), where
 a token that kept more ids than the request's argument has the number 0."""
 TOP = "top_tokens"

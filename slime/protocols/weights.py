@@ -41,13 +41,13 @@ class WeightSet:
     @classmethod
     def of(cls, record: Mapping[str, Any] | None) -> WeightSet:
         """Returns the record of an engine's message. ValueError for a kind that this version does not support."""
-        given = dict(record or {})
-        if (kind := given.get("kind", "full")) not in get_args(WeightKind):
+        fields = dict(record or {})
+        if (kind := fields.get("kind", "full")) not in get_args(WeightKind):
             raise ValueError(
                 f"a set of weights must be one of {', '.join(get_args(WeightKind))}, got {kind}; trainer and engine "
                 "must have the same version"
             )
-        return cls(**given)
+        return cls(**fields)
 
 
 FULL = WeightSet()

@@ -74,8 +74,8 @@ def read_experts(
     Returns None if the answer has no experts, or if their shape is not known: then the plug-in fills the record.
     """
     text = meta_info.get("routed_experts")
-    if isinstance(given := meta_info.get("routed_experts_shape"), list):
-        layers, experts = given[1], given[2]
+    if isinstance(stated_shape := meta_info.get("routed_experts_shape"), list):
+        layers, experts = stated_shape[1], stated_shape[2]
     if not isinstance(text, str) or layers is None or experts is None:
         return None
     before = int(cast("int | None", meta_info.get("routed_experts_start_len")) or 0)

@@ -59,8 +59,8 @@ def _start(c: Config) -> Source:
 
 def wanted_devices(c: Config) -> tuple[int, int]:
     """Returns nodes and ranks per node from the critic's flags. A missing flag takes the policy's value."""
-    given = c.critic.critic_num_nodes, c.critic.critic_num_gpus_per_node
-    return given[0] or c.cluster.actor_num_nodes, given[1] or c.cluster.actor_num_gpus_per_node
+    sizes = c.critic.critic_num_nodes, c.critic.critic_num_gpus_per_node
+    return sizes[0] or c.cluster.actor_num_nodes, sizes[1] or c.cluster.actor_num_gpus_per_node
 
 
 def _devices(c: Config) -> tuple[int, int] | None:

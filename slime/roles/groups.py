@@ -68,12 +68,12 @@ def build_groups(c: Config) -> tuple[RoleGroup, ...]:
     """Returns the groups of a run's trainer ranks. The first group has the policy and all roles on the policy's
     devices; each role with separate devices has a group."""
     roles = get_roles(c)
-    apart = [(role, devices) for role in roles if (devices := role.devices(c)) is not None]
-    if not apart or c.cluster.trainer_roles:
+    separate = [(role, devices) for role in roles if (devices := role.devices(c)) is not None]
+    if not separate or c.cluster.trainer_roles:
         return (RoleGroup(name_group(c), c, "actor"),)
-    with_policy = [role.name for role in roles if role not in dict(apart)]
+    with_policy = [role.name for role in roles if role not in dict(separate)]
     groups = [RoleGroup("trainer", c.with_values(trainer_roles=with_policy), "actor")]
-    for role, (nodes, ranks) in apart:
+    for role, (nodes, ranks) in separate:
         config = c.with_values(
             trainer_roles=[role.name],
             actor_num_nodes=nodes,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from slime.config import Config
-from slime.config.problems import given
+from slime.config.problems import require_value
 from slime.roles.policy import POLICY
 from slime.roles.record import Role, Source
 
 
 def _start(c: Config) -> Source:
-    directory = c.checkpoint.ref_load or given(c.rollout.hf_checkpoint)
+    directory = c.checkpoint.ref_load or require_value(c.rollout.hf_checkpoint)
     return Source(directory, c.checkpoint.ref_ckpt_step, "--ref-load")
 
 

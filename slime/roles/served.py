@@ -104,12 +104,12 @@ def served_models(c: Config) -> tuple[ServedModel, ...]:
     entries of --frozen-model, and for names that are not unique."""
     if not c.num_engines:
         return ()
-    apart, size = bool(c.rollout.rollout_external_engine_addrs), c.cluster.rollout_num_gpus_per_engine
+    external, size = bool(c.rollout.rollout_external_engine_addrs), c.cluster.rollout_num_gpus_per_engine
     policy = ServedModel(
         POLICY,
         c.rollout.hf_checkpoint,
         c.engine.rollout_backend,
-        0 if apart else c.cluster.rollout_num_gpus,
+        0 if external else c.cluster.rollout_num_gpus,
         size,
         top_tokens=count_policy_top_tokens(c),
     )

@@ -147,14 +147,14 @@ def resolve_eval_datasets(c: Config, *, masked: bool | None = None) -> list[Eval
     The file holds `datasets`, a list or a mapping from names, and optionally `defaults`. Both are at the top
     level or under `eval`. `masked`: see `read_eval_prompts`.
     """
-    given = c.evaluation
-    if given.eval_config is None:
-        pairs = list(given.eval_prompt_data or [])
+    chosen = c.evaluation
+    if chosen.eval_config is None:
+        pairs = list(chosen.eval_prompt_data or [])
         if len(pairs) % 2:
             raise FlagError("--eval-prompt-data", "be pairs of name and path", f"{len(pairs)} words: {pairs}")
         raw = [{"name": name, "path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=True)]
         return _resolved(c, raw, {})
-    path = Path(given.eval_config)
+    path = Path(chosen.eval_config)
     if not path.is_file():
         raise FlagError("--eval-config", "name an existing file", path, "check the path")
     try:
@@ -215,11 +215,11 @@ def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[Eva
         for setting, named in _FALLBACKS.items():
             values = [c.get_value(name) for name in named]
             settings[setting] = next((value for value in values if value is not None), None)
-        given = {k: v for k, v in {**defaults, **entry}.items() if v is not None or k in _NULLABLE}
-        extra = {key: given.pop(key) for key in sorted(given.keys() - _SETTINGS - {"name", "path"})}
-        for key, value in (given | extra).items():
+        chosen = {k: v for k, v in {**defaults, **entry}.items() if v is not None or k in _NULLABLE}
+        extra = {key: chosen.pop(key) for key in sorted(chosen.keys() - _SETTINGS - {"name", "path"})}
+        for key, value in (chosen | extra).items():
             _check_setting(where, key, value)
-        config = EvalDatasetConfig(**{**settings, **given}, extra=extra)
+        config = EvalDatasetConfig(**{**settings, **chosen}, extra=extra)
         _check_dataset(c.reward, where, config)
         configs.append(config)
     names = [config.name for config in configs]

@@ -47,7 +47,7 @@ def learning_figures(c: Config, groups: list[SampleGroup]) -> dict[str, float]:
     figures |= {"reward_mean": statistics.fmean(rewards), "reward_range": max(rewards) - min(rewards)}
     if all(isinstance(sample.label, str) for sample in samples):
         figures["text_labels"] = 1.0
-    if _knows_what_counts(c) and len(rewards) > 1:
+    if _rewards_decide(c) and len(rewards) > 1:
         compared = [rewards]
         if estimator_for(c.algorithm).centred and not c.algorithm.disable_rewards_normalization:
             compared = [trajectory_rewards(group, key) for group in groups]
@@ -71,7 +71,7 @@ def _is_untrained(sample: Sample) -> bool:
     return not any(sample.loss_mask) if sample.loss_mask is not None else sample.response_length == 0
 
 
-def _knows_what_counts(c: Config) -> bool:
+def _rewards_decide(c: Config) -> bool:
     """Returns True if only the samples' rewards determine the advantages, without a user's function or turn rewards."""
     hooks = (
         c.reward.custom_reward_post_process_path,

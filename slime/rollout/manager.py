@@ -27,7 +27,7 @@ from slime.config.hook_calls import Hooks
 from slime.data import columns
 from slime.data.drawing.position import state_path
 from slime.data.packing import forward_flops, prediction_flops, shares_prompts
-from slime.data.rank_data import RankData, mark_kept
+from slime.data.rank_data import RankData, mark_saved_samples
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import check_samples, checked_data, held_out_data, scheduled
 from slime.hooks import load_function
@@ -48,7 +48,7 @@ from slime.rollout.stream.groups import get_number
 from slime.rollout.vllm_rollout import generate_rollout
 from slime.tracking import outbox
 from slime.tracking.memory import resident_peak_gib
-from slime.tracking.samples import kept_places, shown_sample, token_texts, write_samples
+from slime.tracking.samples import choose_samples, shown_sample, token_texts, write_samples
 from slime.types import Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class RolloutManager:
         of_size, rows = self._rank_data(rollout_id, groups, facts)
         ranks = of_size[self.dp_sizes[0]]
         if rows == sum(map(len, groups)):  # A conversion hook may change the number of rows.
-            mark_kept(ranks, kept)
+            mark_saved_samples(ranks, kept)
         metrics |= self._left_out(rollout_id, groups, rows, ranks)
         put = {dp_size: [self.put(data) for data in split] for dp_size, split in of_size.items()}
         rank_data = [stored for dp_size in self.dp_sizes for stored in put[dp_size]]
@@ -153,19 +153,21 @@ class RolloutManager:
             return []
         key = self.config.reward.reward_key
         samples = [sample for group in groups for sample in group]
-        places = kept_places(groups, [spread(group, key) for group in groups], keep)
-        write_samples(Path(run_dir), rollout_id, samples, places, self._text_of, self._decode, reward_key=key)
-        return places
+        indices = choose_samples(groups, [spread(group, key) for group in groups], keep)
+        write_samples(
+            Path(run_dir), rollout_id, samples, indices, self._text_of, self._decode, reward_key=key
+        )
+        return indices
 
     def _save_position(self, rollout_id: int) -> None:
         """Saves the data position. It includes groups that were drawn ahead: a run that resumes draws them first."""
-        drawn = stream.outstanding(self.state)
-        known = accepted(self.data_source.save, outstanding=drawn)
-        if drawn and not known:
+        unfinished = stream.outstanding(self.state)
+        known = accepted(self.data_source.save, outstanding=unfinished)
+        if unfinished and not known:
             logger.warning(
                 "--data-source-path: save(rollout_id, outstanding) does not take the %d groups that were drawn ahead; "
                 "a run that resumes skips them",
-                len(drawn),
+                len(unfinished),
             )
         self.data_source.save(rollout_id, **known)
         self.state.events.add("position", rollout=rollout_id)
@@ -245,8 +247,8 @@ class RolloutManager:
             share = self.config.debug.load_debug_rollout_data_subsample
             groups, facts = load_with_facts(template, rollout_id, subsample=share)
             return groups, {}, facts
-        beside = self.rollout_function is self.eval_function is generate_rollout
-        with self._naming_checkpoint(), nullcontext() if beside else self._turn:
+        concurrent = self.rollout_function is self.eval_function is generate_rollout
+        with self._naming_checkpoint(), nullcontext() if concurrent else self._turn:
             output = call_rollout_fn(
                 self.rollout_function, self.args, rollout_id, self.data_source, evaluation=False
             )

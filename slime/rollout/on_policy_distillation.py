@@ -63,7 +63,7 @@ def post_process_rewards(
             if [row[1] for row in rows] != list(sample.tokens[-count:]):
                 raise ValueError(
                     f"the reward must hold the teacher's log-probs of the {count} tokens of the response, got "
-                    f"{len(rows)} rows of other tokens; its server has to know the policy's token ids"
+                    f"{len(rows)} rows of other tokens; its server must use the policy's token ids"
                 )
             values = np.array([np.nan if row[0] is None else row[0] for row in rows], np.float32)
             _take(sample, ScoreResult(values), "the reward")

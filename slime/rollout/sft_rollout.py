@@ -39,7 +39,7 @@ def generate_rollout(
         _fill(sample, generator)
         return [sample]
 
-    return _held_out(context.run, make) if evaluation else _drawn(context, data_source, make)
+    return _held_out(context.run, make) if evaluation else _draw_samples(context, data_source, make)
 
 
 def generate_pairs(
@@ -66,7 +66,7 @@ def generate_pairs(
             one.columns["preference"] = [sign] * one.response_length
         return pair
 
-    return _held_out(context.run, make) if evaluation else _drawn(context, data_source, make)
+    return _held_out(context.run, make) if evaluation else _draw_samples(context, data_source, make)
 
 
 def _generator(context: RunContext) -> MultiTurnLossMaskGenerator:
@@ -74,7 +74,7 @@ def _generator(context: RunContext) -> MultiTurnLossMaskGenerator:
     return MultiTurnLossMaskGenerator(context.run.tokenizer, tokenizer_type=kind)
 
 
-def _drawn(context: RunContext, data_source: DataSource, make: Maker) -> RolloutFnTrainOutput:
+def _draw_samples(context: RunContext, data_source: DataSource, make: Maker) -> RolloutFnTrainOutput:
     """Returns the samples of a rollout. A prompt may have several samples, which are made in turn."""
     groups = data_source.get_samples(context.config.data.rollout_batch_size)
     return RolloutFnTrainOutput(
@@ -88,9 +88,9 @@ def _held_out(state: GenerateState, make: Maker) -> RolloutFnEvalOutput:
     for config, prompts in load_eval_datasets(state, masked=True):
         if config.name in state.held_out:
             continue
-        drawn = (eval_group(config, number, prompt)[0] for number, prompt in enumerate(prompts))
+        groups = (eval_group(config, number, prompt)[0] for number, prompt in enumerate(prompts))
         try:
-            state.held_out[config.name] = [one for sample in drawn for one in make(sample)]
+            state.held_out[config.name] = [one for sample in groups for one in make(sample)]
         except ValueError as error:
             raise ValueError(f"held-out set {config.name}: {error}") from error
     return RolloutFnEvalOutput({name: {"samples": samples} for name, samples in state.held_out.items()})

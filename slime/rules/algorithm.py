@@ -84,7 +84,7 @@ def check_loss_length(c: Config) -> None:
     }
     if other := next((flag for flag, value in others.items() if value), None):
         raise FlagError(
-            "--use-dr-grpo", f"not be combined with {other}", "both", "each says what the loss is divided by"
+            "--use-dr-grpo", f"not be combined with {other}", "both", "each sets the divisor of the loss"
         )
 
 
@@ -216,7 +216,7 @@ def get_default(name: str) -> object:
     return {**get_specs(AlgorithmConfig), **get_specs(OffPolicyConfig)}[name].default
 
 
-def given_flags(c: Config) -> frozenset[str]:
+def find_set_flags(c: Config) -> frozenset[str]:
     """Returns the fields of the objective whose value is not their default. A value that another flag gave counts as
     not given."""
     found = set()
@@ -232,7 +232,7 @@ def given_flags(c: Config) -> frozenset[str]:
 def check_unread(c: Config) -> None:
     """Checks that every given weight, bound or term of the objective is read."""
     problems = Problems()
-    for flag in unread(c, given_flags(c) & IN_VAIN):
+    for flag in unread(c, find_set_flags(c) & IN_VAIN):
         value, name = c.get_value(flag.name), spelled(flag.name)
         if flag.switches:
             needed = " or ".join(map(spelled, flag.switches))
@@ -248,7 +248,7 @@ def check_unread(c: Config) -> None:
 def unread_notes(c: Config) -> Iterator[str]:
     """Yields notes on the other flags that nothing reads. Yields nothing for values that the rules refuse."""
     try:
-        found = list(unread(c, given_flags(c) - IN_VAIN))
+        found = list(unread(c, find_set_flags(c) - IN_VAIN))
     except ValueError:
         return
     for flag in found:

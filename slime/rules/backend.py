@@ -59,7 +59,7 @@ class BackendFlags(Protocol):
         """Returns groups with the other engine's spellings rewritten, and remarks for the user."""
         ...
 
-    def fields(self, own: Values, given: Values) -> Values:
+    def fields(self, own: Values, set_values: Values) -> Values:
         """Returns all fields of the engine section, from the values of the backend's own flags and the fields that its
         owners filled."""
         ...
@@ -80,5 +80,5 @@ class NoBackend:
     def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
         return groups, []
 
-    def fields(self, own: Values, given: Values) -> Values:
+    def fields(self, own: Values, set_values: Values) -> Values:
         return {}

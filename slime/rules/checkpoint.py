@@ -21,7 +21,7 @@ from slime.checkpoints.checkpoint_dir import (
 )
 from slime.checkpoints.checkpoint_files import WRITE_LATEST, advice, damaged_size, iterations
 from slime.config.fields import spelled
-from slime.config.problems import given
+from slime.config.problems import require_value
 from slime.config.schema import Config
 from slime.models import family_for
 from slime.models.decoder import Hf
@@ -66,13 +66,13 @@ def check_directories(c: Config) -> None:
     if TEACHER in get_roles(c) and (teacher := c.distillation.opd_teacher_load):
         step = c.distillation.opd_teacher_ckpt_step
         _check_weights("--opd-teacher-load", "--opd-teacher-ckpt-step", teacher, step, "check the path")
-    reference, step = given(c.checkpoint.ref_load), c.checkpoint.ref_ckpt_step
-    apart = Path(reference) != Path(given(c.rollout.hf_checkpoint))
-    if reads_reference(c) and apart:
+    reference, step = require_value(c.checkpoint.ref_load), c.checkpoint.ref_ckpt_step
+    differ = Path(reference) != Path(require_value(c.rollout.hf_checkpoint))
+    if reads_reference(c) and differ:
         _check_weights(
             "--ref-load", "--ref-ckpt-step", reference, step, "leave it out to use --hf-checkpoint"
         )
-    elif step is not None and not apart:
+    elif step is not None and not differ:
         raise FlagError(
             "--ref-load", "be given with --ref-ckpt-step", f"only --ref-ckpt-step {step}", "name the folder"
         )
@@ -127,11 +127,11 @@ def _check_rounding(c: Config, hf: Hf, scheme: QuantizationScheme | None) -> Non
     flag, shape = "--round-expert-weights (OPEN_TRAINING_INT4_FAKE_QAT_FLAG)", Shape.of(hf)
     found = count_quantised(shape)
     if scheme is None or scheme.kind != "int4" or found is None or not found.experts:
-        given_scheme = "plain weights" if scheme is None else scheme.title
+        scheme_title = "plain weights" if scheme is None else scheme.title
         raise FlagError(
             flag,
             "come with a checkpoint whose experts are in int4",
-            f"{given_scheme} in {given(c.rollout.hf_checkpoint)}",
+            f"{scheme_title} in {require_value(c.rollout.hf_checkpoint)}",
             "leave it out, or quantise the checkpoint that the engines serve",
         )
     width = shape.expert_ffn // c.megatron.expert_tensor_parallel
@@ -146,7 +146,7 @@ def _check_rounding(c: Config, hf: Hf, scheme: QuantizationScheme | None) -> Non
 
 def _check_read_only(c: Config, method: str) -> None:
     """Checks that nothing has to write weights in a scheme that the family only reads."""
-    checkpoint = given(c.rollout.hf_checkpoint)
+    checkpoint = require_value(c.rollout.hf_checkpoint)
     if c.checkpoint.save_hf_format == "checkpoint":
         raise FlagError("--save-hf-format", f"be bf16 for a checkpoint in {method}", "checkpoint", _READ_ONLY)
     if not c.debug.debug_train_only:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from slime.checkpoints.checkpoint_dir import is_hf_directory
 from slime.config.fields import spelled
-from slime.config.problems import given
+from slime.config.problems import require_value
 from slime.config.schema import Config
 from slime.hardware import HARDWARE
 from slime.records.errors import FlagError
@@ -95,7 +95,7 @@ def check_domains(c: Config) -> None:
     ):
         return
     trainers = trainer_ranks(c)
-    engines = 0 if c.debug.debug_train_only else given(c.cluster.rollout_num_gpus)
+    engines = 0 if c.debug.debug_train_only else require_value(c.cluster.rollout_num_gpus)
     devices = trainers + engines - (min(c.world_size, engines) if c.cluster.colocate and trainers else 0)
     groups = {}
     if trainers:
@@ -123,10 +123,13 @@ def check_offload(c: Config) -> None:
         "--offload-train": c.cluster.offload_train,
         "--offload-rollout": c.cluster.offload_rollout,
     }
-    given = [name for name, value in asked.items() if value]
-    if given and not c.cluster.colocate:
+    set_flags = [name for name, value in asked.items() if value]
+    if set_flags and not c.cluster.colocate:
         raise FlagError(
-            given[0], "come with --colocate", "it without", "trainer and engines have devices of their own"
+            set_flags[0],
+            "come with --colocate",
+            "it without",
+            "trainer and engines have devices of their own",
         )
     if c.cluster.colocate and c.cluster.offload_rollout is False:
         raise FlagError(
@@ -136,7 +139,7 @@ def check_offload(c: Config) -> None:
             "engines sleep while the trainer works",
         )
     if c.cluster.offload and c.cluster.offload_train is False:
-        raise FlagError("--offload", "not stand beside --no-offload-train", advice="leave one out")
+        raise FlagError("--offload", "not be combined with --no-offload-train", advice="leave one out")
     if c.cluster.offload_train_parts is not None and (
         not c.cluster.offload_train_parts or c.cluster.offload_train is False
     ):

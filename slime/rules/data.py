@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slime.algo.losses import MASKED_ROLLOUTS, PAIRS_ROLLOUT, SFT_ROLLOUT, loss_for
 from slime.config.fields import spelled
-from slime.config.problems import Problems, given
+from slime.config.problems import Problems, require_value
 from slime.config.schema import Config
 from slime.config.sections.debug import profiled_steps
 from slime.data.drawing.mixing import data_sets
@@ -89,7 +89,7 @@ def check_curriculum(c: Config) -> None:
                 "--n-samples-per-prompt",
                 "be 2 or more with --curriculum",
                 "1",
-                "one reward says nothing of an advantage",
+                "one reward has no advantage",
             )
         )
     if not loss_for(c.algorithm).rewarded:
@@ -123,12 +123,12 @@ def check_length(c: Config) -> None:
         ("train_iters", steps),
         ("train_samples", d.rollout_batch_size * d.n_samples_per_prompt),
     ):
-        if of_rollout and (given := c.get_value(name)) not in (None, (d.num_rollout or 0) * of_rollout):
+        if of_rollout and (stated := c.get_value(name)) not in (None, (d.num_rollout or 0) * of_rollout):
             rollouts = "" if d.num_rollout is None else f" * --num-rollout {d.num_rollout}"
             raise FlagError(
                 spelled(name),
                 f"be a number of whole rollouts, {of_rollout} each{rollouts}",
-                given,
+                stated,
                 "give --num-rollout alone",
             )
 
@@ -146,10 +146,10 @@ def check_train_data_file(c: Config) -> None:
         return
     try:
         one = template.format(rollout_id=0, rank=0)
-        apart = template.format(rollout_id=1, rank=0) != one != template.format(rollout_id=0, rank=1)
+        distinct = template.format(rollout_id=1, rank=0) != one != template.format(rollout_id=0, rank=1)
     except (KeyError, IndexError, ValueError):
-        apart = False
-    if not apart:
+        distinct = False
+    if not distinct:
         raise FlagError(
             "--save-debug-train-data",
             "hold {rollout_id} and {rank} and no other braces",
@@ -199,7 +199,7 @@ def check_profile_steps(c: Config) -> None:
 
 def check_batches(c: Config) -> None:
     """Checks that the optimizer steps of a rollout have its samples."""
-    prompts = given(c.data.rollout_batch_size)
+    prompts = require_value(c.data.rollout_batch_size)
     samples = prompts * c.data.n_samples_per_prompt
     ours = f"{prompts} * {c.data.n_samples_per_prompt} = {samples}"
     size, steps = c.data.global_batch_size, c.data.num_steps_per_rollout
@@ -216,7 +216,7 @@ def check_batches(c: Config) -> None:
             "equal --global-batch-size * --num-steps-per-rollout",
             f"{ours} and {size} * {steps} = {size * steps}",
         )
-    if given(c.rollout.over_sampling_batch_size) < prompts:
+    if require_value(c.rollout.over_sampling_batch_size) < prompts:
         raise FlagError(
             "--over-sampling-batch-size",
             "be at least --rollout-batch-size",

@@ -10,7 +10,7 @@ from slime.algo.needs import draws_in_loss
 from slime.checkpoints.checkpoint_dir import is_hf_directory
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config.fields import get_specs, spelled
-from slime.config.problems import given
+from slime.config.problems import require_value
 from slime.config.schema import Config
 from slime.config.sections.distillation import DistillationConfig
 from slime.models import read_decoder
@@ -160,8 +160,8 @@ def _check_loss(c: Config) -> None:
     """Checks that a divergence in the loss has the teacher's likeliest ids, and a loss that can include it."""
     flags, kind = c.distillation, f"--opd-loss-type {c.distillation.opd_loss_type}"
     if not draws_in_loss(c):
-        given = {"--opd-loss-coef": flags.opd_loss_coef != 1, "--opd-jsd-beta": flags.opd_jsd_beta != 0.5}
-        if name := next((name for name, on in given.items() if on), None):
+        set_flags = {"--opd-loss-coef": flags.opd_loss_coef != 1, "--opd-jsd-beta": flags.opd_jsd_beta != 0.5}
+        if name := next((name for name, on in set_flags.items() if on), None):
             raise FlagError(
                 name,
                 f"be left out with {kind}",
@@ -198,7 +198,7 @@ def _check_loss(c: Config) -> None:
 def check_teacher(c: Config) -> None:
     """Checks the models of teachers: the policy's vocabulary, and, on the trainer's ranks, layers that its layout can
     hold."""
-    mine = given(c.rollout.hf_checkpoint)
+    mine = require_value(c.rollout.hf_checkpoint)
     rows = read_hf_config(mine).get("vocab_size")  # another rule reports a vocab_size that config.json lacks
     if isinstance(rows, int) and c.distillation.opd_top_k > rows:
         raise FlagError(

@@ -161,7 +161,7 @@ def check_expert_stages(c: Config, sparse: Sequence[bool]) -> None:
     megatron-core could not save."""
     stages = build_stages(c.megatron, len(sparse))
     for rank in range(stages.ranks):
-        if c.megatron.experts_apart and not any(sparse[i] for i in stages.layers(rank)):
+        if c.megatron.has_expert_layout and not any(sparse[i] for i in stages.layers(rank)):
             raise FlagError(
                 "each pipeline stage",
                 "have a layer with experts with --expert-model-parallel-size above 1 or an "
@@ -175,7 +175,7 @@ def check_expert_ranks(c: Config, world_size: int) -> None:
     """Raises ValueError if the number of trainer ranks is not a multiple of the ranks that share a layer's experts."""
     ep, pp = c.megatron.expert_model_parallel_size, c.megatron.pipeline_model_parallel_size
     etp = c.megatron.expert_tensor_parallel
-    if ep < 1 or (c.megatron.experts_apart and world_size % (etp * ep * pp)):
+    if ep < 1 or (c.megatron.has_expert_layout and world_size % (etp * ep * pp)):
         raise FlagError(
             "--expert-model-parallel-size times ETP * PP",
             "divide the number of trainer ranks",

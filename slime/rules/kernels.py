@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from slime.algo.losses import loss_for
 from slime.config.near_names import nearest
-from slime.config.problems import given
+from slime.config.problems import require_value
 from slime.config.schema import Config
 from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
 from slime.hardware import HARDWARE
@@ -23,7 +23,7 @@ BITWISE_SHARED_KIB = 227
 
 def check_kernels(c: Config) -> None:
     """Checks that operators are known, and that flags do not contradict each other."""
-    unknown = [name for name in given(c.kernels.rl_kernel_ops) if name not in OPERATORS]
+    unknown = [name for name in require_value(c.kernels.rl_kernel_ops) if name not in OPERATORS]
     if unknown:
         raise FlagError(
             "--rl-kernel-ops",
@@ -32,10 +32,12 @@ def check_kernels(c: Config) -> None:
         )
     if c.kernels.rl_kernel_strict and c.kernels.rlk_fast != "strict":
         raise FlagError(
-            "--rl-kernel-strict", f"not stand beside --rlk-fast {c.kernels.rlk_fast}", advice="leave one out"
+            "--rl-kernel-strict",
+            f"not be combined with --rlk-fast {c.kernels.rlk_fast}",
+            advice="leave one out",
         )
     if c.kernels.enable_rl_kernel and c.kernels.rlk_fast == "off":
-        raise FlagError("--enable-rl-kernel", "not stand beside --rlk-fast off", advice="leave one out")
+        raise FlagError("--enable-rl-kernel", "not be combined with --rlk-fast off", advice="leave one out")
     _check_provider(c)
     _check_bitwise(c)
     if c.kernels.rlk_consistency != "off" and (
@@ -70,7 +72,7 @@ def _check_bitwise(c: Config) -> None:
         if not whole:
             raise FlagError(
                 "--rlk-bitwise-operators",
-                "stand beside --rlk-bitwise",
+                "be combined with --rlk-bitwise",
                 f"{','.join(chosen)} alone",
                 "add --rlk-bitwise",
             )
@@ -183,7 +185,7 @@ def _check_provider(c: Config) -> None:
     if path is None:
         if mode != "auto":
             raise FlagError(
-                f"{PROVIDER}-mode {mode}", f"stand beside {PROVIDER}", "none", "name the provider"
+                f"{PROVIDER}-mode {mode}", f"be combined with {PROVIDER}", "none", "name the provider"
             )
         return
     try:

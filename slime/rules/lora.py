@@ -69,7 +69,7 @@ def _check_left_out(c: Config) -> None:
 
 
 def _check_loaded(c: Config, lora: Lora) -> None:
-    stored, _ = read_peft(given := c.lora.lora_load or "")
+    stored, _ = read_peft(path := c.lora.lora_load or "")
     for name, ours, theirs in (
         ("lora_rank", lora.rank, stored.rank),
         ("lora_alpha", lora.alpha, stored.alpha),
@@ -78,5 +78,5 @@ def _check_loaded(c: Config, lora: Lora) -> None:
     ):
         if ours != theirs:
             raise FlagError(
-                spelled(name), f"be {theirs} as in --lora-load {given}", ours, f"leave {spelled(name)} out"
+                spelled(name), f"be {theirs} as in --lora-load {path}", ours, f"leave {spelled(name)} out"
             )

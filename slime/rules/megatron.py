@@ -71,17 +71,17 @@ MUON: dict[str, tuple[str, ...]] = {
 
 def same_result(overrides: Values) -> tuple[Values, list[str]]:
     """Returns `overrides` without the settings of `SAME_RESULT`, and one note per reason."""
-    kept, told = Values(), dict[str, list[str]]()
+    kept, notes = Values(), dict[str, list[str]]()
     for name, value in overrides.items():
         replaced, by, why = SAME_RESULT.get(name, ((), None, ""))
         if replaced is None or value in replaced:
             if by is not None:
                 kept[name] = by
             if value not in (None, False):
-                told.setdefault(why, []).append(spelled(name) + ("" if value is True else f" {value}"))
+                notes.setdefault(why, []).append(spelled(name) + ("" if value is True else f" {value}"))
         else:
             kept[name] = value
-    return kept, [f"{', '.join(flags)}: no effect on the result; {why}" for why, flags in told.items()]
+    return kept, [f"{', '.join(flags)}: no effect on the result; {why}" for why, flags in notes.items()]
 
 
 def check_optimizer_dtypes(c: Config) -> None:
@@ -229,9 +229,9 @@ def check_muon(c: Config) -> None:
 
 def muon_notes(c: Config) -> Iterator[str]:
     """Yields notes on settings of Muon that are read in another way, or not at all."""
-    given = [name for name in c.megatron.overrides if name.startswith(("muon_", "adaptive_muon_"))]
+    stated = [name for name in c.megatron.overrides if name.startswith(("muon_", "adaptive_muon_"))]
     if c.megatron.optimizer != "muon":
-        for name in given:
+        for name in stated:
             yield f"{spelled(name)} has no effect without --optimizer muon: it is read only there"
     elif c.megatron.overrides.get("muon_tp_mode") == "distributed":
         yield "--muon-tp-mode distributed is taken as duplicated, which gives the same update"

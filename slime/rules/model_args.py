@@ -16,14 +16,14 @@ from slime.records.errors import FlagError
 Reader = Callable[[Hf], object]
 
 
-class _Unsaid:
+class _Unknown:
     """Marks a value that config.json does not contain."""
 
     def __repr__(self) -> str:
         return "nothing"
 
 
-UNSAID = _Unsaid()
+UNKNOWN = _Unknown()
 
 
 def _rotary(key: str, default: object) -> Reader:
@@ -43,16 +43,16 @@ def _scaling(key: str, unscaled: object) -> Reader:
         for name in ("rope_scaling", "rope_parameters"):
             if isinstance(hf.get(name), dict):
                 kind = hf[name].get("rope_type", hf[name].get("type", "default"))
-                return unscaled if kind == "default" else hf[name].get(key, UNSAID)
-        return unscaled if "rope_scaling" in hf else UNSAID
+                return unscaled if kind == "default" else hf[name].get(key, UNKNOWN)
+        return unscaled if "rope_scaling" in hf else UNKNOWN
 
     return read
 
 
 def _scaled_by(hf: Hf) -> object:
     """Reads the kind of rotary scaling."""
-    said = _scaling("rope_type", "default")(hf)
-    return _scaling("type", "default")(hf) if said is UNSAID else said
+    scaling = _scaling("rope_type", "default")(hf)
+    return _scaling("type", "default")(hf) if scaling is UNKNOWN else scaling
 
 
 def _latent(hf: Hf) -> bool:
@@ -61,23 +61,23 @@ def _latent(hf: Hf) -> bool:
 
 def _from_latent(key: str) -> Reader:
     """Reads a size of latent attention. The result is None for other models."""
-    return lambda hf: hf.get(key, UNSAID if _latent(hf) else None)
+    return lambda hf: hf.get(key, UNKNOWN if _latent(hf) else None)
 
 
 def _head(hf: Hf) -> object:
     """Reads the width of a head. Latent attention has other widths, with separate flags."""
-    return UNSAID if _latent(hf) else hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    return UNKNOWN if _latent(hf) else hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
 
 def _from_decoder(read: Callable[[Decoder], object]) -> Reader:
-    """Reads from the record of the model. The result is `UNSAID` for an unsupported model, for which another check
+    """Reads from the record of the model. The result is `UNKNOWN` for an unsupported model, for which another check
     raises an error."""
 
     def of(hf: Hf) -> object:
         try:
             return read(read_decoder(hf))
         except ValueError:
-            return UNSAID
+            return UNKNOWN
 
     return of
 
@@ -89,14 +89,14 @@ def _from_experts(read: Callable[[Experts], object], dense: object = None) -> Re
 
 def _from_family(hf: Hf) -> object:
     """Reads a flag that no family's record has: False for a known family."""
-    return False if hf.get("model_type") in FAMILIES else UNSAID
+    return False if hf.get("model_type") in FAMILIES else UNKNOWN
 
 
 def _predicts(hf: Hf) -> object:
     """Reads the number of layers of multi-token prediction: 0 if config.json of a known family has no such key."""
     keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
     return next(
-        (hf[key] or 0 for key in keys if key in hf), 0 if hf.get("model_type") in FAMILIES else UNSAID
+        (hf[key] or 0 for key in keys if key in hf), 0 if hf.get("model_type") in FAMILIES else UNKNOWN
     )
 
 
@@ -143,7 +143,7 @@ READERS: dict[str, Reader] = {
     "post_mlp_layernorm": _from_decoder(lambda decoder: decoder.post_norms),
     "apply_layernorm_1p": _from_family,
     "rotary_interleaved": _from_decoder(lambda decoder: any(rope.interleaved for rope in decoder.ropes)),
-    "use_rope_scaling": lambda hf: kind if (kind := _scaled_by(hf)) is UNSAID else kind == "llama3",
+    "use_rope_scaling": lambda hf: kind if (kind := _scaled_by(hf)) is UNKNOWN else kind == "llama3",
     "rope_scaling_factor": _scaling("factor", 1.0),
     "multi_latent_attention": _latent,
     "q_lora_rank": _from_latent("q_lora_rank"),
@@ -153,11 +153,11 @@ READERS: dict[str, Reader] = {
     "v_head_dim": _from_latent("v_head_dim"),
     "rope_type": lambda hf: "rope" if (kind := _scaled_by(hf)) == "default" else kind,
     "rotary_scaling_factor": _scaling("factor", 1.0),
-    "original_max_position_embeddings": _scaling("original_max_position_embeddings", UNSAID),
-    "beta_fast": _scaling("beta_fast", UNSAID),
-    "beta_slow": _scaling("beta_slow", UNSAID),
-    "mscale": _scaling("mscale", UNSAID),
-    "mscale_all_dim": _scaling("mscale_all_dim", UNSAID),
+    "original_max_position_embeddings": _scaling("original_max_position_embeddings", UNKNOWN),
+    "beta_fast": _scaling("beta_fast", UNKNOWN),
+    "beta_slow": _scaling("beta_slow", UNKNOWN),
+    "mscale": _scaling("mscale", UNKNOWN),
+    "mscale_all_dim": _scaling("mscale_all_dim", UNKNOWN),
     "mtp_num_layers": _predicts,
 }
 """MODEL_ARG -> its value according to a Hugging Face config.json (all supported families are rotary). `Family.flags`
@@ -183,9 +183,9 @@ def check_model_args(model_args: Values, hf_config: Hf) -> None:
     Only flags that the user gave are compared.
     """
     wrong = [
-        f"{spelled(name)} is {_shown(value)}, config.json says {actual}"
+        f"{spelled(name)} is {_shown(value)}, config.json has {actual}"
         for name, value, actual in _differing(model_args, hf_config)
-        if actual is not UNSAID and not (name in REMARKED and actual)
+        if actual is not UNKNOWN and not (name in REMARKED and actual)
     ]
     if wrong:
         raise FlagError(
@@ -201,7 +201,7 @@ def model_arg_notes(model_args: Values, hf_config: Hf) -> Iterator[str]:
     differs."""
     unsaid = []
     for name, value, actual in _differing(model_args, hf_config):
-        if actual is UNSAID:
+        if actual is UNKNOWN:
             unsaid.append(f"{spelled(name)} {_shown(value)}" if value is not True else spelled(name))
         else:
             yield (
@@ -209,7 +209,7 @@ def model_arg_notes(model_args: Values, hf_config: Hf) -> Iterator[str]:
             )
     if unsaid:
         yield (
-            f"not compared with config.json, which says nothing about them: {', '.join(unsaid)}; config.json and the "
+            f"not compared with config.json, which has no values for them: {', '.join(unsaid)}; config.json and the "
             "model family decide"
         )
 
@@ -226,7 +226,7 @@ def _differing(model_args: Values, hf_config: Hf) -> Iterator[tuple[str, object,
             if _names_layers(value, str(actual)):
                 continue
             actual = f"model_type {actual}, whose layers are built here"
-        if actual is UNSAID or actual != value:
+        if actual is UNKNOWN or actual != value:
             yield name, value, actual
 
 

@@ -187,20 +187,20 @@ def check_routing_replay(c: Config) -> None:
             "--recompute-modules",
             f"not name moe with {flag_}",
             "it",
-            "what is computed again would not know its micro-batch: use --recompute-granularity full",
+            "a recomputed layer would not have its micro-batch: use --recompute-granularity full",
         )
 
 
 def check_replayed_model(c: Config, experts: int, topk: int | None) -> None:
     """Checks that the model has experts, and that a missing record differs from a written record."""
     if (flag_ := _replays(c)) is not None and not experts:
-        raise FlagError(flag_, "be left out for a dense model", "it", "no layer of it has experts")
+        raise FlagError(flag_, "be left out for a dense model", "it", "no layer of the model has experts")
     if c.off_policy.use_rollout_routing_replay and topk == 1:
         raise FlagError(
             "--use-rollout-routing-replay",
             "be left out for one expert a token",
             "it",
-            "rows that the engine did not write could not be told from others",
+            "rows that the engine did not write could not be distinguished from others",
         )
 
 

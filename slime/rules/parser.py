@@ -68,10 +68,10 @@ def parse_args(
     fetches it first. Raises one ValueError with every problem and the flags as typed.
     """
     problems = Problems()
-    given, backend = _collect(argv, backends, translate, problems)
-    if given.wrong & DECIDING:  # otherwise the rules would report the needs of another choice
+    user_values, backend = _collect(argv, backends, translate, problems)
+    if user_values.wrong & DECIDING:  # otherwise the rules would report the needs of another choice
         problems.report()
-    config = problems.check(resolve, given.values, given.notes)
+    config = problems.check(resolve, user_values.values, user_values.notes)
     if config is not None:
         local = problems.check(_local_models, config, download)
         config = without_engine_layers(local or config)
@@ -128,40 +128,40 @@ def _collect(
     problems: Problems,
 ) -> tuple[_UserValues, BackendFlags]:
     """Returns every flag's value, parsed by its owner, and the backend. Adds the problems to `problems`."""
-    given = _UserValues()
+    user_values = _UserValues()
     typed = split_argv(argv)
-    given.notes += _repeated(typed)
+    user_values.notes += _repeated(typed)
     groups = problems.check(with_config_files, typed)
     if groups is None:
         groups = [group for group in typed if group.name != CONFIG]
     custom = problems.check(custom_entries, groups) or {}
     named = [yaml_group(key, value) for key, value in custom.items() if key == "rollout_backend"]
-    backend = _picked([*groups, *named], backends, given, problems)
+    backend = _picked([*groups, *named], backends, user_values, problems)
     split = problems.check(_flags_and_settings, custom, backend)
     if split is not None:
         groups += split[0]
-        given.values["hook_settings"] = split[1]
+        user_values.values["hook_settings"] = split[1]
         if split[1]:
-            given.notes.append(settings_note(split[1], sorted(_fixed(backend))))
-    groups = _translated(groups, backend, given, problems)
+            user_values.notes.append(settings_note(split[1], sorted(_fixed(backend))))
+    groups = _translated(groups, backend, user_values, problems)
     if translate is not None and (translated := problems.check(translate, groups)) is not None:
         groups, notes = translated
-        given.notes += notes
+        user_values.notes += notes
     peers: list[PeerSetting] = []
     for group in groups:
-        found = problems.check(_assign, group, given, backend, origin=group.origin)
+        found = problems.check(_assign, group, user_values, backend, origin=group.origin)
         if found is None:
-            given.wrong.add(group.name)
+            user_values.wrong.add(group.name)
         peers += found or []
     problems.check(check_peers, peers)
     filled: Values = {}
     for owner in backend.owners:
-        if owner.prefix in given.foreign:
-            filled.update(problems.check(owner.parse, given.foreign[owner.prefix]) or {})
-    given.values.update(backend.fields(given.backend, filled))
-    given.values.update(overrides=given.overrides, model_args=given.model_args)
+        if owner.prefix in user_values.foreign:
+            filled.update(problems.check(owner.parse, user_values.foreign[owner.prefix]) or {})
+    user_values.values.update(backend.fields(user_values.backend, filled))
+    user_values.values.update(overrides=user_values.overrides, model_args=user_values.model_args)
     problems.next_stage()
-    return given, backend
+    return user_values, backend
 
 
 def _repeated(typed: list[FlagGroup]) -> list[str]:
@@ -178,7 +178,10 @@ def _repeated(typed: list[FlagGroup]) -> list[str]:
 
 
 def _picked(
-    groups: list[FlagGroup], backends: Mapping[str, BackendFlags], given: _UserValues, problems: Problems
+    groups: list[FlagGroup],
+    backends: Mapping[str, BackendFlags],
+    user_values: _UserValues,
+    problems: Problems,
 ) -> BackendFlags:
     """Returns the backend that the last --rollout-backend names, or the default one."""
     if not backends:
@@ -186,20 +189,20 @@ def _picked(
     typed = [group.values[0] for group in groups if group.name == "rollout_backend" and group.values]
     name = typed[-1] if typed else DEFAULT_BACKEND
     if name not in backends:
-        given.wrong.add("rollout_backend")
+        user_values.wrong.add("rollout_backend")
         problems.add(FlagError("--rollout-backend", f"be one of {', '.join(backends)}", name))
         name = DEFAULT_BACKEND
     return backends[name]
 
 
 def _translated(
-    groups: list[FlagGroup], backend: BackendFlags, given: _UserValues, problems: Problems
+    groups: list[FlagGroup], backend: BackendFlags, user_values: _UserValues, problems: Problems
 ) -> list[FlagGroup]:
     """Returns all groups in the backend's spelling. Each group that cannot be translated is a separate problem."""
     whole = problems.check(backend.translate, groups)
     if whole is not None:
         groups, notes = whole
-        given.notes += notes
+        user_values.notes += notes
         return groups
     return [group for group in groups if not group.name.startswith(backend.foreign)]
 
@@ -230,49 +233,49 @@ def _known(backend: BackendFlags) -> list[str]:
     return [*(_fixed(backend) - set(MANAGED)), *core_flags(), *(o.prefix + "..." for o in backend.owners)]
 
 
-def _assign(group: FlagGroup, given: _UserValues, backend: BackendFlags) -> list[PeerSetting]:
+def _assign(group: FlagGroup, user_values: _UserValues, backend: BackendFlags) -> list[PeerSetting]:
     """Gives one group to its owner. Returns other trainers' settings in the group, which have no owner."""
     name, own = group.name, own_flags()
     positive = name.removeprefix("no_")
     if name in own:
         spec = own[name]
         value = spec.parse(group.values, group.typed)
-        given.values[name] = given.values.get(name, []) + value if spec.append else value
+        user_values.values[name] = user_values.values.get(name, []) + value if spec.append else value
     elif name != positive and positive in own and own[positive].kind is bool:
-        given.values[positive] = not own[positive].parse(group.values, group.typed)
+        user_values.values[positive] = not own[positive].parse(group.values, group.typed)
     elif name in backend.specs:
-        given.backend[name] = backend.specs[name].parse(group.values, group.typed)
+        user_values.backend[name] = backend.specs[name].parse(group.values, group.typed)
     elif (unsupported := UNSUPPORTED.get(name) or backend.unsupported.get(name)) is not None:
         note = check_unsupported(name, unsupported, group.values, group.typed)
-        given.notes += [note] if note else []
+        user_values.notes += [note] if note else []
     elif (without := NO_EFFECT.get(name) or backend.no_effect.get(name)) is not None:
         without.parse(group.values, group.typed)
-        given.notes.append(f"{group.typed} has no effect: {without.help}")
+        user_values.notes.append(f"{group.typed} has no effect: {without.help}")
     elif peers := peer_settings(group.typed, name, group.values, backend.peer_names, group.origin):
         return peers
     elif owner := next((o for o in backend.owners if name.startswith(o.prefix)), None):
-        given.foreign.setdefault(owner.prefix, []).append(group)
+        user_values.foreign.setdefault(owner.prefix, []).append(group)
     else:
-        _assign_megatron(group, given, backend)
+        _assign_megatron(group, user_values, backend)
     return []
 
 
-def _assign_megatron(group: FlagGroup, given: _UserValues, backend: BackendFlags) -> None:
+def _assign_megatron(group: FlagGroup, user_values: _UserValues, backend: BackendFlags) -> None:
     """Assigns a group to Megatron. Megatron is the last owner, because its generated flags need a slow import."""
     name = group.name
     if name in MODEL_ARGS:
-        given.model_args[name] = MODEL_ARGS[name].parse(group.values, group.typed)
+        user_values.model_args[name] = MODEL_ARGS[name].parse(group.values, group.typed)
         return
     if name in HISTORICAL:
         entry = HISTORICAL[name]
-        given.overrides[entry.field] = entry.parse(group.values, group.typed)
+        user_values.overrides[entry.field] = entry.parse(group.values, group.typed)
         return
     positive = name.removeprefix("no_")
     core = core_flags()
     if name in core:
-        given.overrides[core[name].field] = core[name].parse(group.values, group.typed)
+        user_values.overrides[core[name].field] = core[name].parse(group.values, group.typed)
     elif name != positive and positive in core and core[positive].spec.kind is bool:
-        given.overrides[core[positive].field] = not core[positive].parse(group.values, group.typed)
+        user_values.overrides[core[positive].field] = not core[positive].parse(group.values, group.typed)
     elif name in MANAGED:
         raise FlagError(group.typed, "be left out", " ".join(group.values) or name, f"it is {MANAGED[name]}")
     else:

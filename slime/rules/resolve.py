@@ -39,28 +39,28 @@ _DRIVER_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/dxg", "/dev/kfd")
 """Files of GPU drivers, also in a container, on boards with an integrated GPU and in Windows."""
 
 
-def resolve(given: Values, notes: list[str] | None = None) -> Config:
+def resolve(set_values: Values, notes: list[str] | None = None) -> Config:
     """Returns the configuration from flat values, with every derived value filled in. It is not validated yet."""
-    draft = argparse.Namespace(**{**_defaults(), **given}, notes=list(notes or []))
-    _hardware(draft, given)
+    draft = argparse.Namespace(**{**_defaults(), **set_values}, notes=list(notes or []))
+    _hardware(draft, set_values)
     _debug(draft)
     _device(draft)
     _placement(draft)
     _batches(draft)
-    draft.notes += set_flags(draft, given)
+    draft.notes += set_flags(draft, set_values)
     _evaluation(draft)
     _reference(draft)
     _dr_grpo(draft)
     _hook_files(draft)
     _distillation(draft)
-    _lora(draft, given)
+    _lora(draft, set_values)
     for name, source in FALLBACKS.items():
         if getattr(draft, name) is None:
             setattr(draft, name, getattr(draft, source))
-    draft.overrides, told = same_result(draft.overrides)
-    draft.notes += told
+    draft.overrides, remarks = same_result(draft.overrides)
+    draft.notes += remarks
     _weight_update(draft)
-    _optimizer(draft, given)
+    _optimizer(draft, set_values)
     _kernels(draft)
     _run_dir(draft)
     adjusted = tuple(vars(draft).pop("notes"))
@@ -72,15 +72,15 @@ def _defaults() -> Values:
     return {k: v for cls in SECTIONS.values() for k, v in vars(cls()).items()}
 
 
-def _hardware(c: argparse.Namespace, given: Values) -> None:
+def _hardware(c: argparse.Namespace, set_values: Values) -> None:
     """Applies --gpu: selects CUDA, and the GPU's usual system gives the number of GPUs per node."""
     if c.gpu is None:
         return
     if c.device == "auto":
         c.device = "cuda"
-    if "num_gpus_per_node" not in given:
+    if "num_gpus_per_node" not in set_values:
         c.num_gpus_per_node = HARDWARE[c.gpu].gpus_per_node
-    if "actor_num_gpus_per_node" not in given:
+    if "actor_num_gpus_per_node" not in set_values:
         c.actor_num_gpus_per_node = c.num_gpus_per_node
 
 
@@ -186,7 +186,7 @@ def _distillation(c: argparse.Namespace) -> None:
         c.rm_type = "zero"
 
 
-def _lora(c: argparse.Namespace, given: Values) -> None:
+def _lora(c: argparse.Namespace, set_values: Values) -> None:
     """Reads values that the user did not give from --lora-load. The rules report an unreadable directory."""
     for name, other in (
         ("target_modules", "lora_target_modules"),
@@ -194,7 +194,7 @@ def _lora(c: argparse.Namespace, given: Values) -> None:
     ):
         if (value := getattr(c, other)) is None:
             continue
-        if name not in given or getattr(c, name) is None:
+        if name not in set_values or getattr(c, name) is None:
             setattr(c, name, value)
         elif getattr(c, name) != value:
             c.notes.append(
@@ -202,16 +202,20 @@ def _lora(c: argparse.Namespace, given: Values) -> None:
             )
     if c.lora_load is None:
         if not c.lora_rank:  # the rules refuse other values than the defaults
-            names = [name for name in _OF_RANK if name in given and given[name] == getattr(LoraConfig, name)]
+            names = [
+                name
+                for name in _OF_RANK
+                if name in set_values and set_values[name] == getattr(LoraConfig, name)
+            ]
             c.notes += [
-                f"{spelled(name)} {given[name]} has no effect without --lora-rank: it is read only there"
+                f"{spelled(name)} {set_values[name]} has no effect without --lora-rank: it is read only there"
                 for name in names
             ]
         return
     with contextlib.suppress(ValueError):
         stored, _ = read_peft(c.lora_load)
         for name, value in (("lora_rank", stored.rank), ("lora_alpha", stored.alpha)):
-            if name not in given:
+            if name not in set_values:
                 setattr(c, name, value)
         if not c.target_modules:
             c.target_modules = list(stored.targets)
@@ -219,14 +223,14 @@ def _lora(c: argparse.Namespace, given: Values) -> None:
             c.exclude_modules = list(stored.excluded)
 
 
-def _optimizer(c: argparse.Namespace, given: Values) -> None:
+def _optimizer(c: argparse.Namespace, set_values: Values) -> None:
     """Lets an optimizer with its state in files compute on the host. For Muon, turns the distributed optimizer off,
     which is on by default and has only parts of matrices."""
     c.optimizer_cpu_offload = c.optimizer_cpu_offload or c.stream_optimizer_state_to_disk
     if c.optimizer == "dist_muon":
         c.optimizer = "muon"
         c.notes.append("--optimizer dist_muon is taken as muon: each data-parallel rank has the whole state")
-    if c.optimizer == "muon" and "use_distributed_optimizer" not in given:
+    if c.optimizer == "muon" and "use_distributed_optimizer" not in set_values:
         c.use_distributed_optimizer = False
 
 
@@ -235,21 +239,21 @@ def _weight_update(c: argparse.Namespace) -> None:
     if c.device == "cuda":
         gpus = "shared" if c.colocate else "apart"
     c.update_weight_disk_keep_files = c.update_weight_disk_keep_files or c.update_weight_delta_keep_files
-    given, usual = c.update_weight_transport, default_channel(gpus)
-    if given is None:
+    set_values, usual = c.update_weight_transport, default_channel(gpus)
+    if set_values is None:
         names = ("data_parallel_size", "pipeline_parallel_size")
         sizes = {name: getattr(c.engine_facts, name) for name in names}
         if CHANNELS[usual].tensor_parallel_only and c.rollout_num_gpus and max(sizes.values()) > 1:
-            told = ", ".join(f"{c.engine_facts.flag(name)} {size}" for name, size in sizes.items())
+            remarks = ", ".join(f"{c.engine_facts.flag(name)} {size}" for name, size in sizes.items())
             c.notes.append(
-                f"--update-weight-transport is {default_channel(None)}, not {usual}: {told}, and a broadcast reaches "
-                "tensor-parallel workers alone"
+                f"--update-weight-transport is {default_channel(None)}, not {usual}: {remarks}, and a broadcast "
+                "reaches tensor-parallel workers alone"
             )
             usual = default_channel(None)
         c.update_weight_transport = usual
-    elif gpus == "shared" and CHANNELS[given].gpus == "apart":
+    elif gpus == "shared" and CHANNELS[set_values].gpus == "apart":
         c.notes.append(
-            f"--update-weight-transport {given} is {usual} with --colocate: trainer and engines share their GPUs"
+            f"--update-weight-transport {set_values} is {usual} with --colocate: trainer and engines share their GPUs"
         )
         c.update_weight_transport = usual
 
@@ -264,9 +268,9 @@ def _batches(c: argparse.Namespace) -> None:
         c.global_batch_size = samples // steps
     if c.num_steps_per_rollout is None and c.global_batch_size and samples % c.global_batch_size == 0:
         c.num_steps_per_rollout = samples // c.global_batch_size
-    for given, of_rollout in ((c.train_iters, c.num_steps_per_rollout), (c.train_samples, samples)):
-        if c.num_rollout is None and given is not None and of_rollout and given % of_rollout == 0:
-            c.num_rollout = given // of_rollout
+    for set_values, of_rollout in ((c.train_iters, c.num_steps_per_rollout), (c.train_samples, samples)):
+        if c.num_rollout is None and set_values is not None and of_rollout and set_values % of_rollout == 0:
+            c.num_rollout = set_values // of_rollout
     if c.num_rollout is not None and c.num_epoch is not None:
         c.notes.append(f"--num-epoch {c.num_epoch} has no effect, as --num-rollout {c.num_rollout} is given")
 
@@ -340,8 +344,8 @@ def _remarks(c: Config) -> Iterator[str]:
             "--use-kl-loss with --kl-loss-coef 0 only reports the KL and needs a reference pass in each rollout; "
             "leave it out to save that pass"
         )
-    apart = c.distillation.opd_type != "megatron" and not teachers(c)
-    if c.distillation.use_opd and apart and c.rollout.rollout_temperature != 1:
+    separate = c.distillation.opd_type != "megatron" and not teachers(c)
+    if c.distillation.use_opd and separate and c.rollout.rollout_temperature != 1:
         yield (
             f"--opd-type {c.distillation.opd_type}: the server's log-probs are at temperature 1, and the policy's at "
             f"--rollout-temperature {c.rollout.rollout_temperature}: their difference is no KL to the teacher"
@@ -376,5 +380,5 @@ def _unread_by_held_out(c: Config) -> Iterator[str]:
     sampling = ("eval_temperature", "eval_top_p", "eval_top_k", "eval_max_response_len")
     usual |= {name: c.get_value(FALLBACKS[name]) for name in sampling}
     for name, value in usual.items():
-        if (given := c.get_value(name)) != value:
-            yield f"{spelled(name)} {given} has no effect: the loss of held-out samples needs no generation"
+        if (set_values := c.get_value(name)) != value:
+            yield f"{spelled(name)} {set_values} has no effect: the loss of held-out samples needs no generation"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from slime.algo.losses import check_responses
 from slime.checkpoints.hf_config import check_checkpoint_shapes, largest_token_id, read_hf_config
 from slime.config.fields import spelled
-from slime.config.problems import Problems, given
+from slime.config.problems import Problems, require_value
 from slime.config.schema import Config
 from slime.environments.flags import check_environments
 from slime.hooks import load_function
@@ -162,7 +162,7 @@ def _staleness(c: Config) -> None:
             "come with --use-tis, which corrects for their older weights",
             advice="add it, or use mask",
         )
-    transport = given(c.weight_update.update_weight_transport)
+    transport = require_value(c.weight_update.update_weight_transport)
     shares_gpus = c.cluster.colocate and c.cluster.device == "cuda"
     if CHANNELS[transport].gpus == "shared" and not shares_gpus:
         raise FlagError(
@@ -266,11 +266,11 @@ def _intervals(c: Config) -> None:
 
 
 def _model(c: Config) -> Hf:
-    return read_hf_config(given(c.rollout.hf_checkpoint))
+    return read_hf_config(require_value(c.rollout.hf_checkpoint))
 
 
 def _checkpoint(c: Config) -> None:
-    checkpoint, hf_config = given(c.rollout.hf_checkpoint), _model(c)
+    checkpoint, hf_config = require_value(c.rollout.hf_checkpoint), _model(c)
     read_decoder(hf_config)
     check_checkpoint_shapes(checkpoint, hf_config)
     largest, vocabulary = largest_token_id(checkpoint), hf_config.get("vocab_size")

@@ -33,7 +33,7 @@ def read(body: Body, session: Session) -> ChatRequest:
         messages += _assistant(entry) if entry.get("role") == "assistant" else _from_user(entry)
     tools = [
         dialect.function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
-        for tool in dialect.given_objects(body, "tools")
+        for tool in dialect.read_objects(body, "tools")
     ]
     return dialect.read_request(body, messages, tools, "max_tokens", "stop_sequences")
 
@@ -80,8 +80,8 @@ def _content(answer: ModelAnswer) -> list[Body]:
     if reply.content or not reply.tool_calls:
         found.append({"type": "text", "text": reply.content or ""})
     for call in reply.tool_calls:
-        given = as_object(call.arguments)
-        found.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        arguments = as_object(call.arguments)
+        found.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
     return found
 
 
@@ -170,8 +170,8 @@ def _named(name: str, **fields: object) -> Event:
 def failure(refused: RequestRejected) -> Event:
     """The body of an error."""
     kind = _ERRORS.get(refused.status, "invalid_request_error")
-    said = f"{refused.reason}: {refused}"
-    return "error", {"type": "error", "error": {"type": kind, "message": said}}
+    message = f"{refused.reason}: {refused}"
+    return "error", {"type": "error", "error": {"type": kind, "message": message}}
 
 
 MESSAGES = Dialect("messages", read, whole, events, failure)

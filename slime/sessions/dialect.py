@@ -84,7 +84,7 @@ def read_request(body: Body, messages: list[Body], tools: list[Body], length: st
         raise RequestRejected("request", f"{length} must be above 0, got {most}; leave it out")
     if value(body, "n", int, 1) != 1:
         raise RequestRejected("request", f"n must be 1, got {body['n']}; ask several times")
-    ignored = [name for name in _SAMPLING if _given(body.get(name))]
+    ignored = [name for name in _SAMPLING if _is_set(body.get(name))]
     if body.get("tool_choice") not in (None, "auto", {"type": "auto"}):
         ignored.append("tool_choice")
     return ChatRequest(
@@ -98,7 +98,7 @@ def read_request(body: Body, messages: list[Body], tools: list[Body], length: st
     )
 
 
-def _given(found: object) -> bool:
+def _is_set(found: object) -> bool:
     return found is not None and found is not False and found != {} and found != []
 
 
@@ -111,7 +111,7 @@ def objects(values: object, what: str) -> list[Body]:
     return values
 
 
-def given_objects(body: Body, name: str) -> list[Body]:
+def read_objects(body: Body, name: str) -> list[Body]:
     """Returns a body's field with a list of objects, or [] if it is missing or null. Raises Refused otherwise."""
     return [] if body.get(name) is None else objects(body[name], name)
 
@@ -122,11 +122,11 @@ def function_tool(name: object, description: object, parameters: object) -> Body
         raise RequestRejected(
             "request", f"a tool must have a name, got {name!r:.80}; only functions are served"
         )
-    given = {"description": description, "parameters": parameters}
+    parsed = {"description": description, "parameters": parameters}
     function: Body = {"name": name}
-    if about := value(given, "description", str, ""):
+    if about := value(parsed, "description", str, ""):
         function["description"] = about
-    function["parameters"] = value(given, "parameters", dict, {}) or {"type": "object", "properties": {}}
+    function["parameters"] = value(parsed, "parameters", dict, {}) or {"type": "object", "properties": {}}
     if rule := parameters_rule(function["parameters"]):
         raise RequestRejected("request", f"a tool must {rule}, got {parameters!r:.80}; fix the client")
     return {"type": "function", "function": function}
@@ -146,8 +146,8 @@ def simple_message(entry: Body) -> Body:
 
 def tool_result(entry: Body, content: str, call_id: str) -> Body:
     """Returns a message with the role tool. `content` and `call_id` are the names of the fields."""
-    given = value(entry, call_id, str, "")
-    return {"role": "tool", "content": get_text(entry.get(content)), "tool_call_id": given}
+    parsed = value(entry, call_id, str, "")
+    return {"role": "tool", "content": get_text(entry.get(content)), "tool_call_id": parsed}
 
 
 def written(event: Event) -> bytes:

@@ -13,13 +13,13 @@ from argparse import Namespace
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from slime.environments.hubs import Environment, environment_of
+from slime.environments.hubs import Environment, find_environment
 from slime.environments.process import (
     EnvironmentFault,
     EnvironmentProcess,
     close_processes,
+    get_process,
     living,
-    process_of,
 )
 from slime.environments.protocol import EpisodeResult
 from slime.environments.rows import KEY
@@ -54,7 +54,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
     if KEY not in sample.metadata:
         return await without_environment.generate(args, sample, sampling_params)
     flags, chosen = find_context(args).config.sessions, sample.metadata[KEY]
-    environment, task = environment_of(chosen["environment"]), chosen["task"]
+    environment, task = find_environment(chosen["environment"]), chosen["task"]
     limits = SessionLimits.of(flags)
     sample.label = chosen["label"]
     own = replace(limits, seconds=None)  # the time is the environment's, not a limit of the policy
@@ -106,4 +106,4 @@ async def _process(environment: Environment) -> EnvironmentProcess:
     if (process := living(environment)) is not None:
         return process
     async with loop_objects().get((KEY, "start", environment.text), asyncio.Lock):
-        return await asyncio.to_thread(process_of, environment)
+        return await asyncio.to_thread(get_process, environment)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _STANDALONE = "vime.vllm.standalone.make_state"
 """A path, because the engine's project imports this package."""
-_KEPT_HEADERS = ("Content-Type", "Cache-Control")
+_COPIED_HEADERS = ("Content-Type", "Cache-Control")
 
 
 @dataclass
@@ -99,7 +99,7 @@ class KeyedSessions:
         headers = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
         post = self._client().post(f"{session.base_url}/{path}", data=body, headers=headers)
         async with post as answered:
-            kept = {name: answered.headers[name] for name in _KEPT_HEADERS if name in answered.headers}
+            kept = {name: answered.headers[name] for name in _COPIED_HEADERS if name in answered.headers}
             if kept.get("Content-Type") != "text/event-stream":
                 return web.Response(body=await answered.read(), status=answered.status, headers=kept)
             response = web.StreamResponse(status=answered.status, headers=kept)

@@ -34,7 +34,7 @@ class _Closed(asyncio.Protocol):
         transport.close()
 
 
-class Listener:
+class SessionListener:
     """The listening socket of `server`, and its connections. `sessions` returns the number of open sessions."""
 
     def __init__(self, server: web.Server, sessions: Callable[[], int]) -> None:

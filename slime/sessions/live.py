@@ -78,12 +78,12 @@ class LiveAnswer:
         """Lets `texts` yield text from now on. Without this call, `texts` is empty."""
         self._text = text
 
-    def on_tokens(self, place: int, token_ids: list[int], log_probs: list[float]) -> None:
+    def on_tokens(self, index: int, token_ids: list[int], log_probs: list[float]) -> None:
         """Implements `slime.protocols.OnTokens`. Ignores tokens that are repeated because another engine has taken over
         the request."""
-        if self._text is None or place + len(token_ids) <= len(self._ids):
+        if self._text is None or index + len(token_ids) <= len(self._ids):
             return
-        new = token_ids[len(self._ids) - place :]
+        new = token_ids[len(self._ids) - index :]
         self._ids += new
         self._ready += self._text.add(new)
         if self._ready:

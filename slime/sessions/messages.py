@@ -23,8 +23,8 @@ _BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 class RequestRejected(Exception):
     """A request that ends its session. `reason` is recorded in the samples; `status` is the HTTP status."""
 
-    def __init__(self, reason: str, said: str, status: int = 400) -> None:
-        super().__init__(as_unicode(said))
+    def __init__(self, reason: str, text: str, status: int = 400) -> None:
+        super().__init__(as_unicode(text))
         self.reason, self.status = reason, status
 
 
@@ -144,12 +144,12 @@ def tool_call(name: object, arguments: object, call_id: str) -> dict[str, object
     """Returns a call in the form that chat templates read."""
     if not isinstance(name, str) or not name:
         raise RequestRejected("request", f"a tool call must have a name, got {name!r:.80}; fix the client")
-    given = as_object(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
-    if not isinstance(given, dict):
+    parsed = as_object(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
+    if not isinstance(parsed, dict):
         raise RequestRejected(
-            "request", f"the arguments of a tool call must be an object, got {given!r:.80}; fix the client"
+            "request", f"the arguments of a tool call must be an object, got {parsed!r:.80}; fix the client"
         )
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
 
 
 def assistant(content: str | None, calls: list[dict[str, object]], reasoning: str | None = None) -> Message:
@@ -174,9 +174,9 @@ def same(ours: Message, theirs: Message) -> bool:
         return False
     if ours["role"] != "assistant":
         return bool(ours == theirs)
-    return _said(ours) == _said(theirs)
+    return _normalise(ours) == _normalise(theirs)
 
 
-def _said(message: Message) -> tuple[str, list[object]]:
+def _normalise(message: Message) -> tuple[str, list[object]]:
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return message["content"].strip(), calls

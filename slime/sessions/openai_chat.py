@@ -23,7 +23,7 @@ def read(body: Body, session: Session) -> ChatRequest:
     """The request. Refused for what sessions do not serve."""
     entries = dialect.objects(body.get("messages"), "messages")
     tools = []
-    for tool in dialect.given_objects(body, "tools"):
+    for tool in dialect.read_objects(body, "tools"):
         function = dialect.value(tool, "function", dict, {})
         tools.append(
             dialect.function_tool(
@@ -42,7 +42,7 @@ def _message(entry: Body) -> Body:
     if role != "assistant":
         return dialect.simple_message(entry)
     calls = []
-    for call in dialect.given_objects(entry, "tool_calls"):
+    for call in dialect.read_objects(entry, "tool_calls"):
         function = dialect.value(call, "function", dict, {})
         call_id = dialect.value(call, "id", str, "")
         calls.append(tool_call(function.get("name"), function.get("arguments"), call_id))

@@ -22,8 +22,8 @@ from slime.sessions.messages import ToolCall, assistant, get_text, system_text, 
 def read(body: Body, session: Session) -> ChatRequest:
     """The request. `previous_response_id` brings the messages of an earlier answer. Refused for what sessions do not
     serve."""
-    given = body.get("input")
-    entries = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    body_input = body.get("input")
+    entries = [{"role": "user", "content": body_input}] if isinstance(body_input, str) else body_input
     messages = _messages(dialect.objects(entries, "input"))
     if earlier := dialect.value(body, "previous_response_id", str, ""):
         before = session.get_messages(earlier.removeprefix("resp_"))
@@ -31,7 +31,7 @@ def read(body: Body, session: Session) -> ChatRequest:
     if instructions := system_text(body.get("instructions")):
         messages.insert(0, {"role": "system", "content": instructions})
     tools = []
-    for tool in dialect.given_objects(body, "tools"):
+    for tool in dialect.read_objects(body, "tools"):
         if tool.get("type") != "function":
             raise RequestRejected(
                 "request", f"tools must be functions, got {tool.get('type')!r:.80}; leave others out"
@@ -167,10 +167,10 @@ async def events(live: LiveAnswer, body: Body) -> AsyncIterator[list[Event]]:
         steps.text(0, f"msg_{live.id}", text)
         yield steps.take()
     answer = await live.answer()
-    for place, item in enumerate(_output(answer)):
-        at = {"item_id": item["id"], "output_index": place}
+    for index, item in enumerate(_output(answer)):
+        at = {"item_id": item["id"], "output_index": index}
         if not started:
-            steps.open(place, item)
+            steps.open(index, item)
         if item["type"] == "function_call":
             steps.add("response.function_call_arguments.delta", **at, delta=item["arguments"])
             done = {"arguments": item["arguments"], "name": item["name"]}
@@ -181,10 +181,10 @@ async def events(live: LiveAnswer, body: Body) -> AsyncIterator[list[Event]]:
             steps.add("response.reasoning_text.done", **at, content_index=0, text=part["text"])
         else:
             (part,) = item["content"]
-            steps.text(place, item["id"], live.rest(answer))
+            steps.text(index, item["id"], live.rest(answer))
             steps.add("response.output_text.done", **at, content_index=0, text=part["text"], logprobs=[])
             steps.add("response.content_part.done", **at, content_index=0, part=part)
-        steps.add("response.output_item.done", output_index=place, item=item)
+        steps.add("response.output_item.done", output_index=index, item=item)
         started = False
     steps.add(f"response.{_status(answer)}", response=whole(answer))
     yield steps.take()
@@ -201,18 +201,18 @@ class _Steps:
         self._waiting.append((kind, {"type": kind, "sequence_number": self._number, **fields}))
         self._number += 1
 
-    def open(self, place: int, item: Body) -> None:
+    def open(self, index: int, item: Body) -> None:
         """Begin an item of the output, and the part of a message."""
         empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        self.add("response.output_item.added", output_index=place, item={**item, **empty})
+        self.add("response.output_item.added", output_index=index, item={**item, **empty})
         if item["type"] == "message":
             part = {**item["content"][0], "text": ""}
-            at = {"item_id": item["id"], "output_index": place, "content_index": 0}
+            at = {"item_id": item["id"], "output_index": index, "content_index": 0}
             self.add("response.content_part.added", **at, part=part)
 
-    def text(self, place: int, item_id: str, text: str) -> None:
+    def text(self, index: int, item_id: str, text: str) -> None:
         if text:
-            at = {"item_id": item_id, "output_index": place, "content_index": 0}
+            at = {"item_id": item_id, "output_index": index, "content_index": 0}
             self.add("response.output_text.delta", **at, delta=text, logprobs=[])
 
     def take(self) -> list[Event]:

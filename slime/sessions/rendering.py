@@ -155,7 +155,7 @@ def _marked(message: Message, mark: str) -> Message:
 
 
 def _after(text: str, mark: str) -> str:
-    place = text.rfind(mark)
-    if place < 0:
+    start = text.rfind(mark)
+    if start < 0:
         raise BoundaryError
-    return text[place + len(mark) :]
+    return text[start + len(mark) :]

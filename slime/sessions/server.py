@@ -19,7 +19,7 @@ from slime.event_loop import loop_objects
 from slime.sessions.anthropic_messages import MESSAGES
 from slime.sessions.dialect import Body, Dialect, Event, written
 from slime.sessions.json_text import read_json
-from slime.sessions.listener import LOOPBACK, Listener
+from slime.sessions.listener import LOOPBACK, SessionListener
 from slime.sessions.live import LiveAnswer
 from slime.sessions.messages import ChatRequest, RequestRejected
 from slime.sessions.off_loop import off_loop
@@ -42,7 +42,7 @@ class SessionServer:
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
-        self._listener: Listener | None = None
+        self._listener: SessionListener | None = None
         self.url = ""
 
     async def start(self, host: str = LOOPBACK) -> None:
@@ -55,7 +55,7 @@ class SessionServer:
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1)
         await self._runner.setup()
         assert self._runner.server is not None, "a runner that is set up has a server"
-        self._listener = Listener(self._runner.server, lambda: len(self._sessions))
+        self._listener = SessionListener(self._runner.server, lambda: len(self._sessions))
         self.url = await self._listener.start(host)
 
     async def stop(self) -> None:
@@ -140,8 +140,8 @@ class _Route:
                 "request", f"the body must have at most {_LARGEST_BODY_BYTES} bytes, got more; send less", 413
             ) from error
         except web.RequestPayloadError as error:
-            said = f"the body must be encoded as its headers name it, got {error}; leave Content-Encoding out"
-            raise RequestRejected("request", said) from error
+            text = f"the body must be encoded as its headers name it, got {error}; leave Content-Encoding out"
+            raise RequestRejected("request", text) from error
         return await off_loop(len(raw), self._parse, raw, session)
 
     def _parse(self, raw: bytes, session: Session) -> tuple[Body, ChatRequest]:
@@ -154,8 +154,8 @@ class _Route:
         except RequestRejected:
             raise
         except Exception as error:  # border: anybody may have written the body
-            said = f"the body must be a request in JSON, got {type(error).__name__}: {error}; fix the client"
-            raise RequestRejected("request", said) from error
+            text = f"the body must be a request in JSON, got {type(error).__name__}: {error}; fix the client"
+            raise RequestRejected("request", text) from error
         asked.size = len(raw)
         return body, asked
 

@@ -30,7 +30,7 @@ from slime.types import Message, Sample, SamplingParams
 MODEL = "policy"
 """The name of the model that sessions serve."""
 _FORBIDDEN = 403
-_SAID = 1000
+_MOST_ERROR_TEXT = 1000
 """Maximum length in characters of a reason in a sample's metadata."""
 
 
@@ -50,7 +50,7 @@ class Session:
         self.id, self.api_key = secrets.token_urlsafe(12), secrets.token_urlsafe(32)
         self.url = ""
         self.ended: str | None = None
-        self.said = ""
+        self.detail = ""
         self.wrong_keys = 0
         """Number of requests to the session's address with a wrong key. They do not end the session, because every
         process on this machine can send such requests."""
@@ -87,10 +87,10 @@ class Session:
         """Number of answers so far."""
         return len(self._tree.turns)
 
-    def end(self, reason: str, said: str = "") -> None:
+    def end(self, reason: str, detail: str = "") -> None:
         """Ends the session: rejects new requests and cancels running requests. Only the first reason is recorded."""
         if self.ended is None:
-            self.ended, self.said = reason, said[:_SAID]
+            self.ended, self.detail = reason, detail[:_MOST_ERROR_TEXT]
             for task in self._in_flight:
                 if task is not asyncio.current_task():
                     task.cancel()
@@ -127,7 +127,7 @@ class Session:
             raise
         except Exception as error:  # border: the error must reach the run, not only the agent
             self.fail(error)
-            raise RequestRejected("error", self.said, _FORBIDDEN) from error
+            raise RequestRejected("error", self.detail, _FORBIDDEN) from error
         finally:
             self._in_flight.discard(task)
 
@@ -157,11 +157,11 @@ class Session:
             live.created,
         )
         self._answers[answer.id] = turn
-        place, written = len(self._tree.turns) - 1, len(result.token_ids)
+        index, written = len(self._tree.turns) - 1, len(result.token_ids)
         self._own.events.add(
             "turn",
             session=self.id,
-            turn=place,
+            turn=index,
             prompt_tokens=len(prompt),
             tokens=written,
             seconds=round(seconds, 4),
@@ -174,7 +174,8 @@ class Session:
         """Raises Refused unless the session may have another turn and can answer the request."""
         limits, written = self._limits, sum(len(turn.result.token_ids) for turn in self._tree.turns)
         if self.ended is not None:
-            raise RequestRejected(self.ended, f"the session has ended: {self.ended}. {self.said}", _FORBIDDEN)
+            detail = f"the session has ended: {self.ended}. {self.detail}"
+            raise RequestRejected(self.ended, detail, _FORBIDDEN)
         if self._own.aborted:
             raise RequestRejected("aborted", "the rollout has all samples that it needs", _FORBIDDEN)
         for name, used, limit in (
@@ -187,12 +188,12 @@ class Session:
                     name, f"the session may have {limit} {name}, which are used up", _FORBIDDEN
                 )
         if self._model is not None and request.model != self._model:
-            said = f"the model must be {self._model}, got {request.model!r}; ask for session.model"
-            raise RequestRejected("model", said, 404)
+            detail = f"the model must be {self._model}, got {request.model!r}; ask for session.model"
+            raise RequestRejected("model", detail, 404)
         if not request.messages or request.messages[-1]["role"] == "assistant":
             last = request.messages[-1]["role"] if request.messages else "no message"
-            said = f"the last message must be of a user or a tool, got {last}; end the messages with one"
-            raise RequestRejected("request", said)
+            detail = f"the last message must be of a user or a tool, got {last}; end the messages with one"
+            raise RequestRejected("request", detail)
         if request.tools and not self._parser.tools:
             raise RequestRejected(
                 "no_tool_parser",
@@ -211,14 +212,14 @@ class Session:
         limits = own, served, self._own.context[0]
         context = min((tokens for tokens in limits if tokens is not None), default=None)
         if context is not None and len(request.messages) > context:
-            said = f"the context length is {context} tokens, got {len(request.messages)} messages"
-            raise RequestRejected("context", said)
+            detail = f"the context length is {context} tokens, got {len(request.messages)} messages"
+            raise RequestRejected("context", detail)
         return context
 
     def _late(self, error: TimeoutError) -> RequestRejected:
-        said = str(error) or "the engine did not answer"
-        self._own.timed_out[random_stream(self._sample)] = said
-        return RequestRejected("deadline", said, _FORBIDDEN)
+        detail = str(error) or "the engine did not answer"
+        self._own.timed_out[random_stream(self._sample)] = detail
+        return RequestRejected("deadline", detail, _FORBIDDEN)
 
     async def _prompt(
         self, request: ChatRequest, context: int | None
@@ -255,9 +256,9 @@ class Session:
             live.show(TextSoFar(self._own.tokenizer, self._renderer.special, hold))
             shown = {"on_tokens": live.on_tokens}
         stream = random_stream(self._sample)
-        place = parent.generated if parent else 0
-        seed = request_seed(self._flags.rollout_seed, stream, place, retry=self._requests[place])
-        self._requests[place] += 1
+        index = parent.generated if parent else 0
+        seed = request_seed(self._flags.rollout_seed, stream, index, retry=self._requests[index])
+        self._requests[index] += 1
         deadline_s = self._flags.rollout_deadline_s
         began = time.perf_counter()
         try:
@@ -282,13 +283,13 @@ class Session:
         params = {name: value for name, value in self._params.items() if name != "max_context_len"}
         note_sampling(self._flags, self._sample, params)
         written = sum(len(turn.result.token_ids) for turn in self._tree.turns)
-        room = None if context is None else context - len(prompt)
-        if room is not None and room <= 0:
+        rest = None if context is None else context - len(prompt)
+        if rest is not None and rest <= 0:
             raise RequestRejected(
                 "context", f"the context length is {context} tokens, got a prompt of {len(prompt)}"
             )
         left = None if self._limits.tokens is None else self._limits.tokens - written
-        lengths = [n for n in (params.get("max_new_tokens"), request.max_tokens, left, room) if n is not None]
+        lengths = [n for n in (params.get("max_new_tokens"), request.max_tokens, left, rest) if n is not None]
         if not lengths:
             raise ValueError(
                 "--rollout-max-response-len must be set, got none; or give --rollout-max-context-len"
@@ -315,8 +316,8 @@ class Session:
         """Make the samples from this one instead of the one that the session was opened with."""
         opened, self._sample = self._sample, sample
         sample.metadata = {**(sample.metadata or {}), **opened.metadata}
-        if (said := self._own.timed_out.pop(random_stream(opened), None)) is not None:
-            self._own.timed_out[random_stream(sample)] = said
+        if (detail := self._own.timed_out.pop(random_stream(opened), None)) is not None:
+            self._own.timed_out[random_stream(sample)] = detail
 
     def samples(self, reward: float | None = None) -> list[Sample]:
         """One sample per conversation, in the order of their last turns. At least one: a session without an answer
@@ -327,14 +328,12 @@ class Session:
         session ended (`slime.data.agents.session_record`).
         """
         if reward is not None and not math.isfinite(reward):
-            self.ended, self.said = (
-                "reward",
-                f"a reward must be a finite number, got {reward}; check what the agent gives",
-            )
+            self.ended = "reward"
+            self.detail = f"a reward must be a finite number, got {reward}; check the agent's reward"
             reward = 0.0
         self.end(DONE)
         if self.ended == DONE and not self._tree.turns:
-            self.ended, self.said = NO_REQUEST, self._unasked()
+            self.ended, self.detail = NO_REQUEST, self._describe_unused()
         assert self.ended is not None
         found = [] if self.ended in ABORTS else self._tree.samples(self._sample)
         skip = self._flags.rollout_skip_special_tokens
@@ -348,10 +347,10 @@ class Session:
         made = [sample for sample, _ in found] or [self._without_answer(reward)]
         for sample in made:
             if sample.status is Sample.Status.FAILED:
-                sample.metadata[REMOVED] = {"reason": self.ended, "said": self.said}
+                sample.metadata[REMOVED] = {"reason": self.ended, "said": self.detail}
         made[0].metadata[KEY] = SessionRecord(
             ended=self.ended,
-            said=self.said,
+            said=self.detail,
             turns=self.turns,
             tool_calls=self._tool_calls,
             samples=len(made),
@@ -360,7 +359,7 @@ class Session:
         )
         return made
 
-    def _unasked(self) -> str:
+    def _describe_unused(self) -> str:
         """Returns the error of a session without a request that had the session's key."""
         others = f", and {self.wrong_keys} with another key" if self.wrong_keys else ""
         return (

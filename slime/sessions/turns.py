@@ -109,8 +109,8 @@ class TurnTree:
         return found
 
 
-def _build_sample(path: list[Turn], given: Sample, trained: set[int]) -> Sample:
-    sample = blank(given)
+def _build_sample(path: list[Turn], original: Sample, trained: set[int]) -> Sample:
+    sample = blank(original)
     sample.tokens = list(path[0].prompt_ids)
     for number, turn in enumerate(path):
         if number:

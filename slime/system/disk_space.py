@@ -22,7 +22,7 @@ _WITHOUT_REASON = "inline_container"
 _PROBE_BYTES = 2**20
 
 
-def require_room(flag: str, directory: str | Path, needed_bytes: float, what: str) -> None:
+def require_free_bytes(flag: str, directory: str | Path, needed_bytes: float, what: str) -> None:
     """ValueError unless `needed_bytes` are free where `directory` is, or will be made."""
     total, _, free = _usage(Path(directory))
     if total and free < needed_bytes:  # some network disks do not know their size
@@ -59,7 +59,7 @@ class DiskSpaceGuard:
 
 def _usage(path: Path) -> tuple[int, int, int]:
     """Bytes of the file system where `path` is, or will be made: in total, used, free."""
-    return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists()))
+    return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
 
 
 def _reason(error: BaseException, directory: Path) -> str | None:
@@ -68,8 +68,8 @@ def _reason(error: BaseException, directory: Path) -> str | None:
     for one in _causes(error):
         if isinstance(one, OSError) and one.errno in FULL:
             return FULL[one.errno]
-        if said := next((said for said in FULL.values() if said in str(one)), None):
-            return said
+        if text := next((text for text in FULL.values() if text in str(one)), None):
+            return text
         unknown |= _WITHOUT_REASON in str(one)
     return _probe(directory) if unknown else None
 

@@ -50,7 +50,7 @@ class Wait:
 
 
 @contextmanager
-def said(what: str) -> Iterator[Wait]:
+def report_wait(what: str) -> Iterator[Wait]:
     """Print what the block does and waits for, on stderr, once it has taken 12 s and then each half minute."""
     over, wait = threading.Event(), Wait()
 

@@ -67,7 +67,7 @@ class Condition:
     """Description of the condition, with figures in braces."""
     remedy: str
     """Advice to the user, with {run_dir} and {labels} in braces."""
-    told_by: tuple[str, ...] = ()
+    reported_by: tuple[str, ...] = ()
     """Conditions that include this one. While such a condition is a concern, this condition is not printed."""
     stops_learning: bool = True
     """True if nothing is learned while the condition holds."""
@@ -143,7 +143,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "are 0",
         f"{_SAMPLES}: are the prompts all too hard or too easy, does the reward see the answer, are the samples of a "
         "group equal (--rollout-temperature)?",
-        told_by=("all rewards 0",),
+        reported_by=("all rewards 0",),
     ),
     Condition(
         "learning rate 0",
@@ -156,7 +156,7 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda f: f["grad_norm"] == 0,
         "the gradient of {span} is 0",
         "look at rollout/advantages, at the loss masks, and at hooks that return a constant loss",
-        told_by=("all samples dropped", "all rewards 0", "no spread of rewards"),
+        reported_by=("all samples dropped", "all rewards 0", "no spread of rewards"),
     ),
     Condition(
         "all answers truncated",
@@ -234,7 +234,7 @@ class Concerns:
             if (ended := self.going_on.pop(one.name, None)) is not None:
                 yield Concern(one, rollout, "ends", ended.text)
             return
-        if count < one.in_a_row or any(name in self.going_on for name in one.told_by):
+        if count < one.in_a_row or any(name in self.going_on for name in one.reported_by):
             return
         one = replace(one, remedy=self._remedy(one, figures))
         span = f"rollouts {rollout - count + 1} to {rollout}" if count > 1 else f"rollout {rollout}"
@@ -285,7 +285,7 @@ def dropped_groups(rollout: int, dropped: int, batch: int) -> Concern | None:
     return Concern(DROPPED, rollout, "begins", DROPPED.text.format(**figures))
 
 
-def kept_group(rollout: int, dropped: int, batch: int) -> Concern | None:
+def end_dropped_groups(rollout: int, dropped: int, batch: int) -> Concern | None:
     """Returns the concern that ends with a kept group after `dropped` groups that were dropped in a row, or None."""
     figures = {"dropped": float(dropped), "batch": float(batch)}
     return (

@@ -169,8 +169,8 @@ class Events:
         except FileNotFoundError:
             pass
         raise ValueError(
-            f"--run-dir must stay while its run goes on, got {self._path.parent}, which was removed or replaced; start "
-            "the run again, with --load to resume"
+            f"--run-dir must exist while its run is active, got {self._path.parent}, which was removed or replaced; "
+            "start the run again, with --load to resume"
         )
 
     def _close_file(self) -> None:

@@ -59,10 +59,10 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
-def _are_places(value: object) -> bool:
+def _are_locations(value: object) -> bool:
     """Returns True for a list of (data set, first and last visit, prompt), or None for a group without a new prompt."""
     return isinstance(value, list) and all(
-        place is None or (_are_numbers(place) and len(place) == 4) for place in value
+        location is None or (_are_numbers(location) and len(location) == 4) for location in value
     )
 
 
@@ -82,7 +82,7 @@ CHECKS: Mapping[str, Callable[[object], bool]] = {
     **{f"{name}_s": _is_number_or_none for name in STEP_PARTS},
     "groups": _are_numbers,
     "engines": _are_texts,
-    "prompts": _are_places,
+    "prompts": _are_locations,
     "scores": _are_scores,
     "samples": is_whole_number,
     "processes": lambda value: isinstance(value, dict),
@@ -103,7 +103,7 @@ class EventKind:
     durable: bool = True
     """True if the event is written before `add` returns. Otherwise it is written at most half a second later, and `add`
     does not wait for the disk."""
-    given: str = ""
+    never_none: str = ""
     """Name of a field that is never None in this kind, although it may be None in other kinds."""
     words: frozenset[str] = frozenset()
     """All values of `state`, for a kind whose readers depend on them."""
@@ -127,7 +127,7 @@ class EventKind:
         for name, value in fields.items():
             if name not in self.allowed:
                 continue
-            if not self.checks[name](value) or (value is None and name == self.given):
+            if not self.checks[name](value) or (value is None and name == self.never_none):
                 return None
             known[name] = value
         if not self.required <= known.keys():
@@ -140,26 +140,36 @@ class EventKind:
 _STEP = "rollout ? " + " ".join(f"{name}_s" for name in STEP_PARTS)
 _ALL = (
     EventKind(
-        "journal", "any", "version", "the first line of a file: the version of the format", given="version"
+        "journal",
+        "any",
+        "version",
+        "the first line of a file: the version of the format",
+        never_none="version",
     ),
     EventKind("run", "driver", "host pid born rollouts", "a process begins a run of so many rollouts"),
-    EventKind("start", "driver", "rollout", "training starts, or resumes, at this rollout", given="rollout"),
     EventKind(
-        "step", "driver", _STEP, "the rollout was trained, and its line is in metrics.jsonl", given="rollout"
+        "start", "driver", "rollout", "training starts, or resumes, at this rollout", never_none="rollout"
+    ),
+    EventKind(
+        "step",
+        "driver",
+        _STEP,
+        "the rollout was trained, and its line is in metrics.jsonl",
+        never_none="rollout",
     ),
     EventKind(
         "checkpoint",
         "driver",
         "rollout",
         "the checkpoint after it is complete, or its files are being written",
-        given="rollout",
+        never_none="rollout",
     ),
     EventKind(
         "evaluation",
         "driver",
         "rollout scores",
         "the scores of the weights after so many rollouts",
-        given="rollout",
+        never_none="rollout",
     ),
     EventKind(
         "end",
@@ -173,14 +183,14 @@ _ALL = (
         "any",
         "name rollout text remedy",
         "the run cannot learn, or is about to diverge: what is so, and what to look at",
-        given="rollout",
+        never_none="rollout",
     ),
     EventKind(
         "concern_end",
         "any",
         "name rollout text remedy",
         "the concern of this name is over; what was so",
-        given="rollout",
+        never_none="rollout",
     ),
     EventKind("error", "driver", "type text ? log", "what has ended the run"),
     EventKind(
@@ -195,7 +205,7 @@ _ALL = (
         "engines",
         "model engines version",
         "these engines have loaded that version",
-        given="version",
+        never_none="version",
     ),
     EventKind(
         "part",
@@ -232,14 +242,14 @@ _ALL = (
         "rollout",
         "rollout groups over_limit",
         "the batch; samples older than --max-staleness",
-        given="rollout",
+        never_none="rollout",
     ),
     EventKind(
         "left_out",
         "rollout",
         "rollout samples groups",
         "samples of the batch that fill no optimizer step and are not trained; the groups without another sample",
-        given="rollout",
+        never_none="rollout",
     ),
     EventKind("position", "rollout", "rollout", "the data position after the batch is saved"),
     EventKind(

@@ -113,9 +113,9 @@ class Ledger:
                 self.trained.add(rollout)
             case "drawn":
                 self._draw(groups)
-                for group, place in zip(groups, prompts, strict=False):
-                    if place is not None:
-                        self._place(group, place)
+                for group, location in zip(groups, prompts, strict=False):
+                    if location is not None:
+                        self._store_position(group, location)
             case "batch":
                 self._batch(rollout, groups, over_limit)
             case "left_out":
@@ -152,18 +152,18 @@ class Ledger:
         self.running |= set(groups)
         self._highest = max([self._highest, *groups])
 
-    def _place(self, group: int, place: Sequence[int]) -> None:
+    def _store_position(self, group: int, location: Sequence[int]) -> None:
         """Stores the position of a group. A resumed run draws new groups from its checkpoint on, so positions of later
         groups are from before the resume."""
         if group <= self._newest:
             later = [number for number in self.prompts if number >= group]
             self._earlier |= {number: self.prompts.pop(number) for number in later}
         self._newest = group
-        _, first, last, _ = place
+        _, first, last, _ = location
         self._passes_over |= first != last  # the rewards of a repeated run may decide differently
-        if self._earlier.get(group, place) != place and not self._passes_over:
+        if self._earlier.get(group, location) != location and not self._passes_over:
             self.moved.add(group)
-        self.prompts[group] = place
+        self.prompts[group] = location
 
     def _batch(self, rollout: int, groups: list[int], over_limit: int) -> None:
         others = {group for number, of in self.batches.items() if number != rollout for group in of}

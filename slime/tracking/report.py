@@ -58,8 +58,8 @@ class Reporter:
         self._sent: dict[str, float] = {}
         self._concerns = Concerns(shlex.quote(config.logging.run_dir or "RUN_DIR"))
         self._of_others = ConcernsOfOthers(config.logging.run_dir, "driver")
-        apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
-        self._figures = StepFigures(trainer_ranks(config) + apart)
+        separate = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus
+        self._figures = StepFigures(trainer_ranks(config) + separate)
         self._ends = deque[float](maxlen=_STEPS + 1)
         """End times of the newest steps, in seconds."""
         self._shown = 0
@@ -187,13 +187,13 @@ class Reporter:
     ) -> Iterator[Callable[[], None] | None]:
         """Shows a progress bar. Yields a function that redraws the bar from `state()`, (done, total), or None without a
         terminal."""
-        with progress(desc=desc, unit=unit) as drawn:
+        with progress(desc=desc, unit=unit) as bar:
 
             def redraw() -> None:
-                drawn.n, drawn.total = state()
-                drawn.refresh()
+                bar.n, bar.total = state()
+                bar.refresh()
 
-            yield None if drawn.disable else redraw
+            yield None if bar.disable else redraw
 
     def rollout(self, rollout_id: int, batch: RolloutBatch) -> None:
         """Logs a rollout without training."""

@@ -27,7 +27,7 @@ class EngineRecord:
     model: str
     state: str = ""
     address: str = ""
-    place: str = ""
+    location: str = ""
     since: float = 0.0
     """Start time of its present server, in seconds since the epoch."""
     version: int | None = None
@@ -69,7 +69,7 @@ class RunEngines:
         engine = self._named(event["engine"], event["model"])
         engine.state = str(event["state"])
         if engine.state == "starting":
-            engine.address, engine.place = str(event.get("address", "")), str(event.get("place", ""))
+            engine.address, engine.location = str(event.get("address", "")), str(event.get("place", ""))
             engine.since, engine.version = event.time, None
             engine.running = engine.waiting = engine.kv_cache = None
         if engine.state == "serving":

@@ -53,10 +53,10 @@ def open_file(run_dir: Path, name: str, most_bytes: int = MOST_BYTES) -> BinaryI
 def _check(run_dir: Path, path: Path, file: int, most_bytes: int) -> None:
     """Checks the open file. The path is not checked, because another process may change it in between."""
     status = os.fstat(file)
-    place = Path(os.readlink(f"/proc/self/fd/{file}"))
-    if stat.S_ISREG(status.st_mode) and not place.is_relative_to(run_dir.resolve()):
+    target = Path(os.readlink(f"/proc/self/fd/{file}"))
+    if stat.S_ISREG(status.st_mode) and not target.is_relative_to(run_dir.resolve()):
         raise ValueError(
-            f"the files of a run must be in its directory, got {path}, a link to {place}; copy the file there"
+            f"the files of a run must be in its directory, got {path}, a link to {target}; copy the file there"
         )
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"the files of a run must be regular files, got {path}, which is none; move it away")

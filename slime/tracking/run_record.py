@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slime.config.secrets import mask_secrets
 from slime.tracking.events import Events
-from slime.user_code import with_place
+from slime.user_code import add_location
 
 RESERVE = ".reserved"
 """Name of a file that is deleted to make room for the last event of a run whose disk is full."""
@@ -38,9 +38,9 @@ class WarningEvents(logging.Handler):
             events.add("warning", logger=name, text=text)
 
     def emit(self, record: logging.LogRecord) -> None:
-        place = (record.pathname, record.lineno)
-        self._seen[place] += 1
-        if self._seen[place] > _SAME:
+        location = (record.pathname, record.lineno)
+        self._seen[location] += 1
+        if self._seen[location] > _SAME:
             return
         text = _shown(record.getMessage())
         if self._events is None:
@@ -101,7 +101,7 @@ def record_error(events: Events, run_dir: Path, error: BaseException) -> None:
     log = Path(getattr(error, "log", "driver.log")).name
     text = _shown(str(shown)) or type(shown).__name__
     if shown is cause:  # the text of Ray's error has the traceback of the other process
-        text = with_place(text, str(error))
+        text = add_location(text, str(error))
     _last(events, run_dir, "error", type=type(shown).__name__, text=text, log=f"logs/{log}")
 
 

@@ -163,7 +163,7 @@ def read_samples(run_dir: Path, rollout: int, damaged: Counter[str] | None = Non
     own = f"{SAMPLES}/{int(rollout)}.jsonl"
     if files is None:
         raise ValueError(
-            f"the rollout must have samples, got no {Path(run_dir) / own}; --save-samples says how many a run keeps"
+            f"the rollout must have samples, got no {Path(run_dir) / own}; --save-samples sets how many a run keeps"
         )
     trained: dict[int, Line] = {}
     for name in (f"{SAMPLES}/{path.name}" for path in files):
@@ -194,8 +194,8 @@ def _joined(found: Line, known: Line) -> SampleRecord:
         Token(text, id_, mask, engine, next(log_probs, None))
         for text, id_, mask, engine, _ in found["tokens"]
     ]
-    given = {field.name: found[field.name] for field in fields(SampleRecord) if field.name in found}
-    return SampleRecord(**(given | {"tokens": tokens, "advantage": known.get("advantage")}))
+    values = {field.name: found[field.name] for field in fields(SampleRecord) if field.name in found}
+    return SampleRecord(**(values | {"tokens": tokens, "advantage": known.get("advantage")}))
 
 
 def _lines(run_dir: Path, name: str, damaged: Counter[str]) -> Iterator[Line]:
@@ -255,7 +255,7 @@ def _is_trained(line: Line) -> bool:
     )
 
 
-def kept_places(groups: Sequence[SampleGroup], spreads: Sequence[float], keep: int) -> list[int]:
+def choose_samples(groups: Sequence[SampleGroup], spreads: Sequence[float], keep: int) -> list[int]:
     """Returns the indices in a rollout of at most `keep` samples in whole groups. `spreads`: the spread of each group's
     rewards.
 
@@ -282,9 +282,9 @@ def _by_interest(groups: Sequence[SampleGroup], spreads: Sequence[float], keep: 
     widest = max(numbers, key=spreads.__getitem__)
     first = next((number for number in numbers if all(map(_has_ended, groups[number]))), numbers[0])
     count = keep // max(len(groups[number]) for number in numbers)
-    apart = numbers[:: max(1, len(numbers) // max(1, count))]
+    spaced = numbers[:: max(1, len(numbers) // max(1, count))]
     return iter(
-        dict.fromkeys([widest, first] if spreads[widest] else [first]) | dict.fromkeys([*apart, *numbers])
+        dict.fromkeys([widest, first] if spreads[widest] else [first]) | dict.fromkeys([*spaced, *numbers])
     )
 
 
@@ -296,7 +296,7 @@ def write_samples(
     run_dir: Path,
     rollout: int,
     samples: Sequence[Sample],
-    places: Iterable[int],
+    indices: Iterable[int],
     text_of: Callable[[int], str],
     decode: Callable[[list[int]], object] | None = None,
     *,
@@ -310,7 +310,7 @@ def write_samples(
     head = {"version": VERSION, "rollout": rollout, "of": len(samples)}
     written = decode or (lambda ids: "".join(map(text_of, ids)))
     sizes = Counter(sample.group_index for sample in samples)
-    records = [_record(place, samples[place], text_of, written) for place in places if place < len(samples)]
+    records = [_record(i, samples[i], text_of, written) for i in indices if i < len(samples)]
     for record in records:
         record.group_size = None if record.group is None else sizes[record.group]
         record.score = read_reward_number(record.reward, reward_key)
@@ -343,7 +343,7 @@ def _write(run_dir: Path, name: str, lines: list[Line]) -> Path:
 
 
 def _record(
-    place: int, sample: Sample, text_of: Callable[[int], str], decode: Callable[[list[int]], object]
+    index: int, sample: Sample, text_of: Callable[[int], str], decode: Callable[[list[int]], object]
 ) -> SampleRecord:
     length = min(sample.response_length, len(sample.tokens))
     read = str(decode(list(sample.tokens[: len(sample.tokens) - length][:MOST_TOKENS])))
@@ -355,7 +355,7 @@ def _record(
     ]
     turns = sum(one and not before for before, one in zip([0, *mask], mask, strict=False))
     return SampleRecord(
-        place=place,
+        place=index,
         index=sample.index,
         group=sample.group_index,
         prompt=sample.prompt,

@@ -46,8 +46,8 @@ class BroadcastChannel(WeightChannel):
         )
 
     @classmethod
-    def on_trainer(cls, place: TrainerSettings) -> BroadcastChannel:
-        return cls(place.directory, place.bucket_bytes, place.device, place.timeout_s)
+    def on_trainer(cls, settings: TrainerSettings) -> BroadcastChannel:
+        return cls(settings.directory, settings.bucket_bytes, settings.device, settings.timeout_s)
 
     @classmethod
     def on_engine(cls, worker: Worker) -> BroadcastReceiver:
@@ -71,7 +71,7 @@ class BroadcastChannel(WeightChannel):
         driver requests them again with other receivers.
         """
         slices = list(export.slices())
-        buckets = self._of_update.get([each.place for each in slices])
+        buckets = self._of_update.get([each.position for each in slices])
         if not all(everywhere(self._ranks == receivers)):
             self._invite(receivers)
         turn, first = 0, dist.get_rank() == 0

@@ -36,19 +36,19 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def room_for(tensors: list[tuple[str, Tensor]]) -> int:
+def compute_bucket_bytes(tensors: list[tuple[str, Tensor]]) -> int:
     """Returns the number of bytes that `fill` needs."""
     return sum(aligned(tensor.nbytes) for _, tensor in tensors)
 
 
 def fill(bucket: Tensor, tensors: list[tuple[str, Tensor]]) -> list[Entry]:
-    """Copies the tensors into `bucket`, which is uint8 and has at least `room_for` bytes. Returns each tensor's
-    entry."""
+    """Copies the tensors into `bucket`, which is uint8 and has at least `compute_bucket_bytes` bytes. Returns each
+    tensor's entry."""
     entries: list[Entry] = []
     offset = 0
     for name, tensor in tensors:
-        room = bucket[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        room.copy_(tensor)
+        view = bucket[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        view.copy_(tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
         entries.append((name, dtype, list(tensor.shape), offset))
         offset += aligned(tensor.nbytes)

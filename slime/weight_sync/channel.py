@@ -92,8 +92,8 @@ class Worker:
     @classmethod
     def here(cls, device: torch.device, rank: int) -> Worker:
         """Returns the worker in this process, whose server has set the environment."""
-        given = (ENGINE_VARIABLE, WEIGHT_DIR_VARIABLE, LOCAL_DIR_VARIABLE)
-        return cls(device, rank, *map(os.environ.get, given))
+        variables = (ENGINE_VARIABLE, WEIGHT_DIR_VARIABLE, LOCAL_DIR_VARIABLE)
+        return cls(device, rank, *map(os.environ.get, variables))
 
 
 def _nothing() -> None: ...
@@ -142,7 +142,7 @@ class WeightChannel(ABC):
 
     @classmethod
     @abstractmethod
-    def on_trainer(cls, place: TrainerSettings) -> WeightChannel:
+    def on_trainer(cls, settings: TrainerSettings) -> WeightChannel:
         """Returns the channel of a trainer rank."""
 
     @abstractmethod

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from slime.checkpoints.hf_config import OpenFile
 from slime.protocols import WeightUpdate
-from slime.system.disk_space import DiskSpaceGuard, require_room
+from slime.system.disk_space import DiskSpaceGuard, require_free_bytes
 from slime.weight_sync.channel import Export, Info, Part, TrainerSettings, WeightChannel, Worker
 from slime.weight_sync.ranks import everywhere, is_first, on_all_ranks
 from slime.weight_sync.sliced_file import SlicedFile, octets
@@ -52,18 +52,20 @@ class FileChannel(WeightChannel):
         self, directory: str | os.PathLike[str], *, keep_files: bool = False, stem: str = "weights"
     ) -> None:
         self.directory, self._keep_files, self.stem = Path(directory), keep_files, stem
-        self._of_update = OfAllRanks(lambda of_ranks: [place for places in of_ranks for place in places])
+        self._of_update = OfAllRanks(
+            lambda of_ranks: [position for positions in of_ranks for position in positions]
+        )
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = self.directory.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise ValueError(
                 f"--weight-dir must be a directory of this user that nobody else can write to, got {self.directory} "
-                f"(owner {found.st_uid}, mode {stat.filemode(found.st_mode)}); engines load what lies there"
+                f"(owner {found.st_uid}, mode {stat.filemode(found.st_mode)}); engines load the files of this directory"
             )
 
     @classmethod
-    def on_trainer(cls, place: TrainerSettings) -> FileChannel:
-        return cls(place.directory, keep_files=place.keep_files, stem=place.stem)
+    def on_trainer(cls, settings: TrainerSettings) -> FileChannel:
+        return cls(settings.directory, keep_files=settings.keep_files, stem=settings.stem)
 
     @classmethod
     def on_engine(cls, worker: Worker) -> FileReceiver:
@@ -83,21 +85,21 @@ class FileChannel(WeightChannel):
         """
         mine = list(slices)
         path = self.directory / f"{self.stem}-{version}" / FILE
-        file = SlicedFile(path.with_suffix(".partial"), self._of_update.get([each.place for each in mine]))
+        file = SlicedFile(path.with_suffix(".partial"), self._of_update.get([each.position for each in mine]))
         what = f"version {version} of the weights"
         digests: Digests = {}
         try:
             with on_all_ranks(f"write {what}"):
                 if is_first():
-                    require_room("--weight-dir", self.directory, file.weights_bytes, what)
+                    require_free_bytes("--weight-dir", self.directory, file.weights_bytes, what)
                     with DiskSpaceGuard("--weight-dir", self.directory, what):
                         path.parent.mkdir(exist_ok=True, mode=0o700)
                         file.create()
             with on_all_ranks(f"write {what}"), DiskSpaceGuard("--weight-dir", self.directory, what):
-                for place, data in file.write(mine):
+                for position, data in file.write(mine):
                     if checksums:
-                        of_tensor = digests.setdefault(place.name, [])
-                        of_tensor.append((place.where, hashlib.sha256(data.data).hexdigest()))
+                        of_tensor = digests.setdefault(position.name, [])
+                        of_tensor.append((position.where, hashlib.sha256(data.data).hexdigest()))
             if is_first():
                 os.replace(file.path, path)
         finally:
@@ -206,9 +208,9 @@ def require_checksums(
 ) -> None:
     """Raises ValueError unless the tensors `names` are the tensors of `checksums` and their slices have these
     digests."""
-    given = set(names)
-    wrong = given ^ checksums.keys()
-    wrong |= {name for name in given & checksums.keys() if not _has(get(name), checksums[name])}
+    named = set(names)
+    wrong = named ^ checksums.keys()
+    wrong |= {name for name in named & checksums.keys() if not _has(get(name), checksums[name])}
     if wrong:
         raise ValueError(
             f"the weight file must hold what the trainer hashed, got {len(wrong)} tensors that differ: "

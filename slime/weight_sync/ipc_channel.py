@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.buckets import fill, grouped, room_for, views
+from slime.weight_sync.buckets import compute_bucket_bytes, fill, grouped, views
 from slime.weight_sync.channel import Export, Info, Part, TrainerSettings, WeightChannel, Worker
 
 Handle = list[str | int | bool | None]
@@ -40,8 +40,8 @@ class IpcChannel(WeightChannel):
         self._handles: list[dict[str, Handle]] = []
 
     @classmethod
-    def on_trainer(cls, place: TrainerSettings) -> IpcChannel:
-        return cls(place.bucket_bytes, place.device)
+    def on_trainer(cls, settings: TrainerSettings) -> IpcChannel:
+        return cls(settings.bucket_bytes, settings.device)
 
     @classmethod
     def on_engine(cls, worker: Worker) -> IpcReceiver:
@@ -57,7 +57,7 @@ class IpcChannel(WeightChannel):
         turn = 0
         for load in (True, False) if compare else (True,):
             for tensors in grouped(export.gathered(), self.bucket_bytes):
-                size = room_for(tensors)
+                size = compute_bucket_bytes(tensors)
                 if not self._buckets or self._buckets[0].nbytes < size:
                     self._allocate(max(size, self.bucket_bytes))
                 entries = fill(self._buckets[turn], tensors)

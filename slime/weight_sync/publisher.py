@@ -46,7 +46,7 @@ class Publisher:
     def of(
         cls,
         transport: str,
-        place: TrainerSettings,
+        settings: TrainerSettings,
         export: Export,
         *,
         compare: bool,
@@ -56,10 +56,10 @@ class Publisher:
     ) -> Publisher:
         """Returns the publisher of a rank. `transport` is a value of --update-weight-transport. With a `snapshot` it
         sends deltas."""
-        kind, files, deltas = CHANNELS[transport].load(), FileChannel.on_trainer(place), None
-        channel = kind.on_trainer(place if snapshot is None else replace(place, stem="delta"))
+        kind, files, deltas = CHANNELS[transport].load(), FileChannel.on_trainer(settings), None
+        channel = kind.on_trainer(settings if snapshot is None else replace(settings, stem="delta"))
         if snapshot is not None:
-            deltas = DeltaSeries(channel, files, snapshot, place.directory, compare=compare)
+            deltas = DeltaSeries(channel, files, snapshot, settings.directory, compare=compare)
         return cls(export, channel, files, compare=compare, weights=weights, deltas=deltas, written=written)
 
     def next(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
@@ -77,13 +77,13 @@ class Publisher:
         finally:
             if part is None:  # the end, or an error, after which the generator cannot continue
                 self._sending = None
-        return None if part is None else self._told(part)
+        return None if part is None else self._report_written(part)
 
     def file(self, version: int) -> WeightUpdate:
         """Returns the current weights in a file, for an engine that starts between two updates."""
         part = next(self._files.parts(self._export, version, compare=False, receivers={}))
         weights = self._weights if self._deltas is None else self._deltas.describe_file(version)
-        return self._told(replace(part, weights=weights))
+        return self._report_written(replace(part, weights=weights))
 
     def _parts(self, version: int, receivers: dict[str, int]) -> Iterator[WeightUpdate]:
         if self._deltas is not None:
@@ -93,7 +93,7 @@ class Publisher:
         for part in channel.parts(self._export, version, compare=self._compare, receivers=receivers):
             yield replace(part, weights=self._weights)
 
-    def _told(self, part: WeightUpdate) -> WeightUpdate:
+    def _report_written(self, part: WeightUpdate) -> WeightUpdate:
         if self._written is not None and part.channel == FileChannel.name and part.info:
             self._written(Path(part.info["path"]).parent, list(self._receivers))
         return part

@@ -65,9 +65,9 @@ class QuantizedWeights:
         for last, found in quantize(tensor, self.scheme, name=name, scale_dtype=self.scale_dtype).items():
             yield f"{name.removesuffix('weight')}{last}", found
 
-    def slices(self, given: Iterable[Slice]) -> Iterator[Slice]:
+    def slices(self, slices: Iterable[Slice]) -> Iterator[Slice]:
         """Returns the quantised form of this rank's slices. Collective."""
-        mine = list(given)
+        mine = list(slices)
         shared = _shared_maxima(self._unaligned(mine), self.scheme)
         return (part for each in mine for part in self._parts(each, shared))
 
@@ -75,58 +75,58 @@ class QuantizedWeights:
         """Returns the slices with a part of a block. Raises ValueError for a part of a group of int4."""
         found = []
         for each in mine:
-            if each.place.name not in self.names:
+            if each.position.name not in self.names:
                 continue
-            check_groups(each.place.shape, self.scheme, each.place.name)
-            if _is_aligned(each.place, self.scheme):
+            check_groups(each.position.shape, self.scheme, each.position.name)
+            if _is_aligned(each.position, self.scheme):
                 continue
             if self.scheme.kind == "int4":
                 raise ValueError(
-                    f"{each.place.name} must have whole groups of {self.scheme.block[1]} on each trainer rank, got "
-                    f"columns {list(each.place.where[1])} of {each.place.shape[1]}; lower "
+                    f"{each.position.name} must have whole groups of {self.scheme.block[1]} on each trainer rank, got "
+                    f"columns {list(each.position.where[1])} of {each.position.shape[1]}; lower "
                     "--expert-tensor-parallel-size or --tensor-model-parallel-size"
                 )
             found.append(each)
         return found
 
     def _parts(self, each: Slice, shared: dict[str, Tensor]) -> Iterator[Slice]:
-        place = each.place
-        if place.name not in self.names:
+        position = each.position
+        if position.name not in self.names:
             yield each
             return
-        found = _Quantised(each, self.scheme, self.scale_dtype, shared.get(place.name))
-        module = place.name.removesuffix("weight")
-        (top, bottom), (left, right) = place.where
+        found = _QuantizedSlice(each, self.scheme, self.scale_dtype, shared.get(position.name))
+        module = position.name.removesuffix("weight")
+        (top, bottom), (left, right) = position.where
         packed = _PER_WORD if self.scheme.kind == "int4" else 1
         yield Slice(
             SlicePosition(
                 f"{module}{self.scheme.weight}",
                 "int32" if packed > 1 else self.scheme.kind,
-                (place.shape[0], place.shape[1] // packed),
+                (position.shape[0], position.shape[1] // packed),
                 ((top, bottom), (left // packed, right // packed)),
             ),
             found.codes,
         )
-        where = _scales_of(place, self.scheme)
+        where = _slice_scales(position, self.scheme)
         if all(start < end for start, end in where):
-            grid = self.scheme.grid(place.shape)
+            grid = self.scheme.grid(position.shape)
             yield Slice(
                 SlicePosition(f"{module}{self.scheme.scale}", self.scale_dtype, grid, where),
                 partial(found.scales, where),
             )
         if packed > 1 and top == left == 0:
-            shape = torch.tensor(place.shape, dtype=torch.int64)
+            shape = torch.tensor(position.shape, dtype=torch.int64)
             yield Slice(SlicePosition(f"{module}weight_shape", "int64", (2,), ((0, 2),)), lambda: shape)
 
 
-class _Quantised:
+class _QuantizedSlice:
     """The quantised form of one slice. A channel reads the codes and then the scales, so the scales of the last
     computation are kept until they are read."""
 
     def __init__(
-        self, given: Slice, scheme: QuantizationScheme, scale_dtype: str, maxima: Tensor | None
+        self, source: Slice, scheme: QuantizationScheme, scale_dtype: str, maxima: Tensor | None
     ) -> None:
-        self._given, self._scheme, self._scale_dtype, self._maxima = given, scheme, scale_dtype, maxima
+        self._source, self._scheme, self._scale_dtype, self._maxima = source, scheme, scale_dtype, maxima
         self._kept: Tensor | None = None
 
     def codes(self) -> Tensor:
@@ -138,24 +138,26 @@ class _Quantised:
         scales, self._kept = self._kept, None
         if scales is None:
             _, scales = self._computed()
-        first = _first_block(self._given.place, self._scheme)
+        first = _first_block(self._source.position, self._scheme)
         return scales[
             tuple(slice(start - at, end - at) for (start, end), at in zip(where, first, strict=True))
         ]
 
     def _computed(self) -> tuple[Tensor, Tensor]:
         """Returns the codes of the slice, and the scales of all blocks that it touches."""
-        place, scheme = self._given.place, self._scheme
-        values = _values(self._given)
+        position, scheme = self._source.position, self._scheme
+        values = _values(self._source)
         if self._maxima is None:
-            found = quantize(values, scheme, name=place.name, scale_dtype=self._scale_dtype)
+            found = quantize(values, scheme, name=position.name, scale_dtype=self._scale_dtype)
             return found[scheme.weight], found[scheme.scale]
-        first, count = _first_block(place, scheme), scheme.grid(place.shape)
-        ends = [-(-end // size) for (_, end), size in zip(place.where, _sizes(place, scheme), strict=True)]
+        first, count = _first_block(position, scheme), scheme.grid(position.shape)
+        ends = [
+            -(-end // size) for (_, end), size in zip(position.where, _sizes(position, scheme), strict=True)
+        ]
         maxima = self._maxima[first[0] : min(ends[0], count[0]), first[1] : min(ends[1], count[1])]
         kind = getattr(torch, self._scale_dtype)
         scales = scales_from(maxima.to(values.device), scheme).to(kind)
-        return to_fp8(values, scales, _whole(place, scheme), _offset(place, scheme)), scales
+        return to_fp8(values, scales, _whole(position, scheme), _offset(position, scheme)), scales
 
 
 def quantized(export: Export, weights: QuantizedWeights) -> Export:
@@ -177,61 +179,63 @@ def _shared_maxima(unaligned: list[Slice], scheme: QuantizationScheme) -> dict[s
     all ranks exchange those of their slices."""
     mine = [
         (
-            each.place,
-            block_maxima(_values(each), _whole(each.place, scheme), _offset(each.place, scheme)).cpu(),
+            each.position,
+            block_maxima(_values(each), _whole(each.position, scheme), _offset(each.position, scheme)).cpu(),
         )
         for each in unaligned
     ]
     found: dict[str, Tensor] = {}
     for of_rank in everywhere(mine):
-        for place, maxima in of_rank:
-            whole = found.setdefault(place.name, torch.zeros(scheme.grid(place.shape)))
-            row, column = _first_block(place, scheme)
+        for position, maxima in of_rank:
+            whole = found.setdefault(position.name, torch.zeros(scheme.grid(position.shape)))
+            row, column = _first_block(position, scheme)
             part = whole[row : row + maxima.shape[0], column : column + maxima.shape[1]]
             torch.maximum(part, maxima, out=part)
     return found
 
 
 def _values(each: Slice) -> Tensor:
-    return each.values().detach().reshape([end - start for start, end in each.place.where])
+    return each.values().detach().reshape([end - start for start, end in each.position.where])
 
 
-def _sizes(place: SlicePosition, scheme: QuantizationScheme) -> list[int]:
+def _sizes(position: SlicePosition, scheme: QuantizationScheme) -> list[int]:
     """Returns the rows and columns of a block."""
-    return [size or whole for size, whole in zip(scheme.block, place.shape, strict=True)]
+    return [size or whole for size, whole in zip(scheme.block, position.shape, strict=True)]
 
 
-def _whole(place: SlicePosition, scheme: QuantizationScheme) -> QuantizationScheme:
+def _whole(position: SlicePosition, scheme: QuantizationScheme) -> QuantizationScheme:
     """Returns the scheme with the sizes of a block of the whole weight, because a slice has smaller axes."""
-    rows, columns = _sizes(place, scheme)
+    rows, columns = _sizes(position, scheme)
     return replace(scheme, block=(rows, columns))
 
 
-def _is_aligned(place: SlicePosition, scheme: QuantizationScheme) -> bool:
+def _is_aligned(position: SlicePosition, scheme: QuantizationScheme) -> bool:
     """Returns True if no block lies on several slices."""
     return all(
         start % size == 0 and (end % size == 0 or end == whole)
-        for (start, end), size, whole in zip(place.where, _sizes(place, scheme), place.shape, strict=True)
+        for (start, end), size, whole in zip(
+            position.where, _sizes(position, scheme), position.shape, strict=True
+        )
     )
 
 
-def _offset(place: SlicePosition, scheme: QuantizationScheme) -> tuple[int, int]:
+def _offset(position: SlicePosition, scheme: QuantizationScheme) -> tuple[int, int]:
     """Returns the position of a slice's first element in its block."""
-    (top, _), (left, _) = place.where
-    rows, columns = _sizes(place, scheme)
+    (top, _), (left, _) = position.where
+    rows, columns = _sizes(position, scheme)
     return top % rows, left % columns
 
 
-def _first_block(place: SlicePosition, scheme: QuantizationScheme) -> tuple[int, int]:
+def _first_block(position: SlicePosition, scheme: QuantizationScheme) -> tuple[int, int]:
     """Returns the index of the first block that a slice touches."""
-    (top, _), (left, _) = place.where
-    rows, columns = _sizes(place, scheme)
+    (top, _), (left, _) = position.where
+    rows, columns = _sizes(position, scheme)
     return top // rows, left // columns
 
 
-def _scales_of(place: SlicePosition, scheme: QuantizationScheme) -> Where:
+def _slice_scales(position: SlicePosition, scheme: QuantizationScheme) -> Where:
     """Returns the position of the scales of the blocks whose first element is in the slice."""
     return tuple(
         (-(-start // size), -(-end // size))
-        for (start, end), size in zip(place.where, _sizes(place, scheme), strict=True)
+        for (start, end), size in zip(position.where, _sizes(position, scheme), strict=True)
     )

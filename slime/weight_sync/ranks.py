@@ -43,12 +43,12 @@ def on_all_ranks(what: str) -> Iterator[None]:
         yield
     except Exception as found:  # raised again below, after the other ranks have received it
         error = found
-    said = everywhere(None if error is None else (isinstance(error, ValueError), str(error)))
+    outcomes = everywhere(None if error is None else (isinstance(error, ValueError), str(error)))
     if error is not None:
         raise error
-    for rank, told in enumerate(said):
-        if told is not None:
-            kind = ValueError if told[0] else RuntimeError
+    for rank, outcome in enumerate(outcomes):
+        if outcome is not None:
+            kind = ValueError if outcome[0] else RuntimeError
             raise kind(
-                f"all trainer ranks must {what}, got '{told[1]}' on rank {rank}; see the log of trainer-{rank}"
+                f"all trainer ranks must {what}, got '{outcome[1]}' on rank {rank}; see the log of trainer-{rank}"
             )

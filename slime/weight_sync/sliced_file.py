@@ -37,22 +37,22 @@ _DTYPES = {
 
 
 class SlicedFile:
-    """The file at `path`. `places` are all ranks' slices; every rank computes the same header from them."""
+    """The file at `path`. `positions` are all ranks' slices; every rank computes the same header from them."""
 
-    def __init__(self, path: Path, places: Iterable[SlicePosition]) -> None:
+    def __init__(self, path: Path, positions: Iterable[SlicePosition]) -> None:
         self.path = path
-        whole = {place.name: place for place in places}
+        whole = {position.name: position for position in positions}
         # larger values come first, so that each tensor begins at a multiple of its value's size
         entries: dict[str, object] = {}
         self._first: dict[str, int] = {}
         self.weights_bytes = 0
         for name in sorted(whole, key=lambda name: (-whole[name].itemsize, name)):
-            place = whole[name]
-            end = self.weights_bytes + place.whole_bytes
+            position = whole[name]
+            end = self.weights_bytes + position.whole_bytes
             self._first[name] = self.weights_bytes
             entries[name] = {
-                "dtype": _DTYPES[place.dtype],
-                "shape": list(place.shape),
+                "dtype": _DTYPES[position.dtype],
+                "shape": list(position.shape),
                 "data_offsets": [self.weights_bytes, end],
             }
             self.weights_bytes = end
@@ -82,8 +82,8 @@ class SlicedFile:
         try:
             for each in slices:
                 data = octets(each.values())
-                _write(file, len(self._header) + self._first[each.place.name], each.place, data)
-                yield each.place, data
+                _write(file, len(self._header) + self._first[each.position.name], each.position, data)
+                yield each.position, data
         finally:
             os.close(file)  # on a network disk, a full disk is an error here
 
@@ -94,9 +94,9 @@ def octets(tensor: torch.Tensor) -> np.ndarray:
     return found
 
 
-def _write(file: int, first: int, place: SlicePosition, data: np.ndarray) -> None:
+def _write(file: int, first: int, position: SlicePosition, data: np.ndarray) -> None:
     """Writes the bytes of a slice. Its tensor begins at byte `first` of the file."""
-    length, runs = place.runs()
+    length, runs = position.runs()
     view = data.data
     for number, run in enumerate(runs):
         left, at = view[number * length : (number + 1) * length], first + run

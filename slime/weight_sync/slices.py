@@ -68,10 +68,10 @@ class Slice:
     """A part of a tensor, on any device. `values` reads it and may copy it from the host of an offloaded model, so
     callers call it once and do not keep its result."""
 
-    place: SlicePosition
+    position: SlicePosition
     values: Callable[[], Tensor]
-    """Returns the values in the order of `place`. They may have more axes than `place`: a view of rows that are not
-    contiguous."""
+    """Returns the values in the order of `position`. They may have more axes than `position`: a view of rows that
+    are not contiguous."""
 
 
 def whole_slices(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Slice]:
@@ -98,24 +98,24 @@ class OfAllRanks(Generic[T]):
         if any(everywhere(mine != self._mine)):
             self._mine = None  # after an error, all ranks send each `SlicePosition` again
             of_ranks = everywhere(mine)
-            require_whole(place for places in of_ranks for place in places)
+            require_whole(position for positions in of_ranks for position in positions)
             self._made = [self._make(of_ranks)]
             self._mine = mine
         return self._made[0]
 
 
-def require_whole(places: Iterable[SlicePosition]) -> None:
+def require_whole(positions: Iterable[SlicePosition]) -> None:
     """Raises RuntimeError unless the slices have the same number of values as their tensors."""
-    given: dict[str, tuple[SlicePosition, int]] = {}
-    for place in places:
-        first, before = given.setdefault(place.name, (place, 0))
-        if (first.shape, first.dtype) != (place.shape, place.dtype):
+    covered: dict[str, tuple[SlicePosition, int]] = {}
+    for position in positions:
+        first, before = covered.setdefault(position.name, (position, 0))
+        if (first.shape, first.dtype) != (position.shape, position.dtype):
             raise RuntimeError(
-                f"{place.name} must have one shape and dtype on all ranks, got {list(first.shape)} {first.dtype} and "
-                f"{list(place.shape)} {place.dtype}; report this as a bug"
+                f"{position.name} must have one shape and dtype on all ranks, got {list(first.shape)} {first.dtype} "
+                f"and {list(position.shape)} {position.dtype}; report this as a bug"
             )
-        given[place.name] = first, before + place.nbytes
-    for name, (first, found) in given.items():
+        covered[position.name] = first, before + position.nbytes
+    for name, (first, found) in covered.items():
         if found != first.whole_bytes:
             raise RuntimeError(
                 f"the ranks must publish each value of {name} once, got {found} of {first.whole_bytes} bytes; report "

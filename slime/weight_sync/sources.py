@@ -48,13 +48,13 @@ def sliced_buckets(
     rank. Layers follow each other in order, on whichever rank they are: an engine keeps the received tensors of a layer
     until the layer is complete."""
     by_name: dict[str, list[tuple[int, int, SlicePosition]]] = {}
-    for source, places in enumerate(of_ranks):
-        for number, place in enumerate(places):
-            by_name.setdefault(place.name, []).append((source, number, place))
+    for source, positions in enumerate(of_ranks):
+        for number, position in enumerate(positions):
+            by_name.setdefault(position.name, []).append((source, number, position))
     group: list[tuple[int, int, SlicePosition]] = []
     total = 0
     for name in sorted(by_name, key=_in_order):
-        size = sum(aligned(place.nbytes) for _, _, place in by_name[name])
+        size = sum(aligned(position.nbytes) for _, _, position in by_name[name])
         if group and total + size > limit:
             yield _sliced(group, rank)
             group, total = [], 0
@@ -73,17 +73,19 @@ def _sliced(group: list[tuple[int, int, SlicePosition]], rank: int) -> SlicedBuc
     tensors: dict[str, Entry] = {}
     regions: list[Region] = []
     own, offset = [], 0
-    for source, number, place in sorted(group, key=lambda found: found[:2]):
+    for source, number, position in sorted(group, key=lambda found: found[:2]):
         if not regions or regions[-1][0] != source:
             regions.append((source, offset, 0))
-        _, _, _, pieces = tensors.setdefault(place.name, (place.name, place.dtype, list(place.shape), []))
-        pieces.append((place.where, offset))
+        _, _, _, pieces = tensors.setdefault(
+            position.name, (position.name, position.dtype, list(position.shape), [])
+        )
+        pieces.append((position.where, offset))
         if source == rank:
             own.append((number, offset))
-        offset += aligned(place.nbytes)
+        offset += aligned(position.nbytes)
         regions[-1] = source, regions[-1][1], offset - regions[-1][1]
     return SlicedBucket(
-        list(tensors.values()), regions, own, offset, sum(place.nbytes for _, _, place in group)
+        list(tensors.values()), regions, own, offset, sum(position.nbytes for _, _, position in group)
     )
 
 

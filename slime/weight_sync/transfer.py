@@ -139,20 +139,20 @@ def load(engine: Loader, update: WeightUpdate) -> None:
 class WeightTransfer:
     """The state of a pool's engines, and every step that changes it. Thread-safe: `lock` is held during each step.
 
-    `gives_memory`: sleeping engines free their devices' memory. Otherwise they only pause. `source` is the trainer;
-    None if nothing is trained. `told` is called for each part that all engines have loaded, with the part's index in
-    the update and the seconds that the engines needed.
+    `frees_memory`: sleeping engines free their devices' memory. Otherwise they only pause. `source` is the trainer;
+    None if nothing is trained. `on_loaded` is called for each part that all engines have loaded, with the part's index
+    in the update and the seconds that the engines needed.
     """
 
     def __init__(
         self,
-        fleet: UpdatedEngines,
+        pool: UpdatedEngines,
         source: WeightSource | None,
         *,
-        gives_memory: bool,
-        told: Callable[[WeightUpdate, int, float], None] = lambda part, place, seconds: None,
+        frees_memory: bool,
+        on_loaded: Callable[[WeightUpdate, int, float], None] = lambda part, index, seconds: None,
     ) -> None:
-        self._pool, self._source, self._gives_memory, self._told = fleet, source, gives_memory, told
+        self._pool, self._source, self._frees_memory, self._on_loaded = pool, source, frees_memory, on_loaded
         self.lock = threading.RLock()
         self.state = State.SERVING
         self._last: WeightUpdate | None = None
@@ -176,7 +176,7 @@ class WeightTransfer:
     def is_trainers_turn(self) -> bool:
         """Returns whether the trainer has the devices' memory. An engine that starts during this time would not find
         enough memory."""
-        return self.state is State.ASLEEP and self._gives_memory
+        return self.state is State.ASLEEP and self._frees_memory
 
     def publish(self, version: int) -> None:
         """Sends the trainer's weights to all engines that take part. Version v holds the weights after v rollouts."""
@@ -205,19 +205,19 @@ class WeightTransfer:
         """Hands the devices to the trainer."""
         with self.lock:
             self.state = State.ASLEEP
-            if self._gives_memory:
+            if self._frees_memory:
                 self._pool.stop_starting()
             self._pool.on_serving(self._put_to_sleep)
 
     def wake(self) -> bool:
         """Takes the devices back. Returns True if the engines have no weights and serve after the next update."""
         with self.lock:
-            self.state = State.EMPTY if self._gives_memory else State.SERVING
-            if self._gives_memory:
+            self.state = State.EMPTY if self._frees_memory else State.SERVING
+            if self._frees_memory:
                 self._pool.on_serving(lambda engine: engine.take_weight_memory())
             else:
                 self._pool.on_serving(lambda engine: engine.resume())
-            return self._gives_memory
+            return self._frees_memory
 
     def join(self, engine: Engine, admit: Callable[[], None]) -> None:
         """Loads the last weights and the pool's state into a new server, then calls `admit`, after which it takes
@@ -243,7 +243,7 @@ class WeightTransfer:
         return self._source.weights_file().result()
 
     def _put_to_sleep(self, engine: Engine) -> None:
-        if self._gives_memory:
+        if self._frees_memory:
             engine.free_memory()
         else:
             engine.pause()
@@ -261,17 +261,17 @@ class WeightTransfer:
             self.state = State.LOADING
             self._pool.on_serving(lambda engine: engine.start_weight_update())
         part: WeightUpdate | None = first
-        place = 0
+        index = 0
         while part is not None:
             began = time.perf_counter()
             if self._reaches_all(part, takers):
-                self._told(part, place, time.perf_counter() - began)
-                self._count(part, place)
-                said, part, place = refusals(part), next(parts, None), place + 1
-                if not said:
+                self._on_loaded(part, index, time.perf_counter() - began)
+                self._count(part, index)
+                refused, part, index = refusals(part), next(parts, None), index + 1
+                if not refused:
                     continue
                 assert part is None, "engines judge a delta when they have all of it"
-                why = f"the whole set of weights is sent in place of a delta: {'; '.join(said)}"
+                why = f"the whole set of weights is sent instead of a delta: {'; '.join(refused)}"
             elif self._pool.serving() == takers:
                 next(parts, None)  # raises the trainer's error, if the trainer failed
                 raise RuntimeError(
@@ -285,10 +285,10 @@ class WeightTransfer:
             takers = self._pool.serving()
             parts = self._parts(version, takers)
             self._last = part = next(parts)
-            place = 0
+            index = 0
 
-    def _count(self, part: WeightUpdate, place: int) -> None:
-        before = self.figures[_BYTES] if place else 0
+    def _count(self, part: WeightUpdate, index: int) -> None:
+        before = self.figures[_BYTES] if index else 0
         self.figures = {_BYTES: before + (part.size_bytes or 0), _DENSITY: part.density}
 
     def _reaches_all(self, part: WeightUpdate, takers: list[Engine]) -> bool:

@@ -171,7 +171,7 @@ def calls():
     rewards, groups, rollouts = group_cases.GroupAdvantageCase("calls", 3000, 100).inputs(device="cuda")
     every = grpo_cases.OPTIONS["everything"]
     x, d_x = swiglu_cases.SwigluCase("calls", (300,), 3001).inputs(torch.bfloat16, "cuda")
-    query, cos, sin, d_query = rotary_cases.RotaryCase("calls", 3001, 7, 96, beside=64).inputs(
+    query, cos, sin, d_query = rotary_cases.RotaryCase("calls", 3001, 7, 96, extra=64).inputs(
         torch.bfloat16, "cuda"
     )
     table = {

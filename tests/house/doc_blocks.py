@@ -17,7 +17,7 @@ import plan_examples
 from architectures import ARCHITECTURES
 from house_tree import ROOT, files
 
-from slime.environments.hubs import environment_of
+from slime.environments.hubs import find_environment
 from vime import cli
 from vime.backends import parse_config, public_rows
 from vime.commands import COMMANDS
@@ -202,7 +202,7 @@ def _with_models(argv: list[str], block: Block, folder: Path) -> list[str]:
             file = place + (1 if word == "--prompt-data" else 2)
             found[file] = str(plan_examples.write_model("qwen3-0.6b", folder) / "prompts.jsonl")
         if word == "--environment":  # the hub's package is not installed here
-            environment_of(argv[place + 1])
+            find_environment(argv[place + 1])
             prompts = plan_examples.write_model("qwen3-0.6b", folder) / "prompts.jsonl"
             found[place : place + 2] = ["--prompt-data", str(prompts)]
     return found

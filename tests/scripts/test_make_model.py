@@ -108,7 +108,17 @@ def test_parameters_are_as_published(arch):
 
 def test_our_own_are_mostly_body():
     sizes = [("qwen3-50m", 30e6, 60e6), ("qwen3-tiny", 1e6, 2e6)]
-    tiny = ("qwen3-moe", "qwen3-moe-blocks", "glm-moe", "llama", "mistral", "glm4", "minimax-m2", "qwen2-moe", "deepseek")
+    tiny = (
+        "qwen3-moe",
+        "qwen3-moe-blocks",
+        "glm-moe",
+        "llama",
+        "mistral",
+        "glm4",
+        "minimax-m2",
+        "qwen2-moe",
+        "deepseek",
+    )
     tiny += ("gemma2", "gemma3", "gpt-oss", "mimo", "qwen3-5", "qwen3-next")
     sizes += [(f"{arch}-tiny", 1e6, 3e6) for arch in tiny]
     for arch, low, high in sizes:

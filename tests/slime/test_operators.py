@@ -179,9 +179,9 @@ def test_spellings_of_the_mode(configured, flags, mode):
     ("flags", "message"),
     [
         (("--rl-kernel-ops", "linear_logp,grpo"), "must name operators of linear_logp, .*got grpo"),
-        (("--rlk-fast", "off", "--rl-kernel-strict"), "--rl-kernel-strict must not stand beside --rlk-fast off"),
-        (("--rlk-fast", "auto", "--rl-kernel-strict"), "--rl-kernel-strict must not stand beside --rlk-fast auto"),
-        (("--rlk-fast", "off", "--enable-rl-kernel"), "--enable-rl-kernel must not stand beside --rlk-fast off"),
+        (("--rlk-fast", "off", "--rl-kernel-strict"), "--rl-kernel-strict must not be combined with --rlk-fast off"),
+        (("--rlk-fast", "auto", "--rl-kernel-strict"), "--rl-kernel-strict must not be combined with --rlk-fast auto"),
+        (("--rlk-fast", "off", "--enable-rl-kernel"), "--enable-rl-kernel must not be combined with --rlk-fast off"),
         (("--rlk-fast", "fast"), "--rlk-fast must be one of off, auto, strict, got fast"),
     ],
 )  # fmt: skip
@@ -262,7 +262,7 @@ def test_a_provider_that_is_not_there(configured):
     ):
         with pytest.raises(ValueError, match="--selected-logprob-provider must"):
             configured(*bad)
-    with pytest.raises(ValueError, match="--selected-logprob-provider-mode strict must stand beside"):
+    with pytest.raises(ValueError, match="--selected-logprob-provider-mode strict must be combined with"):
         configured("--selected-logprob-provider-mode", "strict")
     with pytest.raises(
         ValueError, match="--selected-logprob-provider-mode must be one of auto, strict, got fast"

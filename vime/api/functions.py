@@ -30,16 +30,16 @@ globals().update(load(__file__))
 '''
 
 
-FlagIndex: TypeAlias = tuple[str, int | None]
+HookKey: TypeAlias = tuple[str, int | None]
 """A flag, and the index of a function in its list."""
 
 
-def write(folder: Path, functions: Mapping[FlagIndex, Function]) -> dict[FlagIndex, str]:
+def write(folder: Path, functions: Mapping[HookKey, Function]) -> dict[HookKey, str]:
     """Writes the functions, and returns their paths as values of their flags. ValueError for a function that cannot be
     copied."""
     import cloudpickle  # only a caller with functions needs it
 
-    copies, paths = dict[str, bytes](), dict[FlagIndex, str]()
+    copies, paths = dict[str, bytes](), dict[HookKey, str]()
     for key, function in functions.items():
         name = _name(function, copies)
         try:

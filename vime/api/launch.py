@@ -64,15 +64,15 @@ def train(
     values = dict(flags) | _keywords(reward=reward, generate=generate, filter=filter)
     words, own = _parts(config)
     values = {name: value for name, value in {**own, **_named(values)}.items() if value is not None}
-    given = {group.name: group.values for group in with_config_files(split_argv(words))}
-    if isinstance(reward, list | tuple) and "custom_rm_path" in (given | values):
+    in_files = {group.name: group.values for group in with_config_files(split_argv(words))}
+    if isinstance(reward, list | tuple) and "custom_rm_path" in (in_files | values):
         raise FlagError(
             "reward",
             "be one function with --custom-rm-path",
             f"{len(reward)} rewards",
             "leave that flag out of the configuration",
         )
-    run_dir = _run_dir(given, values)
+    run_dir = _run_dir(in_files, values)
     folder = run_dir / functions.FOLDER
     values.pop("run_dir", None)
     groups = [yaml_group(name, _plain(value)) for name, value in _copied(folder, values).items()]
@@ -87,9 +87,9 @@ def train(
         raise
 
 
-def _keywords(**given: object) -> dict[str, object]:
+def _keywords(**keywords: object) -> dict[str, object]:
     """Returns the flags of the keywords. Several rewards are names of --rm-type."""
-    flags = {_KEYWORDS[name]: value for name, value in given.items() if value is not None}
+    flags = {_KEYWORDS[name]: value for name, value in keywords.items() if value is not None}
     if isinstance(flags.get("custom_rm_path"), list | tuple):
         flags["rm_type"] = flags.pop("custom_rm_path")
     return flags
@@ -146,8 +146,8 @@ def _copied(folder: Path, values: Mapping[str, object]) -> dict[str, object]:
     return replaced
 
 
-def _run_dir(given: Mapping[str, Sequence[str]], values: Mapping[str, object]) -> Path:
-    """Returns the run directory: the one of the flags, else a new one. `given`: the flags of the files."""
-    texts = {name: words[0] for name, words in given.items() if words}
+def _run_dir(in_files: Mapping[str, Sequence[str]], values: Mapping[str, object]) -> Path:
+    """Returns the run directory: the one of the flags, else a new one. `in_files`: the flags of the files."""
+    texts = {name: words[0] for name, words in in_files.items() if words}
     texts |= {name: str(value) for name, value in values.items() if name in ("run_dir", "hf_checkpoint")}
     return Path(texts.get("run_dir") or new_run_dir(texts.get("hf_checkpoint")))

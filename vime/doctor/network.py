@@ -6,7 +6,7 @@ import resource
 import socket
 from urllib.parse import urlsplit
 
-from slime.cluster.ray_token import MODE, TOKEN, TOKEN_PATH, use_given_token
+from slime.cluster.ray_token import MODE, TOKEN, TOKEN_PATH, use_user_token
 from slime.records.errors import FlagError
 from vime.doctor.finding import GIB, Finding, WantedRun, judge, ok, problem, size, warning
 from vime.doctor.machine import Machine, words
@@ -69,7 +69,7 @@ def _token(machine: Machine) -> Finding:
     """Runs the token check that a run makes before it joins a cluster."""
     environ = dict(machine.environ)
     try:
-        use_given_token(environ)
+        use_user_token(environ)
     except FlagError as error:
         # A user who turned authentication off may run with --allow-unauthenticated-ray.
         chosen = environ.get(MODE, "token") != "token"

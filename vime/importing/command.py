@@ -54,13 +54,13 @@ def _without_output(argv: Sequence[str]) -> tuple[list[str], Path | None]:
     )
     for flag in ("--output", "-o"):
         if flag in words:
-            place = words.index(flag)
-            if place + 1 == len(words):
+            index = words.index(flag)
+            if index + 1 == len(words):
                 raise FlagError(flag, "be followed by a file", "none", "give FILE.yaml")
-            out = Path(words[place + 1])
+            out = Path(words[index + 1])
             if out.suffix not in (".yaml", ".yml"):
                 raise FlagError(flag, "name a YAML file", out, "give FILE.yaml")
-            return words[:place] + words[place + 2 :], out
+            return words[:index] + words[index + 2 :], out
     return words, None
 
 
@@ -87,10 +87,10 @@ def _program(path: Path) -> str:
 def _imported(program: str, path: Path, words: Sequence[str], out: Path) -> Imported:
     if program == "verl":
         return import_settings(path, read_settings(path, words), out)
-    given: list[Setting] = settings_of_command(words)
-    for name in [str(one.value) for one in given if one.name == "config"]:
-        given = [*_yaml_settings(Path(name)), *given]
-    return import_script(read_script(path), given, out)
+    settings: list[Setting] = settings_of_command(words)
+    for name in [str(one.value) for one in settings if one.name == "config"]:
+        settings = [*_yaml_settings(Path(name)), *settings]
+    return import_script(read_script(path), settings, out)
 
 
 def _yaml_settings(path: Path) -> list[Setting]:

@@ -105,7 +105,7 @@ def _entry(program: str, setting: Setting) -> Entry:
     name, text = setting.name, as_text(setting.value)
     peer = PEERS.get(name)
     if peer is None:
-        return _of_same_name(program, setting, head)
+        return _match_same_name(program, setting, head)
     if not peer.flags:
         return Entry(f"{head}: no flag: {peer.note}", absent=peer.note, setting=setting)
     flags = peer.ours(text)
@@ -121,7 +121,7 @@ def _entry(program: str, setting: Setting) -> Entry:
     return Entry(f"{head}{note}{_other_default(found)}", found, setting=setting)
 
 
-def _of_same_name(program: str, setting: Setting, head: str) -> Entry:
+def _match_same_name(program: str, setting: Setting, head: str) -> Entry:
     """Returns the entry of a setting that no table has: a flag of the same name, or a line that names it."""
     if setting.name in own_flags():
         flags = {setting.name.replace("_", "-"): setting.value}

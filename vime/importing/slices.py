@@ -89,7 +89,7 @@ def needed(found: Sequence[Statement], names: set[str]) -> tuple[list[Statement]
     return [found[i] for i in sorted(chosen)], wanted - bound - set(dir(builtins)) - {"__file__", "__name__"}
 
 
-def text_of(chosen: Sequence[Statement], names: set[str]) -> str:
+def join_statements(chosen: Sequence[Statement], names: set[str]) -> str:
     """Returns the source of the statements. An import has only the names that are read."""
     read = names.union(*(one.reads for one in chosen))
     parts = list[str]()
@@ -100,7 +100,7 @@ def text_of(chosen: Sequence[Statement], names: set[str]) -> str:
             kept = [n for n in one.node.names if (n.asname or n.name.partition(".")[0]) in read]
             text = ast.unparse(type(one.node)(**{**vars(one.node), "names": kept}))
         blocks = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        apart = isinstance(one.node, blocks) or isinstance(before, blocks)
-        parts.append("\n\n" + text if apart and before is not None else text)
+        is_block = isinstance(one.node, blocks) or isinstance(before, blocks)
+        parts.append("\n\n" + text if is_block and before is not None else text)
         before = one.node
     return "\n".join(parts) + "\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 from slime.config.peer_rows import TRL
 from slime.records.errors import FlagError
 from vime.importing.settings import Entry, Imported, Setting, converted
-from vime.importing.slices import needed, text_of
+from vime.importing.slices import join_statements, needed
 from vime.importing.trl_script import Script, Unknown, call_name
 
 DEFAULTS: Mapping[str, object] = {
@@ -139,7 +139,7 @@ def _rewards(made: Imported, script: Script, out: Path) -> None:
         return
     names = {name for _, extra, reads in found for name in reads}
     chosen, missing = needed(script.statements, names)
-    text = text_of(chosen, names) + "".join(f"\n{extra}\n" for _, extra, _ in found if extra)
+    text = join_statements(chosen, names) + "".join(f"\n{extra}\n" for _, extra, _ in found if extra)
     file = out.with_name(f"{out.stem}_rewards.py")
     made.files[file.name] = (
         f'"""The rewards of {script.path.name}, unchanged. Made by `vime import`."""\n\n{text}'
@@ -214,7 +214,7 @@ def _data(made: Imported, script: Script, settings: Mapping[str, Setting], out: 
         made.add("dataset_name of the command line", **{"prompt-data": ":".join(parts)})
         return
     writer = out.with_name(f"{out.stem}_data.py")
-    text = text_of(chosen, names) + "\n" + "\n".join(writes) + "\n"
+    text = join_statements(chosen, names) + "\n" + "\n".join(writes) + "\n"
     made.files[writer.name] = (
         f'"""Writes the data of {script.path.name} for vime. Made by `vime import`."""\n\n{text}'
     )
@@ -232,14 +232,14 @@ def _loaded(script: Script, node: ast.expr) -> str | None:
     if not isinstance(node, ast.Call) or call_name(node) != "load_dataset":
         return None
     words = [_constant(script, one) for one in node.args]
-    given = {one.arg: _constant(script, one.value) for one in node.keywords}
-    if isinstance(given.get("data_files"), str) and words[:1] in (["json"], ["parquet"], ["csv"]):
-        return str(given["data_files"])
-    names = [*words, *(given[name] for name in ("name", "split") if name in given)]
+    keywords = {one.arg: _constant(script, one.value) for one in node.keywords}
+    if isinstance(keywords.get("data_files"), str) and words[:1] in (["json"], ["parquet"], ["csv"]):
+        return str(keywords["data_files"])
+    names = [*words, *(keywords[name] for name in ("name", "split") if name in keywords)]
     if (
         not names
         or not all(isinstance(one, str) for one in names)
-        or given.keys() - {"name", "split", "path"}
+        or keywords.keys() - {"name", "split", "path"}
     ):
         return None
     return ":".join(map(str, names))
@@ -280,11 +280,11 @@ def _batches(made: Imported, settings: Mapping[str, Setting]) -> None:
         raise FlagError(
             "the batch of TRL", f"be a multiple of num_generations {group}", generated, "correct the script"
         )
-    given = ", ".join(
+    sizes = ", ".join(
         f"{n}={settings[n].value}" if n in settings else f"{n}={v} by default" for n, v in _BATCHES.items()
     )
     made.add(
-        f"{given}: {generated} completions per generation, {step} per optimizer step",
+        f"{sizes}: {generated} completions per generation, {step} per optimizer step",
         **{
             "rollout-batch-size": generated // group,
             "n-samples-per-prompt": group,
@@ -307,15 +307,15 @@ def _batches(made: Imported, settings: Mapping[str, Setting]) -> None:
 
 
 def _losses(made: Imported, settings: Mapping[str, Setting]) -> None:
-    given = settings.get("loss_type")
-    name = str(given.value) if given else str(DEFAULTS["loss_type"])
-    origin = given.origin if given else "default of TRL"
+    setting = settings.get("loss_type")
+    name = str(setting.value) if setting else str(DEFAULTS["loss_type"])
+    origin = setting.origin if setting else "default of TRL"
     if name in _LOSSES:
         more = ", and also scale_rewards=none" if name == "dr_grpo" else ""
         made.add(f"loss_type={name} ({origin}): the same mean over tokens{more}", **_LOSSES[name])
     else:
         reason = "no flag: this loss is not there"
-        made.entries.append(Entry(f"loss_type={name} ({origin}): {reason}", absent=reason, setting=given))
+        made.entries.append(Entry(f"loss_type={name} ({origin}): {reason}", absent=reason, setting=setting))
     beta = settings.get("beta")
     if beta is not None and beta.value:
         made.add(

@@ -60,9 +60,9 @@ def read_script(path: Path) -> Script:
     inside = [node for node in tree.body if _holds(node, trainer) and hasattr(node, "body")]
     before = [one for one in statements(source, tree, inside) if not _holds(one.node, trainer)]
     names = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
-    given = dict(zip(names, trainer.args, strict=False))
-    given |= {one.arg: one.value for one in trainer.keywords if one.arg is not None}
-    script = Script(path, before, given, constants=_constants(before))
+    arguments = dict(zip(names, trainer.args, strict=False))
+    arguments |= {one.arg: one.value for one in trainer.keywords if one.arg is not None}
+    script = Script(path, before, arguments, constants=_constants(before))
     config = _call(tree, CONFIGS)
     if config is not None:
         for keyword in config.keywords:

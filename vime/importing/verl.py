@@ -70,13 +70,13 @@ _ENTRY = "verl.trainer.main_ppo"
 def read_settings(path: Path, overrides: Sequence[str]) -> list[Setting]:
     """Returns the settings of a YAML file or of a shell script, and of overrides, of which the last one counts."""
     is_script = path.suffix == ".sh"
-    found = list(_overrides(_words_of_script(path), path.name) if is_script else _of_yaml(path))
+    found = list(_overrides(_words_of_script(path), path.name) if is_script else _read_yaml(path))
     found += _overrides(overrides, "command line")
     values = {one.name: one.value for one in found}
     return [Setting(one.name, _resolved(one.value, values), one.origin) for one in found]
 
 
-def _of_yaml(path: Path) -> Iterator[Setting]:
+def _read_yaml(path: Path) -> Iterator[Setting]:
     try:
         loader = YamlLoader(path.read_text(encoding="utf-8"))
         node = loader.get_single_node()
@@ -148,10 +148,10 @@ def _resolved(value: object, values: Mapping[str, object]) -> object:
     return value
 
 
-def import_settings(path: Path, given: Sequence[Setting], out: Path) -> Imported:
+def import_settings(path: Path, found: Sequence[Setting], out: Path) -> Imported:
     """Returns the import of verl's settings. `out`: the YAML file."""
     made = Imported(VERL, path.name)
-    settings = {one.name: one for one in given}
+    settings = {one.name: one for one in found}
     _data(made, settings)
     _rewards(made, settings, out)
     _batches(made, settings)

@@ -39,7 +39,7 @@ def table(engines: RunEngines, *, ended: bool) -> list[str]:
         started = time.strftime("%F %T", time.localtime(engine.since))
         weights = "checkpoint" if engine.version is None else str(engine.version)
         address = engine.address.removeprefix("http://")
-        row = (engine.name, engine.model, state, weights, address, started, engine.place)
+        row = (engine.name, engine.model, state, weights, address, started, engine.location)
         rows.append(tuple(one_line(text, _LONGEST) for text in row))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [

@@ -99,7 +99,7 @@ def _host_flags(config: Config, host: HostMemory) -> Iterator[str]:
         return
     most = planned.sum_phase(planned.worst)
     found = advise(config, hf, MachineSizes(host=(most - _MISSING * host.total) / USABLE))
-    flags = [f"{one.change.flag} (now {one.change.now}) gives {amount(one.gives)}" for one in found]
+    flags = [f"{one.change.flag} (now {one.change.now}) gives {amount(one.saved_bytes)}" for one in found]
     yield "what lowers it: " + (
         "; ".join(flags) or f"no single flag; the plan of this run needs {most / GIB:.1f} GiB"
     )

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from slime.cluster.placement import Placement, place_engine
+from slime.cluster.placement import Placement, reserve_engine
 from slime.config import Config
 from vime.pool import external
 from vime.pool.control import MakeControl
@@ -70,7 +70,7 @@ class EngineSlots:
         found = self.free[:count]
         try:
             while len(found) < count:
-                placement = place_engine(self.config, self.model)
+                placement = reserve_engine(self.config, self.model)
                 found.append(EngineSlot(placement, placement.engine_bundles[self.model][0], dedicated=True))
         except BaseException:
             for slot in found:

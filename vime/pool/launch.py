@@ -34,7 +34,7 @@ def make_pool(
     make_spec: Callable[..., EngineSpec],
     *,
     dtype: str,
-    gives_memory: bool = False,
+    frees_memory: bool = False,
     kind: Kind | None = None,
 ) -> ServerPool:
     """The engines of `model` and their router. `config` is the `settings` of `vime.pool.served.ServedEngines`.
@@ -82,6 +82,6 @@ def make_pool(
         health_check_timeout_s=config.fault_tolerance.rollout_health_check_timeout,
         health_check_first_wait_s=config.fault_tolerance.rollout_health_check_first_wait,
         dtype=dtype,
-        gives_memory=gives_memory,
+        frees_memory=frees_memory,
         kind=parts,
     )

@@ -41,7 +41,7 @@ class ServerPool:
     call every method.
 
     `pause_mode`: what happens to running requests while weights change. With "keep" they continue afterwards on the new
-    weights, with keys and values computed again. `gives_memory`: `sleep` frees the device's memory (vLLM's level 2,
+    weights, with keys and values computed again. `frees_memory`: `sleep` frees the device's memory (vLLM's level 2,
     which needs --enable-sleep-mode). Weights, keys and values are dropped; after `wake` the engine waits for an update;
     no server starts while the others sleep. Otherwise `sleep` only pauses, which is all that vLLM can do on CPU.
     `source` is the trainer; None for frozen weights. `dtype`: what engines compute in, for those who compare their
@@ -59,7 +59,7 @@ class ServerPool:
         spawn: Spawn | None = None,
         dtype: str = "",
         pause_mode: PauseMode = "keep",
-        gives_memory: bool = False,
+        frees_memory: bool = False,
         source: WeightSource | None = None,
         slots: EngineSlots | None = None,
         events: Events | None = None,
@@ -84,7 +84,7 @@ class ServerPool:
             model=model,
             patience_s=health_check_timeout_s,
         )
-        self.state.follow(source, gives_memory=gives_memory)
+        self.state.follow(source, frees_memory=frees_memory)
         self.state.members.extend(map(self.state.make, specs))
         self._members, self._router, self._transfer = (
             self.state.members,
@@ -202,7 +202,7 @@ class ServerPool:
             member.restarts = 0
 
     def sleep(self) -> None:
-        """Give the machine to the trainer: engines stop computing and, with `gives_memory`, free the device's."""
+        """Give the machine to the trainer: engines stop computing and, with `frees_memory`, free the device's."""
         self._transfer.sleep()
 
     def wake(self) -> bool:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
-from slime.config.problems import given
+from slime.config.problems import require_value
 from slime.plan.memory_estimate import BYTES
 from slime.plan.model_shape import Shape
-from slime.system.disk_space import require_room
+from slime.system.disk_space import require_free_bytes
 from slime.weight_sync.registry import CHANNELS
 
 
@@ -31,17 +31,17 @@ def require_disk_space(c: Config) -> None:
         # two whole sets, and this host's copy unless it has a separate directory
         copies = max(copies, 2) + (c.weight_update.update_weight_local_checkpoint_dir is None)
     if c.num_engines and copies:
-        weight_dir = given(c.weight_update.weight_dir)
+        weight_dir = require_value(c.weight_update.weight_dir)
         left = sum(file.stat().st_size for file in Path(weight_dir).glob("**/*.safetensors"))
         what = f"{copies} versions of the weights"
-        require_room("--weight-dir", weight_dir, copies * weights_bytes - left, what)
+        require_free_bytes("--weight-dir", weight_dir, copies * weights_bytes - left, what)
     if c.megatron.stream_optimizer_state_to_disk:
         of_weight = 8 if c.megatron.stream_optimizer_state_moment_dtype == "bf16" else 12
         of_host = of_weight * params * c.megatron.optimizer_offload_fraction / c.cluster.actor_num_nodes
-        folder = given(c.megatron.offload_train_disk_dir)
-        require_room("--offload-train-disk-dir", folder, of_host, "Adam's main weights and moments")
+        folder = require_value(c.megatron.offload_train_disk_dir)
+        require_free_bytes("--offload-train-disk-dir", folder, of_host, "Adam's main weights and moments")
     if c.checkpoint.save is not None:
         moments_bytes = (
             0 if c.checkpoint.no_save_optim else 12 * params
         )  # main weights and two moments in fp32
-        require_room("--save", c.checkpoint.save, weights_bytes + moments_bytes, "a checkpoint")
+        require_free_bytes("--save", c.checkpoint.save, weights_bytes + moments_bytes, "a checkpoint")

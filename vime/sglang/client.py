@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from slime.protocols import (
     EXPERTS,
-    KEPT,
+    KEPT_TOKENS,
     TOP,
     VERSIONS,
     Arrays,
@@ -52,7 +52,7 @@ PARAMETERS = frozenset(
 _DROPPED = "spaces_between_special_tokens"
 """sglang-router drops it. It changes the text of slow tokenizers only; fast ones ignore it."""
 _WITHOUT = {
-    KEPT: "kept tokens must come from vLLM, got a request for SGLang's; leave --replay-kept-tokens out",
+    KEPT_TOKENS: "kept tokens must come from vLLM, got a request for SGLang's; leave --replay-kept-tokens out",
     TOP: "the likeliest tokens must come from vLLM, got a request for SGLang's; leave --use-score-centering out",
     EXPERTS: "routed experts must come from vLLM, got a request for SGLang's; sglang-router drops the field: leave "
     "--use-rollout-routing-replay out",

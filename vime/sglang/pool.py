@@ -11,6 +11,6 @@ from vime.sglang.server import SglangServer
 
 
 class SglangEnginePool(ServerPool):
-    """EnginePool over SGLang servers. `gives_memory` must be false."""
+    """EnginePool over SGLang servers. `frees_memory` must be false."""
 
     kind = Kind(SglangControl, SglangEngineClient, SglangRouter, SglangServer, "/workers", lambda key: "/")

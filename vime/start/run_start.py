@@ -49,7 +49,7 @@ def start_line(config: Config) -> str:
     if first is not None and first <= iteration:
         return f"{line}; --start-rollout-id {first} was for its first start (with another --save it counts from there)"
     if config.checkpoint.ckpt_step is not None and saves_where_it_loads(config):
-        return f"{line}, as --ckpt-step says: {again}"
+        return f"{line}, as set by --ckpt-step: {again}"
     return line
 
 
@@ -122,7 +122,7 @@ def _require_record(c: Config) -> None:
     if saved := iterations(Path(load)):
         raise FlagError(
             "--load",
-            f"have a {LATEST} that says which checkpoint is the newest",
+            f"have a {LATEST} with the number of the newest checkpoint",
             f"{load} with {_listed(saved)} and none",
             f"take one with --ckpt-step {saved[-1]}",
         )

@@ -232,6 +232,6 @@ class VllmBackend:
             model,
             functools.partial(VllmSpec, **flags.engine_settings(config) | own),
             dtype=engine_dtype(config),
-            gives_memory=flags.gives_memory(config),
+            frees_memory=flags.frees_memory(config),
             kind=kind_for("" if model.frozen else adapter_name(config)),
         )

@@ -210,7 +210,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
     on_cpu = config.cluster.device == "cpu"
     return common_settings(config) | {
         "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
-        "sleeps": gives_memory(config),
+        "sleeps": frees_memory(config),
         **adapter.settings(config),
         "bitwise": operators.bitwise(config),
         "reports_experts": config.off_policy.use_rollout_routing_replay,
@@ -229,6 +229,6 @@ def _cache_bytes(config: Config) -> int:
     return cpu_engine.cache_bytes(read_hf_config(checkpoint), longest, at_once)
 
 
-def gives_memory(config: Config) -> bool:
+def frees_memory(config: Config) -> bool:
     """Returns True if engines free their device memory while the trainer uses the device; see VllmEnginePool."""
     return config.cluster.colocate and config.cluster.device == "cuda"

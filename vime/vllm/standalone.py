@@ -23,7 +23,9 @@ PARSER = "vime.vllm.chat_parser.make_parser"
 def make_state(router_url: str, flags: Namespace, tokenizer: PreTrainedTokenizerBase) -> GenerateState:
     """Returns a state with the flags of a program. A missing flag has its default. ValueError without VIME_RUN_KEY."""
     config = Config.from_args(flags)
-    given = {name: value for name, value in vars(flags).items() if name.startswith("vllm_")}
-    config = replace(config, engine=replace(config.engine, hook_args={**config.engine.hook_args, **given}))
+    engine_flags = {name: value for name, value in vars(flags).items() if name.startswith("vllm_")}
+    config = replace(
+        config, engine=replace(config.engine, hook_args={**config.engine.hook_args, **engine_flags})
+    )
     client = VllmEngineClient(router_url, read_run_key())
     return GenerateState(config, client, tokenizer, hook_args=flags, chat_parser_path=PARSER)

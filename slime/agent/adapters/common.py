@@ -207,7 +207,7 @@ class BaseAdapter:
         if base_sample is None:
             found = await self.sessions.finish(sid, Sample(session_id=sid))
             kept = (sample for sample in found if sample.status is not Sample.Status.ABORTED)
-            return [TokenSegment.of_sample(sample) for sample in kept]
+            return [TokenSegment.from_sample(sample) for sample in kept]
         samples = await self.sessions.finish(sid, base_sample)
         for sample in samples:
             if sample.status is not Sample.Status.ABORTED:  # it is generated again, without a reward
@@ -266,8 +266,8 @@ async def _drain(tasks: list[asyncio.Task[Any]], timeout: float) -> None:
         await asyncio.wait(late)
 
 
-def _refusal(status: int, said: str) -> web.Response:
-    error = {"type": "invalid_request_error", "message": said}
+def _refusal(status: int, message: str) -> web.Response:
+    error = {"type": "invalid_request_error", "message": message}
     return web.json_response({"type": "error", "error": error}, status=status)
 
 

@@ -77,7 +77,7 @@ def command(view: View, as_root: bool) -> list[str]:
     words += [*_host(covered), *_devices()]
     for path in SCRATCH:
         words += ["--perms", "1777", "--size", str(view.tmp_bytes), "--tmpfs", path]
-    for path in dict.fromkeys(each for place in view.shown for each in (place, os.path.realpath(place))):
+    for path in dict.fromkeys(each for folder in view.shown for each in (folder, os.path.realpath(folder))):
         if not _is_below(path, SYSTEM) or _is_below(os.path.realpath(path), tuple(covered)):
             words += [*_parents(path), "--ro-bind-try", path, path]
     words += [*_parents(view.folder), "--bind", view.folder, view.folder]

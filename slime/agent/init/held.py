@@ -75,8 +75,8 @@ def _add_mapped(pid: int, device: int, deleted: dict[int, int]) -> None:
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.endswith(" (deleted)\n"):
-                span, _, offset, place, inode = line.split(maxsplit=5)[:5]
-                major, minor = (int(word, 16) for word in place.split(":"))
+                span, _, offset, device_number, inode = line.split(maxsplit=5)[:5]
+                major, minor = (int(word, 16) for word in device_number.split(":"))
                 if os.makedev(major, minor) == device:
                     start, end = (int(word, 16) for word in span.split("-"))
                     deleted.setdefault(int(inode), int(offset, 16) + end - start)

@@ -48,8 +48,8 @@ def version() -> int:
         raise
 
 
-def ruleset(places: Iterable[str], *, scoped: bool) -> int | None:
-    """Returns a descriptor for `restrict` that allows reads only below `places`, or None without Landlock.
+def ruleset(paths: Iterable[str], *, scoped: bool) -> int | None:
+    """Returns a descriptor for `restrict` that allows reads only below `paths`, or None without Landlock.
 
     With `scoped`, signals and abstract Unix sockets reach only processes that the command has started.
     """
@@ -60,10 +60,10 @@ def ruleset(places: Iterable[str], *, scoped: bool) -> int | None:
     attributes = struct.pack("=QQQ", _OF_FOLDERS, 0, _SCOPED if with_scopes else 0)
     size = len(attributes) if with_scopes else 8
     made = _call(_CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
-    for place in places:
+    for path in paths:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            held = os.open(place, os.O_PATH | os.O_CLOEXEC)
-            rights = _OF_FOLDERS if os.path.isdir(place) else _OF_FILES
+            held = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rights = _OF_FOLDERS if os.path.isdir(path) else _OF_FILES
             try:
                 rule = struct.pack("=Qi", rights, held)
                 _call(_ADD, ctypes.c_int(made), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint(0))
@@ -80,19 +80,19 @@ def restrict(made: int) -> None:
 def allowed(folder: str, hidden: list[str], shown: list[str]) -> Iterator[str]:
     """Yields the paths that a command may read: the system's folders without `hidden`, `shown`, the sandbox's `folder`,
     the devices that every program needs, /proc, and the folder of semaphores."""
-    covered = [os.path.realpath(place) for place in hidden]
-    for place in SYSTEM:
-        yield from _around(os.path.realpath(place), covered)
+    covered = [os.path.realpath(path) for path in hidden]
+    for path in SYSTEM:
+        yield from _around(os.path.realpath(path), covered)
     yield from (*shown, folder, "/proc", SEMAPHORES, *(f"/dev/{name}" for name in DEVICES))
 
 
-def _around(place: str, hidden: list[str]) -> Iterator[str]:
-    """Yields `place`, or its allowed entries if a hidden path is below it, or nothing if `place` is hidden."""
-    if place in hidden:
+def _around(path: str, hidden: list[str]) -> Iterator[str]:
+    """Yields `path`, or its allowed entries if a hidden path is below it, or nothing if `path` is hidden."""
+    if path in hidden:
         return
-    if not any(each.startswith(f"{place}/") for each in hidden):
-        yield place
+    if not any(each.startswith(f"{path}/") for each in hidden):
+        yield path
         return
     with contextlib.suppress(OSError):
-        for name in os.listdir(place):
-            yield from _around(f"{place}/{name}", hidden)
+        for name in os.listdir(path):
+            yield from _around(f"{path}/{name}", hidden)

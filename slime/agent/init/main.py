@@ -31,9 +31,9 @@ def start() -> None:
             seal(not settings["network"])
         else:
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-            places = landlock.allowed(settings["folder"], settings["hidden"], settings["shown"])
+            paths = landlock.allowed(settings["folder"], settings["hidden"], settings["shown"])
             # A sandbox with a separate user reaches no process of another user. Its commands may signal each other.
-            readable = landlock.ruleset(places, scoped=settings["uid"] is None)
+            readable = landlock.ruleset(paths, scoped=settings["uid"] is None)
         group = Members(*settings["group"]) if settings["group"] else None
         scratch = bubblewrap.SCRATCH if settings["isolation"] == "namespaces" else ()
         owner = Owner(channel, {**settings, "memory_files": scratch, "readable": readable}, group)

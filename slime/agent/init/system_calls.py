@@ -112,7 +112,7 @@ def _body(rule: Rule) -> list[bytes]:
     body = [met]
     for argument, jump, values in reversed(rule.tests):
         # A hit goes over the other values and the return that follows them.
-        tests = [_line(jump, value, len(values) - place, 0) for place, value in enumerate(values)]
+        tests = [_line(jump, value, len(values) - position, 0) for position, value in enumerate(values)]
         body = [_line(_LOAD, _ARGUMENTS_AT + 8 * argument), *tests, other, *body]
     return body
 

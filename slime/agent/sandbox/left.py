@@ -37,9 +37,9 @@ def _environ(pid: str) -> bytes:
 
 def delete_user_files(user: int) -> None:
     """Deletes the files of a user, those of a sandbox without namespaces, from the host's public folders."""
-    for place in ("/tmp", "/var/tmp", "/dev/shm"):
+    for folder in ("/tmp", "/var/tmp", "/dev/shm"):
         with contextlib.suppress(FileNotFoundError):
-            for entry in list(os.scandir(place)):
+            for entry in list(os.scandir(folder)):
                 with contextlib.suppress(FileNotFoundError):
                     if entry.stat(follow_symlinks=False).st_uid == user:
                         delete(entry.path)

@@ -130,15 +130,15 @@ class LocalSandbox:
         # resolved, because the sandbox sees real paths only
         self.folder = os.path.realpath(tempfile.mkdtemp(prefix="vime-sandbox-", dir=self._parent))
         self.workdir, self.home = f"{self.folder}/work", f"{self.folder}/home"
-        for place in (self.workdir, self.home, f"{self.folder}/tmp"):
-            os.mkdir(place, 0o700)
+        for directory in (self.workdir, self.home, f"{self.folder}/tmp"):
+            os.mkdir(directory, 0o700)
         if self._user is not None:
-            for place in (self.workdir, self.home, f"{self.folder}/tmp", self.folder):
-                os.chown(place, self._user, self._user)
+            for directory in (self.workdir, self.home, f"{self.folder}/tmp", self.folder):
+                os.chown(directory, self._user, self._user)
 
     def _launch(self, theirs: socket.socket, way: bubblewrap.Way) -> subprocess.Popen[bytes]:
-        shown = [os.path.abspath(place) for place in (sys.prefix, sys.base_prefix, *self._show)]
-        hidden = [os.path.abspath(place) for place in self._hide]
+        shown = [os.path.abspath(directory) for directory in (sys.prefix, sys.base_prefix, *self._show)]
+        hidden = [os.path.abspath(directory) for directory in self._hide]
         self._group = MemoryGroup.make(self.limits.memory_bytes)
         descriptors = self._group.descriptors if self._group else []
         namespaces, user = not way.refused, self._user
@@ -236,7 +236,7 @@ class LocalSandbox:
             raise SandboxError(
                 "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"
             )
-        place = "/".join([self.folder, *paths.split_path(self.folder, self.workdir, cwd or ".")])
+        directory = "/".join([self.folder, *paths.split_path(self.folder, self.workdir, cwd or ".")])
         variables = {**environment(self.home, f"{self.folder}/tmp"), MARKER: self.sandbox_id, **(env or {})}
         output = CommandOutput(self.limits.output_bytes)
         writers: list[int] = []
@@ -247,7 +247,7 @@ class LocalSandbox:
             writers.append(out_end)
             error_end, err = await output.pipe()
             writers.append(error_end)
-            number, reply = self._channel.ask("exec", writers, argv=_shell(cmd), env=variables, cwd=place)
+            number, reply = self._channel.ask("exec", writers, argv=_shell(cmd), env=variables, cwd=directory)
         finally:
             for writer in writers:
                 os.close(writer)

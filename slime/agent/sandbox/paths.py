@@ -127,7 +127,7 @@ def download(root: str, parts: list[str], target: Path, limit: int) -> int:
             elif is_file:
                 data = read(root, below, left)
                 left, count = left - len(data), count + 1
-                place = target.joinpath(*below[len(parts) :])
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_bytes(data)
+                found_path = target.joinpath(*below[len(parts) :])
+                found_path.parent.mkdir(parents=True, exist_ok=True)
+                found_path.write_bytes(data)
     return count

@@ -71,7 +71,7 @@ class KernelsConfig:
     )
     selected_logprob_provider_mode: str = flag(
         "auto",
-        "auto: the trainer's own log-probs where the provider cannot be imported or says that it is unavailable; "
+        "auto: the trainer's own log-probs where the provider cannot be imported or reports that it is unavailable; "
         "strict: that is an error, and so is a result without identity or gradient",
         choices=("auto", "strict"),
     )

@@ -157,7 +157,7 @@ class MegatronConfig:
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
-    def experts_apart(self) -> bool:
+    def has_expert_layout(self) -> bool:
         """True if experts are distributed over ranks differently from the other weights. megatron-core then sums their
         gradients over other ranks, and builds a separate optimizer for them."""
         return (

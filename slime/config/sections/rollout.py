@@ -14,7 +14,7 @@ class RolloutConfig:
 
     hf_checkpoint: str = flag(
         None,
-        "Hugging Face checkpoint directory, or model OWNER/NAME of the hub: gives shape, tokenizer and first weights",
+        "Hugging Face checkpoint directory, or model OWNER/NAME of the hub, with shape, tokenizer, first weights",
     )
     rollout_function_path: str = flag(
         "slime.rollout.vllm_rollout.generate_rollout", "fn(args, rollout_id, data_source, evaluation=False)"

@@ -55,5 +55,5 @@ def failures(samples: Sequence[Sample]) -> tuple[float, str] | None:
     failed: list[SessionRecord] = [s.metadata[KEY] for s in first if s.status is Sample.Status.FAILED]
     reasons = Counter(record["ended"] for record in failed).most_common()
     shares = ", ".join(f"{reason}: {count / len(first):.0%}" for reason, count in reasons)
-    said = Counter(record["said"] for record in failed if record["said"]).most_common(1)
-    return len(failed) / len(first), shares + "".join(f", said: {text}" for text, _ in said)
+    common = Counter(record["said"] for record in failed if record["said"]).most_common(1)
+    return len(failed) / len(first), shares + "".join(f", said: {text}" for text, _ in common)

@@ -30,27 +30,27 @@ def turn_advantages(
     """
     returns: list[list[float]] = []
     for sample in samples:
-        given, turns = sample.metadata.get(KEY), _turns(sample)
-        rewards = [0.0] * turns if given is None else [float(reward) for reward in given]
+        stored, turns = sample.metadata.get(KEY), _turns(sample)
+        rewards = [0.0] * turns if stored is None else [float(reward) for reward in stored]
         if len(rewards) != turns or not all(map(math.isfinite, rewards)):
             raise ValueError(
-                f"metadata {KEY} must have one finite number per turn, got {given} for {turns} turns of sample "
+                f"metadata {KEY} must have one finite number per turn, got {stored} for {turns} turns of sample "
                 f"{sample.index} of group {sample.group_index}; give 0 to a turn without one"
             )
         returns.append(list(itertools.accumulate(reversed(rewards)))[::-1])
     if not centred:
         return [_spread(sample, g) for sample, g in zip(samples, returns, strict=True)]
-    places = [
+    positions = [
         (sample.group_index, k) for sample, g in zip(samples, returns, strict=True) for k in range(len(g))
     ]
-    if not places:
+    if not positions:
         return [[0.0] * sample.response_length for sample in samples]
-    number = {place: i for i, place in enumerate(dict.fromkeys(places))}
+    number = {position: i for i, position in enumerate(dict.fromkeys(positions))}
     flat = iter(
         rl_kernel.group_advantage(
             torch.tensor([g for of_sample in returns for g in of_sample]),
-            torch.tensor([number[place] for place in places]),
-            rollout_ids=torch.arange(len(places)),
+            torch.tensor([number[position] for position in positions]),
+            rollout_ids=torch.arange(len(positions)),
             normalize_std=normalize_std,
         ).tolist()
     )

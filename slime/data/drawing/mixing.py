@@ -69,7 +69,7 @@ def _weights(names: Sequence[str | None], values: Sequence[str]) -> list[float |
     if not values:
         return [None] * len(names)
     found: dict[str | None, float] = {}
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         name, separator, text = value.rpartition("=")
         try:
             weight = float(text)
@@ -77,7 +77,7 @@ def _weights(names: Sequence[str | None], values: Sequence[str]) -> list[float |
             weight = math.nan
         if not 0 < weight < math.inf:
             raise FlagError("--prompt-data-weights", "be numbers above 0", value, "write NAME=WEIGHT")
-        found[name if separator else (*names, *values)[place]] = weight
+        found[name if separator else (*names, *values)[index]] = weight
     if None in names or len(values) != len(names) or set(found) != set(names):
         raise FlagError(
             "--prompt-data-weights",
@@ -124,7 +124,7 @@ class Order:
 
     def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
         self.size, self.seed, self.shuffle = size, seed, shuffle
-        self.epoch = self.position = self.drawn = 0
+        self.epoch = self.position = self.draws = 0
         self._visits: tuple[int, Sequence[int]] | None = None
 
     @property
@@ -140,7 +140,7 @@ class Order:
             if not passes_over(prompt, self.epoch):
                 break
             prompt = self._step()
-        self.drawn += 1
+        self.draws += 1
         return prompt
 
     def _step(self) -> int:
@@ -174,6 +174,6 @@ class Mixture:
         return min(range(len(self.orders)), key=self._due) if len(self.orders) > 1 else 0
 
     def _due(self, number: int) -> float:
-        drawn = self.orders[number].drawn
-        jitter = random.Random(f"{self.seed}/{self.names[number]}/{drawn}").random()
-        return (drawn + jitter) / self.weights[number]
+        draws = self.orders[number].draws
+        jitter = random.Random(f"{self.seed}/{self.names[number]}/{draws}").random()
+        return (draws + jitter) / self.weights[number]

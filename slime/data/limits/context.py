@@ -55,7 +55,7 @@ class ContextLimits:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """The prompts of a file in the form that `require_room` reads."""
+    """The prompts of a file in the form that `check_prompt_lengths` reads."""
 
     sizes: np.ndarray
     """Number of characters per prompt."""
@@ -63,7 +63,7 @@ class PromptRows:
     """True for each prompt that is a list of messages."""
     lengths: Callable[[np.ndarray, PreTrainedTokenizerBase], np.ndarray]
     """Returns the number of tokens for the prompts at the given indices."""
-    place: Callable[[int], str]
+    locate: Callable[[int], str]
     """Returns file and line of the prompt at an index."""
 
 
@@ -87,7 +87,7 @@ def find_lowest(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def require_room(rows: PromptRows, context: ContextLimits, limit_flag: str) -> None:
+def check_prompt_lengths(rows: PromptRows, context: ContextLimits, limit_flag: str) -> None:
     """ValueError if a prompt has `context.tokens` tokens or more. Logs a warning if a prompt leaves less room than a
     response may need, because generation cuts such a response.
 
@@ -97,9 +97,9 @@ def require_room(rows: PromptRows, context: ContextLimits, limit_flag: str) -> N
         _measured(rows, np.flatnonzero(rows.lists > 0), math.inf, context)
         return
     longest = context.tokens
-    room = max(longest - (context.response or 0), 0)
+    limit = max(longest - (context.response or 0), 0)
     looked_at = _doubtful(rows, longest)
-    if (more := np.setdiff1d(_doubtful(rows, room), looked_at)).size > _MOST_COUNTED:
+    if (more := np.setdiff1d(_doubtful(rows, limit), looked_at)).size > _MOST_COUNTED:
         more = more[np.argsort(rows.sizes[more], kind="stable")[-_MOST_COUNTED:]]
     looked_at = np.union1d(looked_at, more)
     lengths = _measured(rows, looked_at, longest, context)
@@ -111,16 +111,16 @@ def require_room(rows: PromptRows, context: ContextLimits, limit_flag: str) -> N
             "prompts",
             f"be shorter than the model's context of {longest} tokens ({context.setting})",
             f"{len(too_long)} of {len(rows.sizes)} that are not",
-            f"the longest has {size} at {rows.place(worst)}; shorten them, or leave them out with "
+            f"the longest has {size} at {rows.locate(worst)}; shorten them, or leave them out with "
             f"{limit_flag}",
         )
-    if tight := [i for i, length in lengths.items() if length > room]:
+    if tight := [i for i, length in lengths.items() if length > limit]:
         worst = max(tight, key=lambda i: lengths[i])
         logger.warning(
             "%d of %d prompts leave less room than %s %d in the context of %d tokens (%s): their responses are cut; "
             "the longest prompt has %d tokens and leaves %d, at %s",
             *(len(tight), len(rows.sizes), context.response_flag, context.response, longest, context.setting),
-            *(lengths[worst], longest - lengths[worst], rows.place(worst)),
+            *(lengths[worst], longest - lengths[worst], rows.locate(worst)),
         )
 
 

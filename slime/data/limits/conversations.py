@@ -85,8 +85,8 @@ class Masks:
             )
         return len(tokens)
 
-    def require_fit(self, lengths: np.ndarray, place: Callable[[int], str]) -> None:
-        """ValueError if a conversation is longer than the model's context. `place` returns file and line of a row."""
+    def require_fit(self, lengths: np.ndarray, locate: Callable[[int], str]) -> None:
+        """ValueError if a conversation is longer than the model's context. `locate` returns file and line of a row."""
         too_long = np.flatnonzero(lengths > self.longest) if self.longest is not None else ()
         if len(too_long):
             worst = int(lengths.argmax())
@@ -94,6 +94,6 @@ class Masks:
                 "conversations",
                 f"fit the model's context of {self.longest} tokens ({MODEL_SETTING})",
                 f"{len(too_long)} of {len(lengths)} that do not",
-                f"the longest has {lengths[worst]} tokens at {place(worst)}; shorten them, or leave "
+                f"the longest has {lengths[worst]} tokens at {locate(worst)}; shorten them, or leave "
                 f"them out with {self.flag} {self.longest}",
             )

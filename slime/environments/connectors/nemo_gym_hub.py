@@ -56,8 +56,8 @@ class Connector:
             await _answer(client.get(f"{self._url}/openapi.json"))
         found = []
         for number, row in enumerate(itertools.islice(self._rows, limit)):
-            given = row["responses_create_params"]["input"]
-            items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+            content = row["responses_create_params"]["input"]
+            items = [{"role": "user", "content": content}] if isinstance(content, str) else content
             label = next((row[key] for key in _LABELS if key in row), None)
             label = label if label is None or isinstance(label, str) else json.dumps(label)
             found.append({"prompt": [_message(item) for item in items], "label": label, "task": number})
@@ -78,8 +78,8 @@ class Connector:
         self, client: aiohttp.ClientSession, base_url: str, api_key: str, params: Object
     ) -> Object:
         """Returns the model's last response, with the output of all responses and tools."""
-        given = params["input"]
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+        content = params["input"]
+        items = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         headers = {"Authorization": f"Bearer {api_key}"}
         output: list[Object] = []
         while True:

@@ -64,7 +64,7 @@ def use_invariant(
         )
     operators.require_promise("trainer", next(parts[0].parameters()).device, dtype)
     for _, module in named:
-        name, give = _GIVES[type(module)]
+        name, give = _INSTALLERS[type(module)]
         if name in chosen:
             give(module)
 
@@ -140,7 +140,7 @@ def _give_angles(module: HiddenGPTModel) -> None:
 def _nothing(module: nn.Module) -> None: ...
 
 
-_GIVES: dict[type, tuple[str | None, Callable[..., None]]] = {
+_INSTALLERS: dict[type, tuple[str | None, Callable[..., None]]] = {
     NormedLinear: ("product", _give_outputs),
     ColumnParallelLinear: ("product", _give_outputs),
     RowParallelLinear: ("product", _give_sum),
@@ -163,7 +163,7 @@ _GIVES: dict[type, tuple[str | None, Callable[..., None]]] = {
 
 def _reason(module: nn.Module) -> str | None:
     """Returns why a module has no operator: "" for an unknown class, None for a module that has an operator."""
-    if type(module) not in _GIVES:
+    if type(module) not in _INSTALLERS:
         return ""
     if isinstance(module, RMSNorm) and module.zero_centred:
         return "centred at zero"

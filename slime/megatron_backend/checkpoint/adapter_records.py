@@ -27,7 +27,7 @@ _FLAGS = {
 }
 
 
-def kept(inner: HiddenGPTModel, state: dict[str, Any], adapters: bool) -> dict[str, Any]:
+def filter_state(inner: HiddenGPTModel, state: dict[str, Any], adapters: bool) -> dict[str, Any]:
     """Returns the part of a model's state that a checkpoint holds. For a model with adapters, that is the trained part
     if `adapters`, and otherwise only the base."""
     if find_lora(inner) is None:

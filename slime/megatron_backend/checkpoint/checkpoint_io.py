@@ -33,7 +33,7 @@ from slime.bridges.megatron_versions import common_records
 from slime.checkpoints.checkpoint_dir import COMPLETE, existing
 from slime.checkpoints.checkpoint_files import FileSum, SummedFile, advice, damage, read_sums, write_sums
 from slime.megatron_backend.checkpoint.safe_reading import COMMON_FILE, MetadataReader, read_common, safely
-from slime.system.disk_space import DiskSpaceGuard, require_room
+from slime.system.disk_space import DiskSpaceGuard, require_free_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,9 @@ class DirectSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatro
         ]
         of_ranks = [0] * dist.get_world_size()
         dist.all_gather_object(of_ranks, sum(tensor.nbytes for tensor in tensors))
-        require_room(self._flag, Path(checkpoint_dir).parent, sum(of_ranks), "the tensors of a checkpoint")
+        require_free_bytes(
+            self._flag, Path(checkpoint_dir).parent, sum(of_ranks), "the tensors of a checkpoint"
+        )
         if self._group is not None:
             for item in (item for items in shards.values() for item in items):
                 if isinstance(item, ShardedTensor) and not self._is_free(item):
@@ -137,9 +139,9 @@ def verify(directory: Path, iteration: int, choose: str) -> None:
     of_ranks: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, found)
     if first := next((text for text in of_ranks if text), None):
-        said = [advice(directory, iteration, choose) if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(said)
-        text = f"{first}; {said[0]}"
+        advice_text = [advice(directory, iteration, choose) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(advice_text)
+        text = f"{first}; {advice_text[0]}"
         raise ValueError(text)
 
 
@@ -161,8 +163,8 @@ def explained_reading(directory: Path, iteration: int, choose: str) -> Iterator[
             text = f"{file}; {advice(directory, iteration, choose)}"
             raise ValueError(text) from error
         if isinstance(error, CheckpointException | CheckpointingException | KeyError):
-            said = advice(directory, iteration, choose)
-            text = f"{path} must hold the tensors of this model and optimizer, got {_cause(error)}; {said}"
+            advice_text = advice(directory, iteration, choose)
+            text = f"{path} must hold the tensors of this model and optimizer, got {_cause(error)}; {advice_text}"
             raise ValueError(text) from error
         raise
 
@@ -189,6 +191,8 @@ def unreadable(path: Path, files: tuple[str, ...]) -> str | None:
             end = stored.offset + stored.length
             ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
     except Exception as error:  # border: damaged pickles can raise any error
-        said = "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
-        return f"{file} must be there as it was saved, got {said}"
+        advice_text = (
+            "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+        )
+        return f"{file} must be there as it was saved, got {advice_text}"
     return damage(path, {name: FileSum(end, 0) for name, end in ends.items()}, until=0.0)

@@ -25,7 +25,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
 from slime.checkpoints.checkpoint_dir import COMPLETE, LATEST, existing, hidden, iteration_path, latest
-from slime.megatron_backend.checkpoint.adapter_records import check_record, kept, make_base_record
+from slime.megatron_backend.checkpoint.adapter_records import check_record, filter_state, make_base_record
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.checkpoint_io import DirectSave, explained_reading, verify
 from slime.megatron_backend.checkpoint.random_state import rng_object, rng_state, set_rng_state
@@ -73,7 +73,7 @@ def save_checkpoint(
     flag: str = "--save",
     background: BackgroundSaves | None = None,
     published: Callable[[], None] | None = None,
-    beside: Callable[[Path], None] | None = None,
+    write_more: Callable[[Path], None] | None = None,
 ) -> Path:
     """Writes a checkpoint, makes it the latest and returns its path. Collective over all ranks.
 
@@ -81,7 +81,7 @@ def save_checkpoint(
     `BackgroundSaves.wait` then raises the errors. Rank 0 calls `published` when the checkpoint is the latest. Without
     `optimizer` (--no-save-optim), the next run starts with new moments and main weights. `extra` is a record of plain
     values that `load_checkpoint` returns; rank 0's record is saved. For a model with adapters, only the trained part
-    is saved. `beside` writes more files into the checkpoint's folder. Raises ValueError, which names `flag`, if the
+    is saved. `write_more` writes more files into the checkpoint's folder. Raises ValueError, which names `flag`, if the
     disk has no room. Earlier checkpoints are then untouched, and the written files are removed.
     """
     path = iteration_path(Path(directory), iteration)
@@ -97,8 +97,8 @@ def save_checkpoint(
             state |= _records(parts[0], scheduler, optimizer is not None)
             state |= {"iteration": iteration, "extra": extra or {}}
             dist_checkpointing.save(state, str(partial), sharded_strategy=writer)
-            if beside is not None:
-                beside(partial)
+            if write_more is not None:
+                write_more(partial)
     except BaseException:
         _remove(partial)
         raise
@@ -241,8 +241,8 @@ def load_checkpoint(
         new = _new_heads(wanted, path)
         state = dist_checkpointing.load(wanted, str(path), TorchDistLoadShardedStrategy())
     for i, inner in enumerate(parts):
-        given = state[_part(i)] | new.get(_part(i), {})
-        inner.load_state_dict(given, strict=make_base_record(inner) is None)  # its base or its adapters
+        values = state[_part(i)] | new.get(_part(i), {})
+        inner.load_state_dict(values, strict=make_base_record(inner) is None)  # its base or its adapters
     if loads_optimizer:
         _load_optimizer(optimizer, state["optimizer"])
     elif optimizer is not None:
@@ -297,7 +297,7 @@ def _sharded_state(
         "chained_optim_avoid_prefix": True,
     }
     models = {
-        _part(i): kept(inner, inner.sharded_state_dict(metadata=metadata), adapters)
+        _part(i): filter_state(inner, inner.sharded_state_dict(metadata=metadata), adapters)
         for i, inner in enumerate(parts)
     }
     state: dict[str, Any] = dict(models)

@@ -65,11 +65,11 @@ def export_checkpoint(
         if iteration is None and released(load) is None:
             raise ValueError(f"--load must hold a checkpoint, got none in {load}; check the path")
     hf_config = load_hf_config(source)
-    said = hf_config.get("quantization_config")
-    if form == "checkpoint" and said and family_for(hf_config).scheme(hf_config) is None:
+    quantization = hf_config.get("quantization_config")
+    if form == "checkpoint" and quantization and family_for(hf_config).scheme(hf_config) is None:
         raise ValueError(
-            f"--format must be bf16 for a checkpoint in {said.get('quant_method')}, got checkpoint; no code writes "
-            "weights in this scheme"
+            f"--format must be bf16 for a checkpoint in {quantization.get('quant_method')}, got checkpoint; no code "
+            "writes weights in this scheme"
         )
     with tempfile.TemporaryDirectory() as rendezvous:
         init_parallel(0, 1, config, init_method=f"file://{rendezvous}/store")

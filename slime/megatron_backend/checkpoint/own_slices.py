@@ -43,7 +43,7 @@ class _PublisherChoice:
     """Selects, among the ranks with the same values, the rank that publishes a parameter."""
 
     def __init__(self) -> None:
-        self._given: dict[tuple[bool, int], list[int]] = defaultdict(list)
+        self._published: dict[tuple[bool, int], list[int]] = defaultdict(list)
 
     def is_mine(self, parameter: Tensor, row: Row) -> bool:
         rank, ranks = rank_and_size(
@@ -54,9 +54,11 @@ class _PublisherChoice:
         if row.layout.axis is None:  # the shards are equal
             shard, shards = rank_and_size(shard_group(row))
             rank, ranks = rank * shards + shard, ranks * shards
-        given = self._given[row.is_expert, ranks] = self._given[row.is_expert, ranks] or [0] * ranks
-        turn = given.index(min(given))
-        given[turn] += parameter.nbytes
+        published = self._published[row.is_expert, ranks] = (
+            self._published[row.is_expert, ranks] or [0] * ranks
+        )
+        turn = published.index(min(published))
+        published[turn] += parameter.nbytes
         return turn == rank
 
 
@@ -77,8 +79,8 @@ class OwnSlices:
         """Yields the slices. `read` is as in `export_hf` and runs when a slice's values are read. The values need the
         memory of a parameter on this rank, or are the live parameter itself."""
         last = _Last(read)  # values of the previous update would be old
-        for place, parameter, of in self._own:
-            yield Slice(place, partial(_values, last, parameter, of))
+        for position, parameter, of in self._own:
+            yield Slice(position, partial(_values, last, parameter, of))
 
     @cached_property
     def _own(self) -> list[_Own]:
@@ -108,16 +110,16 @@ def _slice_parameter(
     if written.number is not None:
         mine = family.written(names[0], parameter.data.to("meta"), hf).tensor.shape
         where = ((written.number, written.number + 1), *_cut(tuple(mine), written.shape[1:], rank))
-        place = SlicePosition(written.name, dtype, written.shape, where)
-        yield place, parameter, lambda values: family.written(names[0], values, hf).tensor[None]
+        position = SlicePosition(written.name, dtype, written.shape, where)
+        yield position, parameter, lambda values: family.written(names[0], values, hf).tensor[None]
         return
     shapes = tuple(tuple(whole.shape) for whole in wholes)
     for piece in pieces(row.layout, shapes, inner.sizes, rank, ranks):
         if piece.part is not None:  # other pieces are padding
-            place = SlicePosition(
+            position = SlicePosition(
                 names[piece.part], dtype, shapes[piece.part], _where(piece, shapes[piece.part])
             )
-            yield place, parameter, partial(_read_piece, row, piece)
+            yield position, parameter, partial(_read_piece, row, piece)
 
 
 def _read_piece(row: Row, piece: Piece, values: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ def _stored(file: Any, name: str, shape: tuple[int, int], path: Path) -> Any:
     stored = file.get_slice(name)
     if tuple(stored.get_shape()) != shape:
         raise ValueError(
-            f"{name} must have shape {list(shape)} as this model and --lora-rank say, got {stored.get_shape()} in "
+            f"{name} must have shape {list(shape)} as this model and --lora-rank need, got {stored.get_shape()} in "
             f"{path}; it is an adapter of another base or another rank"
         )
     return stored

@@ -86,32 +86,35 @@ class MetadataReader(dcp.FileSystemReader):
         return metadata
 
     def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        def place(item: Any) -> tuple[str, int]:
+        def locate(item: Any) -> tuple[str, int]:
             stored = self.storage_data[item.storage_index]
             return stored.relative_path, stored.offset
 
-        plan.items.sort(key=place)
+        plan.items.sort(key=locate)
         return plan
 
 
 def is_index(metadata: Metadata) -> bool:
     """Returns whether an index has the fields that readers use, with their types."""
-    tensors, places = metadata.state_dict_metadata, metadata.storage_data
+    tensors, locations = metadata.state_dict_metadata, metadata.storage_data
     return (
         isinstance(tensors, dict)
         and all(
             isinstance(name, str) and isinstance(stored, TensorStorageMetadata | BytesStorageMetadata)
             for name, stored in tensors.items()
         )
-        and isinstance(places, dict)
-        and all(isinstance(index, MetadataIndex) and _is_place(place) for index, place in places.items())
+        and isinstance(locations, dict)
+        and all(
+            isinstance(index, MetadataIndex) and _is_location(location)
+            for index, location in locations.items()
+        )
     )
 
 
-def _is_place(place: object) -> bool:
-    """Returns whether `place` names bytes of a file in the folder of the checkpoint."""
-    numbers = (getattr(place, "offset", None), getattr(place, "length", None))
-    name = getattr(place, "relative_path", None)
+def _is_location(location: object) -> bool:
+    """Returns whether `location` names bytes of a file in the folder of the checkpoint."""
+    numbers = (getattr(location, "offset", None), getattr(location, "length", None))
+    name = getattr(location, "relative_path", None)
     return (
         all(isinstance(number, int) and number >= 0 for number in numbers)
         and isinstance(name, str)

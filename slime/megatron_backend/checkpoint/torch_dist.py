@@ -66,7 +66,7 @@ class _Names:
         """Returns whether the layers are stacked. Megatron numbers all layers or none."""
         return any(name.startswith("decoder.layers.") and not _LAYER.match(name) for name in self.stored)
 
-    def place(self, shard: ShardedTensor) -> ShardedTensor:
+    def locate_shard(self, shard: ShardedTensor) -> ShardedTensor:
         """Returns the shard of this project's state under the checkpoint's name and at its position there. Shares the
         shard's memory."""
         layer, rest = numbered(shard.key)
@@ -180,7 +180,7 @@ class StoredParts:
         names = _Names(stored, self._inner.config.num_layers)
         self._of: dict[int, list[ShardedTensor]] = {}  # by the memory that parts share with a parameter
         self._parts = [
-            names.place(shard)
+            names.locate_shard(shard)
             for inner in models
             for shard in shards(inner)
             if shard.key != VALUE_HEAD
@@ -199,9 +199,9 @@ class StoredParts:
         """Fills one parameter and returns its values. Call it once per parameter: this object then drops the memory."""
         if not self._of:
             for part in self._parts:
-                self._of.setdefault(_place(part.data), []).append(part)
+                self._of.setdefault(_get_address(part.data), []).append(part)
             self._parts = []
-        self._read(self._of.pop(_place(parameter)))
+        self._read(self._of.pop(_get_address(parameter)))
         return parameter.data
 
     def _read(self, wanted: list[ShardedTensor]) -> None:
@@ -223,7 +223,7 @@ class StoredParts:
             part.data[max(0, self._inner.sizes.vocab - part.global_offset[0]) :].zero_()
 
 
-def _place(tensor: Tensor) -> int:
+def _get_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 

@@ -137,8 +137,8 @@ def _fill_from(
     stored = tensors.get(name)
     if tuple(stored.shape) != shape:
         raise ValueError(
-            f"{name} must have shape {list(shape)} as config.json says, got {list(stored.shape)} in "
-            f"{tensors.place(name)}"
+            f"{name} must have shape {list(shape)} as in config.json, got {list(stored.shape)} in "
+            f"{tensors.find_file(name)}"
         )
     for piece in wanted:
         mine = piece.of(parameter.data)

@@ -134,7 +134,7 @@ class Adapter(_Adapters):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps [T, ..., K] (this rank's part) to [T, ..., N], like the product."""
-        x = dropped(x, self.lora.dropout, self.training, apart=self.sequence or self.axis == 1)
+        x = dropped(x, self.lora.dropout, self.training, per_rank=self.sequence or self.axis == 1)
         inner = linear(x, torch.cat(list(self.A)) if len(self.A) > 1 else self.A[0])
         parts = iter((self._between(inner) * self.lora.scale).split(self.lora.rank, -1))
         made = {n: linear(next(parts), b) for n, b in zip(self.targets, self.B, strict=True)}
@@ -194,7 +194,7 @@ class ExpertAdapter(_Adapters):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Maps [C, K] and the ends of the experts' rows to [C, N]."""
-        x = dropped(x, self.lora.dropout, self.training, apart=True)
+        x = dropped(x, self.lora.dropout, self.training, per_rank=True)
         made = {}
         for n, a, b in zip(self.targets, self.A, self.B, strict=True):
             inner = GroupedProduct.apply(x, ends, *a.unbind()) * self.lora.scale
@@ -246,12 +246,12 @@ def first_values(rank: int, inputs: int, seed: int, name: str) -> Tensor:
     return values
 
 
-def dropped(x: Tensor, rate: float, training: bool, *, apart: bool) -> Tensor:
-    """Applies dropout in training. `apart`: tensor-parallel ranks have different elements of x, and draw different
+def dropped(x: Tensor, rate: float, training: bool, *, per_rank: bool) -> Tensor:
+    """Applies dropout in training. `per_rank`: tensor-parallel ranks have different elements of x, and draw different
     values."""
     if not rate or not training:
         return x
-    if not apart:
+    if not per_rank:
         return dropout(x, rate)
     with get_cuda_rng_tracker().fork():
         return dropout(x, rate)

@@ -140,7 +140,7 @@ def _adapter(
     shapes = tuple(tuple(part.shape) for part in layout.split(whole, inner.sizes))
     found = pieces(layout, shapes, inner.sizes, rank, ranks) if axis == 0 else ()
     slots: list[Slot] = []
-    places: list[int] = []
+    indices: list[int] = []
     for part, (module, shape) in enumerate(zip(modules, shapes, strict=True)):
         mine = sorted((p for p in found if p.part == part), key=lambda p: p.source)
         first = mine[0].source if mine else 0
@@ -150,11 +150,11 @@ def _adapter(
         )
         slots.append(Slot(module, shape[0], shape[1], first, rows))
         for piece in mine:
-            places += piece.targets
+            indices += piece.targets
     order = None
-    if axis == 0 and places != list(range(len(places))):
-        order = torch.empty(len(places), dtype=torch.int64)
-        order[torch.tensor(places)] = torch.arange(len(places))
+    if axis == 0 and indices != list(range(len(indices))):
+        order = torch.empty(len(indices), dtype=torch.int64)
+        order[torch.tensor(indices)] = torch.arange(len(indices))
         order = order.to(weight.device)
     sequence = inner.config.sequence_parallel
     return Adapter(lora, slots, targets, weight, axis=axis, order=order, sequence=sequence)

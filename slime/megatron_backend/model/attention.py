@@ -58,9 +58,9 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     """The positions of the sequences in a micro-batch, and the tokens that this rank computes. `packed_layout`
     creates it, and all layers share it.
 
-    `places` [T] int64 are the positions of the row's tokens, and `bounds` [S+1] int32 bounds sequences of `lengths`.
-    `positions` [P] int64 are the positions of this rank's tokens in their sequences. The last P - `own` rows are
-    padding, 0. `rotary` are the model's rotary embeddings, which it sets before its layers run. `cu_seqlens_q` bounds
+    `token_indices` [T] int64 are the positions of the row's tokens, and `bounds` [S+1] int32 bounds sequences of
+    `lengths`. `positions` [P] int64 are the positions of this rank's tokens in their sequences. The last P - `own` rows
+    are padding, 0. `rotary` are rotary embeddings, which the model sets before its layers run. `cu_seqlens_q` bounds
     the rank's runs of queries, and `cu_seqlens_kv` the keys that each run may see. The padded batches of `buckets`
     follow each other in one buffer of queries and one of keys. `query_slots` [n] and `key_slots` [K] int64 are the rows
     of the queries and of the keys of every run in these buffers.
@@ -75,7 +75,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
 
     own: int = 0
     lengths: tuple[int, ...] = ()
-    places: Tensor = field(kw_only=True)
+    token_indices: Tensor = field(kw_only=True)
     bounds: Tensor = field(kw_only=True)
     positions: Tensor = field(kw_only=True)
     rotary: Sequence[RotaryAngles] = ()
@@ -93,16 +93,16 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
         """Returns padded batches of whole sequences, for layers that have a state: the buffer rows [T] of the row's
         tokens, and the buckets."""
         slots, _, buckets = _buckets([TokenRun(i, 0, length) for i, length in enumerate(self.lengths)])
-        return slots.to(self.places.device), buckets
+        return slots.to(self.token_indices.device), buckets
 
 
 def packed_layout(part: TokenSlice, device: torch.device | str, context_group: Any = None) -> PackedLayout:
     """Returns the layout of a rank's part of a packed row. `context_group`: the ranks that share the row."""
     sizes = torch.tensor(part.lengths, dtype=torch.int64)
     starts = sizes.cumsum(0) - sizes
-    place = torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)
+    index = torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)
     positions = torch.zeros(part.rows, dtype=torch.int64)
-    positions[: len(part.tokens)] = place[part.tokens]
+    positions[: len(part.tokens)] = index[part.tokens]
     query_slots, key_slots, buckets = _buckets(part.runs)
     queries = [run.stop - run.start for run in part.runs]
     seen = [run.stop for run in part.runs]
@@ -114,7 +114,7 @@ def packed_layout(part: TokenSlice, device: torch.device | str, context_group: A
         max_seqlen_kv=max(seen, default=0),
         own=len(part.tokens),
         lengths=tuple(part.lengths),
-        places=place.to(device),
+        token_indices=index.to(device),
         bounds=_cumulative(list(part.lengths)).to(device),
         positions=positions.to(device),
         buckets=[b if b.mask is None else b._replace(mask=b.mask.to(device)) for b in buckets],
@@ -157,9 +157,9 @@ def _buckets(runs: Sequence[TokenRun]) -> tuple[Tensor, Tensor, list[Bucket]]:
         if masked:
             start = torch.tensor([runs[i].start for i in of_bucket]).view(-1, 1, 1, 1)
             bucket = bucket._replace(mask=start + torch.arange(few)[:, None] >= torch.arange(most))
-        for place, i in enumerate(of_bucket):
-            queries[i] = query_row + place * bucket.queries + (0 if masked else runs[i].start)
-            keys[i] = key_row + place * bucket.keys
+        for index, i in enumerate(of_bucket):
+            queries[i] = query_row + index * bucket.queries + (0 if masked else runs[i].start)
+            keys[i] = key_row + index * bucket.keys
         query_row += bucket.runs * bucket.queries
         key_row += bucket.runs * bucket.keys
         buckets.append(bucket)
@@ -234,13 +234,14 @@ def padded_attention(
     if not layout.own:  # keep the dependency on keys and values, because their backward is a collective
         return query + (key.sum() + value.sum())
     queries, keys = ([b.runs * b.queries for b in layout.buckets], [b.runs * b.keys for b in layout.buckets])
-    places = (
+    token_indices = (
         (query, layout.query_slots, queries),
         (key, layout.key_slots, keys),
         (value, layout.key_slots, keys),
     )
     buffers = [
-        x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, at, x).split(sizes) for x, at, sizes in places
+        x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, at, x).split(sizes)
+        for x, at, sizes in token_indices
     ]
     outputs = []
     for bucket, *qkv in zip(layout.buckets, *buffers, strict=True):

@@ -56,8 +56,8 @@ def bucket_mask(bucket: Bucket, window: int | None, device: torch.device) -> Ten
         return bucket.mask
     if bucket.mask is None:
         return band(bucket.keys, window, device)
-    place = bucket.mask.sum(-1, keepdim=True) - 1  # index of a query among its keys; it sees keys up to here
-    near: Tensor = torch.arange(bucket.keys, device=device) > place - window
+    index = bucket.mask.sum(-1, keepdim=True) - 1  # index of a query among its keys; it sees keys up to here
+    near: Tensor = torch.arange(bucket.keys, device=device) > index - window
     return bucket.mask & near
 
 

@@ -154,11 +154,11 @@ def convolved(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
     """Computes `silu(sum(weight[:, 0, W - 1 - i] * x[t - i] for i in range(W)))` within each sequence: x [T, C], weight
     [C, 1, W] -> [T, C]. In fp32."""
     taps = weight[:, 0].float().unbind(-1)[::-1]
-    wide, place = x.float(), layout.places[:, None]
+    wide, index = x.float(), layout.token_indices[:, None]
     total = wide * taps[0]
     for back, tap in enumerate(taps[1:], 1):
         earlier = pad(wide, (0, 0, back, 0))[: len(x)]
-        total = total + torch.where(place >= back, earlier, 0) * tap
+        total = total + torch.where(index >= back, earlier, 0) * tap
     return silu(total).to(x.dtype)
 
 

@@ -234,7 +234,7 @@ def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tens
     """
     if tokens.shape != layout.positions.shape:
         raise ValueError(
-            f"tokens must be [{layout.positions.numel()}] as the layout says, got {list(tokens.shape)}"
+            f"tokens must be [{layout.positions.numel()}] as in the layout, got {list(tokens.shape)}"
         )
     core = unwrap(model).config
     tp = core.tensor_model_parallel_size

@@ -35,7 +35,7 @@ BUFFERS = 3
 
 
 @dataclass(frozen=True)
-class Files:
+class OptimizerFiles:
     """Where the state of the host's weights is, if it is in files."""
 
     directory: str
@@ -57,7 +57,7 @@ class HostAdam(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[Group], *, fraction: float, threads: int, files: Files | None = None
+        self, groups: list[Group], *, fraction: float, threads: int, files: OptimizerFiles | None = None
     ) -> None:
         super().__init__([{**group, "params": []} for group in groups], {})
         for own, group in zip(self.param_groups, groups, strict=True):
@@ -219,7 +219,7 @@ class _HostPart:
         group: Group,
         weights: list[Tensor],
         buffer: Tensor,
-        files: Files | None,
+        files: OptimizerFiles | None,
     ) -> None:
         self._group, self._weights = group, weights
         self._grads = list(buffer[: _elements(weights)].split([weight.numel() for weight in weights]))

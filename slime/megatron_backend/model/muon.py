@@ -48,7 +48,7 @@ _SETTINGS = ("lr", "weight_decay", "betas", "eps")
 
 
 @dataclass(frozen=True)
-class Settings:
+class MuonSettings:
     """megatron-core's --muon-* settings."""
 
     momentum: float
@@ -63,7 +63,7 @@ class Settings:
     """Whether tensor-parallel ranks gather a matrix. Otherwise each rank's part is a matrix of its own."""
 
     @classmethod
-    def of(cls, core: OptimizerConfig) -> Settings:
+    def of(cls, core: OptimizerConfig) -> MuonSettings:
         """Returns the settings in megatron-core's record, whose names depend on its version."""
         nesterov, coefficients = muon_settings(core)
         return cls(
@@ -90,7 +90,7 @@ class Matrix:
     group: dist.ProcessGroup | None = None
 
 
-def orthogonalize(x: Tensor, settings: Settings) -> Tensor:
+def orthogonalize(x: Tensor, settings: MuonSettings) -> Tensor:
     """Returns U S' V^T for x = U S V^T [m, n] in float32, with S' near 1: some steps of a quintic Newton-Schulz
     iteration a X + (b A + c A A) X with A = X X^T."""
     tall = x.size(0) > x.size(1)
@@ -113,7 +113,7 @@ class Muon(torch.optim.Optimizer):
     A matrix has the state momentum_buffer; another weight has those of torch's AdamW.
     """
 
-    def __init__(self, groups: list[Group], matrices: dict[Tensor, Matrix], settings: Settings) -> None:
+    def __init__(self, groups: list[Group], matrices: dict[Tensor, Matrix], settings: MuonSettings) -> None:
         super().__init__(groups, {})
         self._matrices, self._settings = matrices, settings
         for group in self.param_groups:
@@ -152,15 +152,15 @@ class Muon(torch.optim.Optimizer):
     def _scaled(self, mean: Tensor, matrix: Matrix) -> Tensor:
         """Returns the update of a matrix. q, k and v are separate matrices."""
         if not matrix.parts:
-            return self._of_whole(mean, matrix)
+            return self._find_whole(mean, matrix)
         width = mean.size(1)
         of_groups = mean.view(-1, sum(matrix.parts), width).split(matrix.parts, dim=1)
-        made = [self._of_whole(part.reshape(-1, width), matrix) for part in of_groups]
+        made = [self._find_whole(part.reshape(-1, width), matrix) for part in of_groups]
         groups = of_groups[0].size(0)
         return torch.cat([part.reshape(groups, -1, width) for part in made], dim=1).view_as(mean)
 
-    def _of_whole(self, mean: Tensor, matrix: Matrix) -> Tensor:
-        """Orthogonalizes a matrix. With `Settings.whole`, ranks that have parts of the matrix gather it first."""
+    def _find_whole(self, mean: Tensor, matrix: Matrix) -> Tensor:
+        """Orthogonalizes a matrix. With `MuonSettings.whole`, ranks that have parts of the matrix gather it first."""
         settings, group = self._settings, matrix.group
         if not settings.whole or matrix.axis is None or group is None or group.size() == 1:
             made = orthogonalize(mean, settings)
@@ -189,7 +189,7 @@ class Muon(torch.optim.Optimizer):
                 state.pop("step", None)
 
 
-def find_matrices(parts: Sequence[HiddenGPTModel], settings: Settings) -> dict[Tensor, Matrix]:
+def find_matrices(parts: Sequence[HiddenGPTModel], settings: MuonSettings) -> dict[Tensor, Matrix]:
     """Returns the matrices of a model by the weights that the optimizer updates: the model's, or their float32
     copies."""
     found = {}

@@ -21,9 +21,9 @@ from slime.config import Config
 from slime.config.fields import spelled
 from slime.config.sections.megatron import MegatronConfig
 from slime.megatron_backend.model.gpt import HiddenGPTModel, get_parts
-from slime.megatron_backend.model.host_adam import Files, HostAdam
+from slime.megatron_backend.model.host_adam import HostAdam, OptimizerFiles
 from slime.megatron_backend.model.model_config import params_dtype
-from slime.megatron_backend.model.muon import Muon, Settings, find_matrices
+from slime.megatron_backend.model.muon import Muon, MuonSettings, find_matrices
 from slime.roles import POLICY, Role
 from slime.rules.megatron import weight_decays
 
@@ -90,18 +90,18 @@ def _move_to_host(optimizer: MegatronOptimizer, config: Config) -> None:
             )
 
 
-def _state_files(flags: MegatronConfig) -> Files | None:
+def _state_files(flags: MegatronConfig) -> OptimizerFiles | None:
     """Returns where the state of Adam is, if it is in files."""
     if not flags.stream_optimizer_state_to_disk:
         return None
     assert flags.offload_train_disk_dir is not None, "the rules require it"
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[flags.stream_optimizer_state_moment_dtype]
-    return Files(flags.offload_train_disk_dir, flags.offload_train_disk_chunk_mb * 2**20, dtype)
+    return OptimizerFiles(flags.offload_train_disk_dir, flags.offload_train_disk_chunk_mb * 2**20, dtype)
 
 
 def _use_muon(optimizer: MegatronOptimizer, parts: list[HiddenGPTModel], core: OptimizerConfig) -> None:
     """Replaces each optimizer's Adam, which has no state yet."""
-    settings = Settings.of(core)
+    settings = MuonSettings.of(core)
     matrices = find_matrices(parts, settings)
     for chained in optimizer.chained_optimizers:
         if chained.optimizer is not None:
@@ -196,7 +196,7 @@ class LrSchedule(OptimizerParamScheduler):  # type: ignore[misc]  # megatron-cor
             state_dict = state_dict | {"num_steps": round(done * self.step_samples)}
             if dist.get_rank() == 0:
                 logger.warning(
-                    "the schedule of the learning rate goes on after its optimizer step %g: steps had %g samples "
+                    "the schedule of the learning rate resumes after its optimizer step %g: steps had %g samples "
                     "and have %g now",
                     *(done, before, self.step_samples),
                 )

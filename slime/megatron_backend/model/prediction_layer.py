@@ -36,13 +36,13 @@ class PredictionLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  # megat
         embedded = embedding(input_ids=input_ids, position_ids=None).detach()
         return prediction_inputs(input_ids, embedded, hidden_states)
 
-    def _checkpointed_forward(self, *_: Any, **given: Any) -> Tensor:
+    def _checkpointed_forward(self, *_: Any, **options: Any) -> Tensor:
         """Runs the layer with recomputation. Megatron's version passes the layout as a tensor, or recomputes with only
         one --recompute-method."""
         forward = self._proj_and_transformer_layer
-        tensors = given.pop("hidden_states"), given.pop("decoder_input")
+        tensors = options.pop("hidden_states"), options.pop("decoder_input")
         output: Tensor = checkpoint(
-            partial(forward, **given), self.config.distribute_saved_activations, *tensors
+            partial(forward, **options), self.config.distribute_saved_activations, *tensors
         )
         return output
 

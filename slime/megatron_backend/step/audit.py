@@ -342,13 +342,13 @@ def rebuild_samples(data: TrainData, group_size: int) -> list[tuple[int, Sample]
     out = []
     truncated = data.get("truncated", [0] * len(data["tokens"]))
     for i, tokens in enumerate(data["tokens"]):
-        place = data["partition"][i]
+        index = data["partition"][i]
         facts = data.get(rollout_facts.COLUMN, {i: None})[i] or {}
         mask = data["loss_masks"][i].tolist()
         log_probs = data["rollout_log_probs"][i].tolist() if "rollout_log_probs" in data else None
         sample = Sample(
             index=data["sample_indices" if "sample_indices" in data else "partition"][i],
-            group_index=facts.get("group_index", place // group_size),
+            group_index=facts.get("group_index", index // group_size),
             rollout_id=data["rollout_ids"][i],
             tokens=tokens.tolist(),
             response_length=data["response_lengths"][i],
@@ -364,5 +364,5 @@ def rebuild_samples(data: TrainData, group_size: int) -> list[tuple[int, Sample]
             columns=columns.read_engine_columns(data, i),
             metadata=data["metadata"][i] if "metadata" in data else {},
         )
-        out.append((place, sample))
+        out.append((index, sample))
     return out

@@ -38,9 +38,9 @@ def hook_view(
     mine = batch.mine
     if mine is None:
         return HookView(response_lengths)
-    place = {"cp_rank": ranks.cp_rank, "cp_size": ranks.cp_size}
+    position = {"cp_rank": ranks.cp_rank, "cp_size": ranks.cp_size}
     lengths = [
-        sum(stop - start for start, stop in response_bounds(total, response, **place))
+        sum(stop - start for start, stop in response_bounds(total, response, **position))
         for total, response in zip(total_lengths, response_lengths, strict=True)
     ]
     return HookView(
@@ -148,8 +148,8 @@ def get_sum_of_sample_mean(
     """
     if isinstance(sample_denoms, bool):
         calculate_per_token_loss = sample_denoms
-    given = None if isinstance(sample_denoms, bool) else sample_denoms
-    denoms = [mask.sum() for mask in loss_masks] if given is None else given
+    own_denoms = None if isinstance(sample_denoms, bool) else sample_denoms
+    denoms = [mask.sum() for mask in loss_masks] if own_denoms is None else own_denoms
     columns = zip(total_lengths, response_lengths, loss_masks, denoms, strict=True)
     weights = torch.cat(
         [

@@ -70,7 +70,7 @@ class HeldOut:
         batches = self.batches.pack_evaluation(data)
         losses = run_forward(self.learner.model, info, batches, len(micro_batches), loss)
         self.timers.flush()
-        counts = [float(place < data.counted_micro_batches) for place in range(len(losses))]
+        counts = [float(index < data.counted_micro_batches) for index in range(len(losses))]
         weighted = [
             replace(one, sums=_times(one.sums, count)) for one, count in zip(losses, counts, strict=True)
         ]

@@ -179,7 +179,7 @@ class Learner:
             flag=self.role.save_flag,
             background=background,
             published=lambda: after_save(self.config, directory),
-            beside=self._save_peft if self.config.lora.lora_rank and self.role is POLICY else None,
+            write_more=self._save_peft if self.config.lora.lora_rank and self.role is POLICY else None,
         )
         if then is not None:
             then()

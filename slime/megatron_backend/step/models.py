@@ -37,8 +37,8 @@ class Models(dict[str, nn.Module]):
             role.name: Learner(role, config, hf_config, info, timers) for role in roles if role.trained
         }
         self.main = next(iter(self.learners.values()))
-        apart = [role for role in roles if not role.trained and not role.of_base(config)]
-        frozen = {role.name: _frozen(role, config) for role in apart}
+        separate = [role for role in roles if not role.trained and not role.of_base(config)]
+        frozen = {role.name: _frozen(role, config) for role in separate}
         of_base = {role.name: self.main.model for role in roles if role.of_base(config)}
         super().__init__({name: learner.model for name, learner in self.learners.items()} | frozen | of_base)
         self.estimate = estimate(config, hf_config)

@@ -53,7 +53,7 @@ def log_probs_and_entropy(
     return -vocab_parallel_cross_entropy(logits[:, None], targets[:, None])[:, 0], values
 
 
-def kept_columns(kept: KeptTokens, like: Tensor, start: int) -> Tensor:
+def make_keep_mask(kept: KeptTokens, like: Tensor, start: int) -> Tensor:
     """Returns bool [R, V_local]: True for the columns that sampling kept. The columns are those of the logits `like`,
     from id `start` on. A token that was not truncated keeps all columns."""
     token = torch.repeat_interleave(kept.offsets.diff())

@@ -42,17 +42,17 @@ def explained(doing: str, config: Config, estimate: Estimate, timers: Timers) ->
         raise torch.OutOfMemoryError(_text(doing, config, estimate, peaks, str(error))) from error
 
 
-def _text(doing: str, config: Config, estimate: Estimate, peaks: dict[str, float], said: str) -> str:
+def _text(doing: str, config: Config, estimate: Estimate, peaks: dict[str, float], message: str) -> str:
     by_phase = sorted(
         ((name.removeprefix("perf/").removesuffix("_peak_gib"), value) for name, value in peaks.items()),
         key=lambda pair: -pair[1],
     )
     measured = ", ".join(f"{name} {value:.2f}" for name, value in by_phase) or "none measured on this device"
     phase = _DOING.get(doing.partition(" ")[0], TRAINING)
-    found = savings(config, estimate.shape.hf, phase, missing_bytes(said))
-    flags = [f"{one.change.flag} (now {one.change.now}) gives {amount(one.gives)}" for one in found]
+    found = savings(config, estimate.shape.hf, phase, missing_bytes(message))
+    flags = [f"{one.change.flag} (now {one.change.now}) gives {amount(one.saved_bytes)}" for one in found]
     lines = [
-        f"out of device memory while {doing}: {said}",
+        f"out of device memory while {doing}: {message}",
         *_on_card(config),
         f"this rank keeps, by its shapes: {', '.join(_accounts(estimate)) or 'nothing'}",
         f"peaks so far, GiB: {measured}; the estimate of a step was {estimate.peak / GIB:.2f}",
@@ -61,9 +61,9 @@ def _text(doing: str, config: Config, estimate: Estimate, peaks: dict[str, float
     return "\n".join(lines)
 
 
-def missing_bytes(said: str) -> float:
+def missing_bytes(message: str) -> float:
     """Returns the bytes that an error could not allocate, at least _USUAL."""
-    tried = re.search(r"allocate ([\d.]+) ([KMGTE]?i?B)", said)
+    tried = re.search(r"allocate ([\d.]+) ([KMGTE]?i?B)", message)
     asked = float(tried[1]) * _UNITS.get(tried[2], 1) if tried else 0.0
     return max(_USUAL, min(asked, 1024 * GIB))
 

@@ -54,7 +54,7 @@ class Outputs:
         self._background = BackgroundSaves(minutes) if config.checkpoint.async_save else None
         flags = config.weight_update
         assert flags.weight_dir is not None
-        place = TrainerSettings(
+        settings = TrainerSettings(
             *(Path(flags.weight_dir), flags.update_weight_buffer_size, device, timeout_s),
             keep_files=flags.update_weight_disk_keep_files,
             stem=self._stem(),
@@ -62,7 +62,7 @@ class Outputs:
         compare = flags.check_weight_update_equal
         if models.main.role is POLICY:
             self._publisher = Publisher.of(
-                *(flags.update_weight_transport, place, self._export()),
+                *(flags.update_weight_transport, settings, self._export()),
                 compare=compare,
                 weights=self._weights(),
                 snapshot=self._snapshot(),

@@ -72,7 +72,7 @@ class Residence:
             pieces = list(_pieces(of_part, device, seen))
             if part in parts:
                 self._pieces[part] = pieces
-        self._places = {
+        self._owners = {
             piece.storage._cdata: (part, piece) for part, pieces in self._pieces.items() for piece in pieces
         }
 
@@ -124,12 +124,12 @@ class Residence:
                 for piece in self._pieces[part]:
                     if piece.storage.nbytes() == 0:
                         piece.storage.resize_(piece.nbytes)
-                    room = piece.on_device(self._device)
+                    target = piece.on_device(self._device)
                     if part == "gradients":
-                        room.zero_()
+                        target.zero_()
                         continue
                     # Later work on the stream sees the copy complete. The host copy does not change until `release`.
-                    room.copy_(
+                    target.copy_(
                         self._host[part][piece.offset : piece.offset + piece.nbytes], non_blocking=True
                     )
                 if part != "gradients":
@@ -141,7 +141,7 @@ class Residence:
         them."""
         if not self._away:
             return parameter.data
-        part, piece = self._places.get(parameter.untyped_storage()._cdata, (None, None))
+        part, piece = self._owners.get(parameter.untyped_storage()._cdata, (None, None))
         if piece is None or part not in self._away:
             return parameter.data
         start = piece.offset // parameter.element_size() + parameter.storage_offset()

@@ -32,15 +32,15 @@ class Routing:
     routers choose.
 
     The pass fills these dicts, whose keys are layer numbers from 0. `chosen`: the router's own choice for each layer of
-    this stage, int16 [n, K], if `records`. `given`: number of tokens whose experts were replayed. `differing`: number
-    of replayed tokens for which the router would have chosen other experts.
+    this stage, int16 [n, K], if `records`. `compared`: number of tokens whose experts were replayed. `differing`:
+    number of replayed tokens for which the router would have chosen other experts.
     """
 
     def __init__(self, ids: Tensor | None = None, *, records: bool = False) -> None:
         self.ids, self.records = ids, records
         self.chosen: dict[int, Tensor] = {}
         self.differing: dict[int, Tensor] = {}
-        self.given: dict[int, Tensor] = {}
+        self.compared: dict[int, Tensor] = {}
 
     def get_layer(self, number: int) -> LayerRouting:
         """Returns the routing of a layer. `number` counts from 0 over the whole model."""
@@ -75,13 +75,13 @@ class LayerRouting:
         if len(routing.ids) != len(scores):
             raise ValueError(f"routed experts must have {len(scores)} rows, got {len(routing.ids)}")
         theirs = routing.ids[:, layer].long()
-        given = theirs[:, :1] != OPEN
-        ids = torch.where(given, theirs, mine)
+        compared = theirs[:, :1] != OPEN
+        ids = torch.where(compared, theirs, mine)
         order = scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
         ids = ids.gather(1, order)
         # Kept per layer and not added up, because a recomputed layer reports the same numbers again.
         other = (ids.sort(1).values != mine.sort(1).values).any(1)
-        routing.differing[layer], routing.given[layer] = other.sum(), given.sum()
+        routing.differing[layer], routing.compared[layer] = other.sum(), compared.sum()
         return scores.gather(1, ids), ids
 
 
@@ -106,7 +106,7 @@ class Replay:
             batch.routing = Routing(records=True)
             self._recorded[tuple(batch.samples)] = batch.routing.chosen  # filled while the layers run
         if training and batch.routing is not None:
-            self._step.append((batch.routing.differing, batch.routing.given))  # without the rows
+            self._step.append((batch.routing.differing, batch.routing.compared))  # without the rows
 
     def forget(self) -> None:
         """Drops the record after the last step of a rollout, because the next rollout has other micro-batches."""
@@ -118,12 +118,12 @@ class Replay:
         if not (self.from_engine or self.from_trainer):
             return {}
         counts = torch.zeros(2, dtype=torch.float64, device=self._info.device)
-        if layers := [(differing[i], given[i]) for differing, given in self._step for i in given]:
+        if layers := [(differing[i], compared[i]) for differing, compared in self._step for i in compared]:
             counts += torch.stack([torch.stack(of_layers) for of_layers in zip(*layers, strict=True)]).sum(1)
         self._step.clear()
         dist.all_reduce(counts)
-        differing, given = counts.tolist()
-        return {EXPERTS_DIFFER: differing / max(given, 1.0)}
+        differing, compared = counts.tolist()
+        return {EXPERTS_DIFFER: differing / max(compared, 1.0)}
 
     def _own_rows(self, ids: Tensor) -> Tensor:
         """Returns this rank's rows. With sequence parallelism, each tensor-parallel rank has one run of the packed

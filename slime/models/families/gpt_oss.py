@@ -99,9 +99,9 @@ class OneByOne:
             return weight.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if fused else weight
         return GptOssExpert(self.files.get(stacked), expert, fused)
 
-    def place(self, name: str) -> str:
+    def find_file(self, name: str) -> str:
         stacked = _ONE.sub(r"\1.\3", name)
-        return self.files.place(stacked if stacked in self.files.names() else stacked + "_blocks")
+        return self.files.find_file(stacked if stacked in self.files.names() else stacked + "_blocks")
 
 
 @dataclass(frozen=True)

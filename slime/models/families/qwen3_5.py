@@ -92,8 +92,8 @@ class TextTensors:
         stored = self._tensors.get(source)
         return stored if expert < 0 else Qwen35Expert(stored, expert, part)
 
-    def place(self, name: str) -> str:
-        return self._tensors.place(self._source[name][0])
+    def find_file(self, name: str) -> str:
+        return self._tensors.find_file(self._source[name][0])
 
 
 @dataclass(frozen=True)

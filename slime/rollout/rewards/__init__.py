@@ -41,7 +41,7 @@ from slime.rollout.rewards.text import extract_answer, without_special_text
 from slime.rollout.rewards.ungraded import random_reward, zero_reward
 from slime.rollout.rewards.unit_tests import code_reward
 from slime.types import Metadata, Reward, Sample
-from slime.user_code import calling, is_cancelled, place, remedy, slow_is_logged
+from slime.user_code import calling, find_location, is_cancelled, remedy, slow_is_logged
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ def _naming(sample: Sample, name: object, of: str = "") -> Iterator[None]:
             raise
         kind = WrongReward if isinstance(error, ValueError) else FailedReward
         where = f"{of}sample {sample.index} of group {sample.group_index}"
-        seen = [f"at {found}"] if (found := place(error)) else []
+        seen = [f"at {found}"] if (found := find_location(error)) else []
         if not of:
             seen += [f"label {sample.label!r:.200}", f"response {_shortened(sample.response)}"]
         shown = f" ({', '.join(seen)})" if seen else ""

@@ -27,15 +27,15 @@ def f1_score(prediction: str | None, ground_truth: object) -> tuple[float, float
     """
     if prediction is None:
         return 0.0, 0.0, 0.0
-    said, gold = normalize_answer(prediction), normalize_answer(str(ground_truth))
-    if said != gold and _ALL_OR_NOTHING & {said, gold}:
+    answer, gold = normalize_answer(prediction), normalize_answer(str(ground_truth))
+    if answer != gold and _ALL_OR_NOTHING & {answer, gold}:
         return 0.0, 0.0, 0.0
-    said_words, gold_words = said.split(), gold.split()
-    common = sum((Counter(said_words) & Counter(gold_words)).values())
+    answer_words, gold_words = answer.split(), gold.split()
+    common = sum((Counter(answer_words) & Counter(gold_words)).values())
     if common == 0:
         return 0.0, 0.0, 0.0
-    precision, recall = common / len(said_words), common / len(gold_words)
-    return 2 * common / (len(said_words) + len(gold_words)), precision, recall
+    precision, recall = common / len(answer_words), common / len(gold_words)
+    return 2 * common / (len(answer_words) + len(gold_words)), precision, recall
 
 
 def check_label(label: object, metadata: Metadata) -> None:

@@ -103,8 +103,8 @@ def chosen_letter(response: str | None, valid_letters: Collection[str]) -> str |
     found: dict[str, tuple[int, str]] = {}
     alone = {match.start(1) for match in _ALONE.finditer(text)}
     letters = [match for match in _LETTER.finditer(text) if match[1].upper() in valid_letters]
-    given = (match for match in reversed(letters) if _may_be_given(match, text))
-    for match in itertools.islice(given, _MOST_LETTERS):
+    stated = (match for match in reversed(letters) if _may_be_answer(match, text))
+    for match in itertools.islice(stated, _MOST_LETTERS):
         kind = _kind(match, text, match.start() in alone)
         if kind and kind not in found:
             found[kind] = match.end(), match[1].upper()
@@ -112,13 +112,13 @@ def chosen_letter(response: str | None, valid_letters: Collection[str]) -> str |
             break
     for kind in ("stated", "line", "mentioned"):
         if kind in found:
-            place, letter = found[kind]
-            other = _SECOND.match(text, place) if kind == "stated" else None
+            index, letter = found[kind]
+            other = _SECOND.match(text, index) if kind == "stated" else None
             return None if other and other[1] in valid_letters and other[1] != letter else letter
     return None
 
 
-def _may_be_given(match: re.Match[str], text: str) -> bool:
+def _may_be_answer(match: re.Match[str], text: str) -> bool:
     """Returns True if the text after the letter allows that the letter is an answer and not a word."""
     after = text[match.end() : match.end() + 80]
     if _TAKEN_BACK.match(after):
@@ -161,9 +161,9 @@ def _options(metadata: Metadata) -> dict[str, str]:
 
 def _correct_letter(label: object, metadata: Metadata, options: dict[str, str]) -> str | None:
     """Returns `correct_letter`, or the choice that the label names by letter, index or text, or None."""
-    given = metadata.get("correct_letter")
-    if isinstance(given, str) and given.strip().upper() in options:
-        return given.strip().upper()
+    stated = metadata.get("correct_letter")
+    if isinstance(stated, str) and stated.strip().upper() in options:
+        return stated.strip().upper()
     if isinstance(label, int | float) and not isinstance(label, bool) and label in range(len(options)):
         return list(options)[int(label)]
     text = str(label if label is not None else metadata.get("correct_answer", ""))
@@ -193,19 +193,23 @@ def compute_gpqa_reward(response: str | None, label: object, metadata: Metadata 
             f"label must name the right choice (a letter, its index, or its text), got {label!r}; "
             "check --label-key, or set correct_letter in the metadata"
         )
-    said = f" {_words(after_thinking(response or ''))} "
+    answer_text = f" {_words(after_thinking(response or ''))} "
     wrong = [_words(choice) for choice in options.values() if choice and _words(choice) != right]
-    return float(bool(right) and f" {right} " in said and not any(f" {choice} " in said for choice in wrong))
+    return float(
+        bool(right)
+        and f" {right} " in answer_text
+        and not any(f" {choice} " in answer_text for choice in wrong)
+    )
 
 
 def check_label(label: object, metadata: Metadata) -> None:
     """ValueError unless the label or the metadata gives the right choice."""
     options = _options(metadata)
-    given = label if label is not None else metadata.get("correct_answer")
+    stated = label if label is not None else metadata.get("correct_answer")
     known = metadata.get("choices") or metadata.get("valid_letters")
     named = isinstance(metadata.get("correct_letter"), str)
-    typed = isinstance(given, str | int | float) and not isinstance(given, bool) and given == given
-    usable = typed and _words(given)
+    typed = isinstance(stated, str | int | float) and not isinstance(stated, bool) and stated == stated
+    usable = typed and _words(stated)
     if (_correct_letter(label, metadata, options) is None and (known or not usable)) or not (typed or named):
         raise ValueError(
             f"label must name the right choice (a letter, its index, or its text), got {label!r:.80} for "

@@ -66,5 +66,5 @@ def _instructions(metadata: Metadata, known: Container[str]) -> tuple[list[str],
             f"kwargs of --rm-type ifbench must have an object per instruction, got {arguments!r:.80} for {len(ids)}; "
             "correct the prompt file"
         )
-    given = [dict(entry or {}) for entry in arguments] or [{} for _ in ids]
-    return list(ids), given
+    stated = [dict(entry or {}) for entry in arguments] or [{} for _ in ids]
+    return list(ids), stated

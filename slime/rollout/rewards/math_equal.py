@@ -181,9 +181,9 @@ def _outer(text: str) -> str:
     if text[:1] not in _OPENING or text[-1:] not in _CLOSING or len(text) < 2:
         return ""
     depth = 0
-    for place, character in enumerate(text):
+    for position, character in enumerate(text):
         depth += (character in _OPENING) - (character in _CLOSING)
-        if depth == 0 and place < len(text) - 1:
+        if depth == 0 and position < len(text) - 1:
             return ""
     return text[0] + text[-1]
 
@@ -191,16 +191,16 @@ def _outer(text: str) -> str:
 def split(text: str, separator: re.Pattern[str]) -> list[str]:
     """Splits `text` at the separators outside brackets and commands. The result includes the separators."""
     parts, depth, start = [], 0, 0
-    places = {match.start(): match for match in separator.finditer(text)}
-    place = 0
-    while place < len(text):
-        depth += (text[place] in _OPENING) - (text[place] in _CLOSING)
-        match = places.get(place)
+    positions = {match.start(): match for match in separator.finditer(text)}
+    position = 0
+    while position < len(text):
+        depth += (text[position] in _OPENING) - (text[position] in _CLOSING)
+        match = positions.get(position)
         if match is not None and depth == 0:
-            parts += [text[start:place].strip(), match[0].strip()]
-            start = place = match.end()
+            parts += [text[start:position].strip(), match[0].strip()]
+            start = position = match.end()
         else:
-            place += 1
+            position += 1
     return [*parts, text[start:].strip()]
 
 

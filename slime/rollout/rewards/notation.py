@@ -163,16 +163,16 @@ def tidy(text: str) -> str:
 
 def _without_math_mode(text: str) -> str:
     """Replaces each pair of `$`, `$$`, `\\(` and `\\)`, or `\\[` and `\\]` by spaces."""
-    parts, kept, place = [], 0, 0
+    parts, kept, position = [], 0, 0
     absent: set[str] = set()  # marks without a further closing mark
-    while (opening := _MATH_MODE.search(text, place)) is not None:
-        place = opening.start() + 1
+    while (opening := _MATH_MODE.search(text, position)) is not None:
+        position = opening.start() + 1
         for mark in ("$$", "$") if opening[0] == "$$" else (opening[0],):
             start = opening.start() + len(mark)
             end = -1 if mark in absent else text.find(_MATH_MODE_ENDS[mark], start)
             if end >= 0:
                 parts += [text[kept : opening.start()], " ", text[start:end], " "]
-                kept = place = end + len(mark)
+                kept = position = end + len(mark)
                 break
             absent.add(mark)
     return "".join([*parts, text[kept:]])
@@ -245,39 +245,39 @@ def _rooted(match: re.Match[str]) -> str:
 
 def _fractions(text: str) -> str:
     """Rewrites `\\frac12`, `\\frac1{2}` and `\\dfrac{1}{2}` as `\\frac{1}{2}`."""
-    closes, parts, place = _closings(text), [], 0
+    closes, parts, position = _closings(text), [], 0
     inside: list[tuple[int, int, int]] = []  # per open argument: end, closing brace, following arguments
     while True:
         end, brace, left = inside[-1] if inside else (len(text), len(text), 0)
-        match = _FRACTION.search(text, place, end)
+        match = _FRACTION.search(text, position, end)
         if match is not None:
-            parts += [text[place : match.start()], "\\frac"]
-            place, left = match.end(), 2
+            parts += [text[position : match.start()], "\\frac"]
+            position, left = match.end(), 2
         else:
-            parts.append(text[place:end])
+            parts.append(text[position:end])
             if not inside:
                 return "".join(parts)
             inside.pop()
             parts.append("}")
-            place, end = brace + 1, inside[-1][0] if inside else len(text)
+            position, end = brace + 1, inside[-1][0] if inside else len(text)
         while left:
             left -= 1
-            place = _after_spaces(text, place, end)
+            position = _after_spaces(text, position, end)
             parts.append("{")
-            if text.startswith("{", place, end):
-                close = min(closes[place], end)
-                place = _after_spaces(text, place + 1, close)
-                inside.append((_before_spaces(text, place, close), close, left))
+            if text.startswith("{", position, end):
+                close = min(closes[position], end)
+                position = _after_spaces(text, position + 1, close)
+                inside.append((_before_spaces(text, position, close), close, left))
                 break
-            command = _COMMAND.match(text, place, end)
-            parts += [command[0] if command else text[place : min(place + 1, end)], "}"]
-            place = command.end() if command else place + 1
+            command = _COMMAND.match(text, position, end)
+            parts += [command[0] if command else text[position : min(position + 1, end)], "}"]
+            position = command.end() if command else position + 1
 
 
-def _after_spaces(text: str, place: int, end: int) -> int:
-    while place < end and text[place] == " ":
-        place += 1
-    return place
+def _after_spaces(text: str, position: int, end: int) -> int:
+    while position < end and text[position] == " ":
+        position += 1
+    return position
 
 
 def _before_spaces(text: str, start: int, end: int) -> int:
@@ -295,14 +295,14 @@ def _closings(text: str) -> dict[int, int]:
     }
     opened: list[int] = []
     for match in _BRACE.finditer(text):
-        place = match.start()
+        position = match.start()
         if match[0] == "{":
-            opened.append(place)
-        elif place not in escaped:
+            opened.append(position)
+        elif position not in escaped:
             while opened and opened[-1] in escaped:
-                closes[opened.pop()] = place
+                closes[opened.pop()] = position
             if opened:
-                closes[opened.pop()] = place
+                closes[opened.pop()] = position
     return closes | dict.fromkeys(opened, len(text))
 
 

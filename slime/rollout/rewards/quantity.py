@@ -298,7 +298,7 @@ def parse_unit(text: str) -> tuple[tuple[str, ...], Fraction, bool] | None:
         name = {"C": "temperature", "F": "fahrenheit"}.get(text.strip().rstrip("}")[-1], "angle")
         return (f"{name}^1",), Fraction(1), True
     in_text = "\\text{" in text or "/" in text
-    apart = in_text or text != text.lstrip()
+    separated = in_text or text != text.lstrip()
     text = text.strip()
     plain = (
         re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
@@ -328,7 +328,7 @@ def parse_unit(text: str) -> tuple[tuple[str, ...], Fraction, bool] | None:
             powers[entry[0]] = powers.get(entry[0], 0) + step
             size, twice = size * entry[1] ** step, 1
         elif (
-            not apart
+            not separated
             or (len(name) < 3 and not in_text and name.lower() not in _ALLOWED)
             or (
                 (name.lower() in _NO_UNIT and name.lower() not in _ALLOWED)
@@ -356,9 +356,9 @@ def decimal_text(value: Fraction) -> str | None:
     """Returns the shortest decimal text of a value, such as "-0.5"; None for an infinite or very long decimal."""
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > 4000:
         return None
-    places = next((n for n in range(1200) if (value * 10**n).denominator == 1), None)
-    if places is None:
+    decimals = next((n for n in range(1200) if (value * 10**n).denominator == 1), None)
+    if decimals is None:
         return None
-    digits = str(abs(int(value * 10**places))).rjust(places + 1, "0")
-    text = f"{digits[:-places]}.{digits[-places:]}" if places else digits
+    digits = str(abs(int(value * 10**decimals))).rjust(decimals + 1, "0")
+    text = f"{digits[:-decimals]}.{digits[-decimals:]}" if decimals else digits
     return "-" + text if value < 0 else text

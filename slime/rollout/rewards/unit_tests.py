@@ -70,10 +70,10 @@ async def code_reward(c: Config, sample: Sample) -> float:
 
 
 async def _outputs(sandbox: LocalSandbox, program: str, pairs: Pairs) -> bool:
-    for given, expected in pairs:
+    for inputs, expected in pairs:
         # The file is written again for every input, because the program may have changed it.
         await sandbox.write_file(PROGRAM, program)
-        result = await sandbox.exec(f"{_PYTHON} {PROGRAM}", stdin=given, timeout=TIME_S)
+        result = await sandbox.exec(f"{_PYTHON} {PROGRAM}", stdin=inputs, timeout=TIME_S)
         if result.exit_code or not _same(result.stdout, expected):
             return False
     return True

@@ -26,10 +26,10 @@ def figures(cut: Sequence[StreamGroup], rollout_id: int, allowed: int, *, masks:
     """
     oldest: list[int] = []
     of_trained, unknown = [np.zeros(0, np.int64)], 0
-    for drawn in cut:
-        for sample in drawn.group:
+    for group in cut:
+        for sample in group.group:
             known = [version for version in sample.weight_versions if isinstance(version, int)]
-            oldest.append(max(0, rollout_id - min(known, default=drawn.version)))
+            oldest.append(max(0, rollout_id - min(known, default=group.version)))
             versions = np.asarray(token_versions(sample) or [UNKNOWN_VERSION] * sample.response_length, int)
             is_unknown = versions == UNKNOWN_VERSION
             ages = np.where(is_unknown, oldest[-1], np.maximum(rollout_id - versions, 0))

@@ -11,7 +11,7 @@ from slime.types import Sample, SampleGroup
 class StreamGroup:
     """One group in the stream."""
 
-    given: SampleGroup
+    original: SampleGroup
     """The group as the data source returned it."""
     version: int
     """The version of the engines' weights when the group was drawn. No token of the group is older."""

@@ -38,7 +38,7 @@ from slime.rollout.request_abort import abort_calls
 from slime.rollout.state import GenerateState, rollout_sampling_params
 from slime.rollout.stream import ages
 from slime.rollout.stream.groups import StreamGroup, get_index, get_number, restarted
-from slime.tracking.concerns import dropped_groups, kept_group
+from slime.tracking.concerns import dropped_groups, end_dropped_groups
 from slime.types import Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -129,11 +129,11 @@ class Stream:
         wanted = self.target * self.group_size
         self.expire()
         while not self.is_full():
-            while (room := self.room()) > 0:
-                self.draw(room)
+            while (missing := self.count_missing()) > 0:
+                self.draw(missing)
             await self.state.changed(self.running)
             done = [task for task in self.running if task.done()]
-            for task in sorted(done, key=lambda task: get_index(self.running[task].given)):
+            for task in sorted(done, key=lambda task: get_index(self.running[task].original)):
                 self.take(self.running.pop(task), task.result())
             self.state.progress = (min(len(self.ready), self.target) * self.group_size, wanted)
 
@@ -152,31 +152,32 @@ class Stream:
         """
         oldest = self.rollout_id + batches - self.flags.max_staleness
         chosen = self.chosen()
-        late = [drawn for drawn in self.running.values() if drawn.version <= oldest]
-        left = [drawn for drawn in self.ready if drawn.version <= oldest and drawn not in chosen]
-        younger = any(drawn.version > oldest for drawn in chosen)
+        late = [entry for entry in self.running.values() if entry.version <= oldest]
+        left = [entry for entry in self.ready if entry.version <= oldest and entry not in chosen]
+        younger = any(entry.version > oldest for entry in chosen)
         return bool(late) and younger and len(late) + len(left) > batches * self.target
 
     def chosen(self) -> list[StreamGroup]:
         """Returns the ready groups for the batch, sorted by the age of their weights and then by their finish."""
-        order = sorted(self.ready, key=lambda drawn: drawn.version) if self.runs_ahead else self.ready
+        order = sorted(self.ready, key=lambda entry: entry.version) if self.runs_ahead else self.ready
         return order[: self.target]
 
-    def room(self) -> int:
+    def count_missing(self) -> int:
         """Returns the number of groups to draw, for this batch and for later batches that the loop has requested."""
         batches = max(self.state.allowed, self.rollout_id) - self.rollout_id + 1 if self.runs_ahead else 1
         return batches * self.target - len(self.ready) - len(self.running)
 
-    def draw(self, room: int) -> None:
+    def draw(self, missing: int) -> None:
         """Starts generation of the next --over-sampling-batch-size groups of the data source. With rollouts ahead and
-        without over-sampling, it starts `room` groups. Further groups would be too old before a batch can take them."""
+        without over-sampling, it starts `missing` groups. Further groups would be too old before a batch can take
+        them."""
         wanted = self.flags.over_sampling_batch_size or self.target
         if self.runs_ahead and wanted <= self.target:
-            wanted = room
+            wanted = missing
         groups = self.data_source.get_samples(wanted)
         if not groups:
             raise ValueError(
-                "--data-source-path must return groups from get_samples, got none; it has run dry"
+                "--data-source-path must return groups from get_samples, got none; return groups until the run ends"
             )
         version = self.rollout_id if self.state.version is None else self.state.version
         for group in groups:
@@ -215,47 +216,47 @@ class Stream:
         """Drops the groups that are too old for this batch, with --stale-samples drop."""
         if not self.runs_ahead or self.flags.stale_samples != "drop":
             return
-        for drawn in [drawn for drawn in self.ready if self.is_expired(drawn)]:
-            self.ready.remove(drawn)
-            self.drop("stale", drawn.given)
-        for task in [task for task, drawn in self.running.items() if self.is_expired(drawn)]:
-            given = self.running.pop(task).given
-            self.state.forget(given)
+        for entry in [entry for entry in self.ready if self.is_expired(entry)]:
+            self.ready.remove(entry)
+            self.drop("stale", entry.original)
+        for task in [task for task, entry in self.running.items() if self.is_expired(entry)]:
+            original = self.running.pop(task).original
+            self.state.forget(original)
             task.cancel()
-            self.drop("stale", given)
+            self.drop("stale", original)
 
-    def is_expired(self, drawn: StreamGroup) -> bool:
-        return drawn.age(self.rollout_id) > self.flags.max_staleness
+    def is_expired(self, entry: StreamGroup) -> bool:
+        return entry.age(self.rollout_id) > self.flags.max_staleness
 
-    def take(self, drawn: StreamGroup, group: SampleGroup) -> None:
+    def take(self, entry: StreamGroup, group: SampleGroup) -> None:
         """Keeps or drops a finished group, or adds it to the surplus."""
-        drawn.group = group
+        entry.group = group
         if any(s.status is Sample.Status.ABORTED for s in group):
-            self.give_up(drawn.given, group)
+            self.give_up(entry.original, group)
             return
-        self.state.forget(drawn.given)
+        self.state.forget(entry.original)
         self.late = 0
         self.finished.append(group)
         if len(self.ready) == self.target and not self.runs_ahead:
-            self.surplus.append(self.resumable(drawn.given, group))
+            self.surplus.append(self.resumable(entry.original, group))
             return
         output = call_dynamic_filter(self.filter, self.context.hook_args, group)
         left = len(self.ready) + len(self.running) + 1
         if should_drop_dynamic_filter_output(output, left, self.target):
-            self.drop(output.reason or "filtered", drawn.given)
+            self.drop(output.reason or "filtered", entry.original)
             return
-        self.ready.append(drawn)
-        self.state.events.add("kept", groups=[get_number(drawn.given)])
-        if (concern := kept_group(self.rollout_id, self.barren, self.target)) is not None:
+        self.ready.append(entry)
+        self.state.events.add("kept", groups=[get_number(entry.original)])
+        if (concern := end_dropped_groups(self.rollout_id, self.barren, self.target)) is not None:
             concern.record(self.state.events)
         self.barren = 0
 
-    def give_up(self, given: SampleGroup, group: SampleGroup) -> None:
+    def give_up(self, original: SampleGroup, group: SampleGroup) -> None:
         """Drops a group that was ended by its deadline or by an abort from outside before the batch was full.
 
         A late group does not return to the buffer, because every rollout would draw it first and end it late again.
         """
-        reasons = self.state.forget(given)
+        reasons = self.state.forget(original)
         self.late += bool(reasons)
         if reasons and self.late >= max(self.target, MIN_LATE_GROUPS):
             raise TimeoutError(
@@ -263,10 +264,10 @@ class Stream:
                 f"{self.late} groups in a row that passed it; last: {reasons[-1]}"
             )
         if self.flags.partial_rollout and not reasons:
-            self.put_back([self.resumable(given, group)])
+            self.put_back([self.resumable(original, group)])
             self.count("aborted")
         else:
-            self.drop("deadline" if reasons else "aborted", given)
+            self.drop("deadline" if reasons else "aborted", original)
 
     def drop(self, reason: str, group: SampleGroup) -> None:
         self.state.events.add("dropped", groups=[get_number(group)], reason=reason)
@@ -295,8 +296,8 @@ class Stream:
         cut = self.cut()
         if self.age_limit:
             metrics |= self.staleness(cut)
-        groups = [drawn.group for drawn in cut]
-        numbers = [get_number(drawn.given) for drawn in cut]
+        groups = [entry.group for entry in cut]
+        numbers = [get_number(entry.original) for entry in cut]
         over_limit = int(metrics.get("rollout/staleness/over_limit", 0))
         self.state.events.add("batch", rollout=self.rollout_id, groups=numbers, over_limit=over_limit)
         if observe := getattr(self.data_source, "observe", None):  # a plug-in's data source may lack it
@@ -311,8 +312,8 @@ class Stream:
     def cut(self) -> list[StreamGroup]:
         """Removes the batch from the ready groups and returns it, sorted by index."""
         cut = self.chosen()
-        self.ready = [drawn for drawn in self.ready if drawn not in cut]
-        return sorted(cut, key=lambda drawn: get_index(drawn.group))
+        self.ready = [entry for entry in self.ready if entry not in cut]
+        return sorted(cut, key=lambda entry: get_index(entry.group))
 
     def staleness(self, cut: list[StreamGroup]) -> dict[str, float]:
         """Returns the age metrics of the batch in weight updates. Tokens older than `age_limit` are counted, and with
@@ -338,8 +339,8 @@ class Stream:
 
     def outstanding(self) -> list[SampleGroup]:
         """Implements the function `outstanding` of this module."""
-        drawn = sorted([*self.ready, *self.running.values()], key=lambda drawn: get_index(drawn.given))
-        return [[restarted(sample) for sample in one.given] for one in drawn]
+        entry = sorted([*self.ready, *self.running.values()], key=lambda entry: get_index(entry.original))
+        return [[restarted(sample) for sample in one.original] for one in entry]
 
     async def end_pending(self) -> list[SampleGroup]:
         """Aborts every request until all groups have returned. After --rollout-deadline-s, cancels the other groups.
@@ -353,25 +354,25 @@ class Stream:
             if self.state.engine is not None:
                 await self.state.engine.abort_all()
             done, _ = await asyncio.wait(self.running, timeout=_ABORT_EVERY_S)
-            for task in sorted(done, key=lambda task: get_index(self.running[task].given)):
-                given, group = self.running.pop(task).given, task.result()
-                self.state.forget(given)
+            for task in sorted(done, key=lambda task: get_index(self.running[task].original)):
+                original, group = self.running.pop(task).original, task.result()
+                self.state.forget(original)
                 if not any(s.status is Sample.Status.ABORTED for s in group):
                     self.finished.append(group)
-                ended.append(self.resumable(given, group))
+                ended.append(self.resumable(original, group))
         if self.running:
             logger.warning(
                 "%d groups did not end within --rollout-deadline-s and are cancelled", len(self.running)
             )
-            ended += [self.resumable(drawn.given, drawn.given) for drawn in self.running.values()]
+            ended += [self.resumable(entry.original, entry.original) for entry in self.running.values()]
             await self.cancel()
         return ended
 
     async def cancel(self) -> None:
         """Cancels the running groups and waits until they have ended. Their results and errors are ignored."""
         tasks = list(self.running)
-        for drawn in self.running.values():
-            self.state.forget(drawn.given)
+        for entry in self.running.values():
+            self.state.forget(entry.original)
         self.running.clear()
         for task in tasks:
             task.cancel()
@@ -381,10 +382,10 @@ class Stream:
             if task.done() and not task.cancelled():
                 task.exception()  # marks the error as seen; the rollout raises its first error
 
-    def resumable(self, given: SampleGroup, group: SampleGroup) -> SampleGroup:
+    def resumable(self, original: SampleGroup, group: SampleGroup) -> SampleGroup:
         """Returns the group that a later rollout can continue: the group, or its prompts if samples fanned out."""
-        if len(group) != len(given):
-            return [restarted(s) for s in given]
+        if len(group) != len(original):
+            return [restarted(s) for s in original]
         return group
 
     def put_back(self, groups: list[SampleGroup]) -> None:

@@ -56,18 +56,18 @@ class _Teacher:
         if [token for _, token in rows] != wanted:
             raise ValueError(
                 f"the teacher must score the {len(wanted)} tokens of the response, got {len(rows)} other ones from "
-                f"{self.url}; its server has to know the policy's token ids"
+                f"{self.url}; its server must use the policy's token ids"
             )
         if not top_k:
             return ScoreResult(_floats(rows))
-        top = [place[:top_k] for place in top[-len(wanted) :]]
-        if {len(place) for place in top} != {top_k}:
+        top = [position[:top_k] for position in top[-len(wanted) :]]
+        if {len(position) for position in top} != {top_k}:
             raise ValueError(
-                f"the teacher must give its {top_k} most probable tokens (--opd-top-k) at each place, got "
+                f"the teacher must give its {top_k} most probable tokens (--opd-top-k) at each position, got "
                 f"{min(map(len, top), default=0)} from {self.url}; vLLM takes --max-logprobs {top_k}"
             )
-        ids = np.array([[token for _, token in place] for place in top], np.int32)
-        return ScoreResult(_floats(rows), (ids, np.stack([_floats(place) for place in top])))
+        ids = np.array([[token for _, token in position] for position in top], np.int32)
+        return ScoreResult(_floats(rows), (ids, np.stack([_floats(position) for position in top])))
 
 
 class SglangTeacher(_Teacher):
@@ -87,7 +87,9 @@ class SglangTeacher(_Teacher):
         }
         meta = (await self._post(body, deadline_s))["meta_info"]
         rows = [(row[0], row[1]) for row in meta["input_token_logprobs"]]
-        top = [[(row[0], row[1]) for row in place or ()] for place in meta.get("input_top_logprobs") or ()]
+        top = [
+            [(row[0], row[1]) for row in position or ()] for position in meta.get("input_top_logprobs") or ()
+        ]
         return self._result(rows, top, token_ids[start:], top_k)
 
 

@@ -37,19 +37,19 @@ def closing(
         text = f"{name} {scores[best]:.4g} after {best} rollouts"
         if best != (last := max(scores)):
             text += f" (after {last}: {scores[last]:.4g})"
-        if (kept := _kept(c, best)) is not None and best - 1 != saved:
+        if (kept := _find_checkpoint(c, best)) is not None and best - 1 != saved:
             text += f"; its weights: {kept}"
         yield "best evaluation", text
     if c.debug.debug_rollout_only:
         yield "next", shlex.join(["vime", "ui", c.logging.run_dir])
         return
-    places = []
+    locations = []
     if saved is not None and c.checkpoint.save is not None:
-        places.append(str(iteration_path(Path(c.checkpoint.save), saved)))
+        locations.append(str(iteration_path(Path(c.checkpoint.save), saved)))
         if c.checkpoint.save_hf is not None:
-            places.append(c.checkpoint.save_hf.format(rollout_id=saved))
+            locations.append(c.checkpoint.save_hf.format(rollout_id=saved))
     missing = "not saved; --save DIR saves them" if c.checkpoint.save is None else "this run saved none"
-    yield "weights", " and ".join(places) or missing
+    yield "weights", " and ".join(locations) or missing
     exported = saved is not None and c.checkpoint.save is not None and c.checkpoint.save_hf is None
     if exported and c.checkpoint.save is not None:
         save = c.checkpoint.save
@@ -66,7 +66,7 @@ def closing(
         yield "next", shlex.join(["vime", "ui", c.logging.run_dir])
 
 
-def _kept(c: Config, count: int) -> Path | None:
+def _find_checkpoint(c: Config, count: int) -> Path | None:
     """Returns the folder of the checkpoint after `count` rollouts, if the folder exists."""
     if c.checkpoint.save is None or count < 1:
         return None

@@ -65,7 +65,7 @@ _PAIRS = (
     ConsoleColumn("chosen", ("train/rewards/chosen",), ".2e", 9, 9),
     ConsoleColumn("rejected", ("train/rewards/rejected",), ".2e", 9, 9),
 )
-_GIVEN = (
+_FIXED = (
     ConsoleColumn("lr", ("train/lr-pg_0",), ".1e", 8, 9),
     _GRAD,
     ConsoleColumn("tok/s", ("perf/step_tokens_per_sec",), ",.0f", 9, 6),
@@ -93,7 +93,7 @@ def choose_columns(c: Config) -> tuple[ConsoleColumn, ...]:
     if c.evaluation.eval_interval is not None and held_out(c):
         held = (_HELD_ACCURACY if loss.pairs else _HELD_LOSS,)
     pairs = _PAIRS if loss.pairs else ()
-    return (replace(_LOSS, rank=1), *pairs[:2], *held, *pairs[2:], *_GIVEN, _LEFT)
+    return (replace(_LOSS, rank=1), *pairs[:2], *held, *pairs[2:], *_FIXED, _LEFT)
 
 
 def fitting(columns: Sequence[ConsoleColumn], width: int | None) -> list[ConsoleColumn]:

@@ -121,8 +121,8 @@ class StepLine:
         unknown."""
         if not self._stream.isatty():
             return None
-        if (given := os.environ.get("COLUMNS", "")).isdecimal() and int(given) > 0:
-            return max(_NARROWEST, int(given))
+        if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns) > 0:
+            return max(_NARROWEST, int(columns))
         try:
             width = os.get_terminal_size(self._stream.fileno()).columns
         except (OSError, ValueError):  # no file descriptor, or not one of a terminal

@@ -54,18 +54,18 @@ class TrackerNames:
     """
 
     refused: re.Pattern[str]
-    _given: dict[str, str] = field(default_factory=dict)
+    _names: dict[str, str] = field(default_factory=dict)
 
     def of(self, name: str) -> str:
-        if name not in self._given:
+        if name not in self._names:
             plain = self.refused.sub("_", name)
-            taken, given, number = set(self._given.values()), plain, 2
-            while given in taken:
-                given, number = f"{plain}_{number}", number + 1
-            self._given[name] = given
-        return self._given[name]
+            taken, chosen, number = set(self._names.values()), plain, 2
+            while chosen in taken:
+                chosen, number = f"{plain}_{number}", number + 1
+            self._names[name] = chosen
+        return self._names[name]
 
 
-def run_name(given: str | None, config: Config, run_dir: Path) -> str:
+def run_name(chosen: str | None, config: Config, run_dir: Path) -> str:
     """Returns the name of a run in its tracker: the flag's, else --wandb-group, else the name of the run directory."""
-    return given or config.logging.wandb_group or Path(run_dir).resolve().name
+    return chosen or config.logging.wandb_group or Path(run_dir).resolve().name

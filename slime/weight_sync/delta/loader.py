@@ -45,7 +45,7 @@ class DeltaLoader:
         """Copies a whole set that deltas will follow."""
         if "chain" in weights.settings:
             assert part.path is not None, "whole sets of deltas come in files"
-            self._copy.keep(part.path, _place(weights))
+            self._copy.keep(part.path, _make_version(weights))
 
     @contextmanager
     def whole(self, part: Part, weights: WeightSet) -> Iterator[Part | None]:
@@ -62,7 +62,7 @@ class DeltaLoader:
         copy = self._copy
         try:
             assert weights.base_version is not None
-            copy.patch(payloads, weights.base_version, _place(weights))
+            copy.patch(payloads, weights.base_version, _make_version(weights))
         except RefusedError as error:
             logger.warning("a delta is refused: %s", error)
             path = allowed_path(weights.settings["refusals"], self._worker.weight_dir)
@@ -80,5 +80,5 @@ class DeltaLoader:
             )
 
 
-def _place(weights: WeightSet) -> CopyVersion:
+def _make_version(weights: WeightSet) -> CopyVersion:
     return CopyVersion(weights.settings["chain"], weights.settings["version"])

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from slime.system.disk_space import DiskSpaceGuard, require_room
+from slime.system.disk_space import DiskSpaceGuard, require_free_bytes
 from slime.weight_sync.delta.payload import apply
 from slime.weight_sync.delta.threads import for_tensors
 
@@ -50,40 +50,42 @@ class LocalCopy:
         self.directory = Path(directory)
         self.path = self.directory / FILE
 
-    def keep(self, source: str, place: CopyVersion) -> None:
+    def keep(self, source: str, version: CopyVersion) -> None:
         """Copies the safetensors file `source`, unless another worker has already done so."""
         with self._locked():
-            if self.state() == place:
+            if self.state() == version:
                 return
             self._forget()
             partial = self.path.with_suffix(".partial")
-            require_room(FLAG, self.directory, os.path.getsize(source), "this host's copy of the weights")
+            require_free_bytes(
+                FLAG, self.directory, os.path.getsize(source), "this host's copy of the weights"
+            )
             try:
                 with DiskSpaceGuard(FLAG, self.directory, "this host's copy of the weights"):
                     shutil.copyfile(source, partial)
                     os.replace(partial, self.path)
             finally:
                 partial.unlink(missing_ok=True)
-            self._remember(place)
+            self._remember(version)
 
-    def patch(self, payloads: Mapping[str, Tensor], base: int, place: CopyVersion) -> None:
-        """Changes the copy from version `base` to `place`, unless another worker has already done so. Raises
+    def patch(self, payloads: Mapping[str, Tensor], base: int, version: CopyVersion) -> None:
+        """Changes the copy from version `base` to `version`, unless another worker has already done so. Raises
         RefusedError for a copy with other weights, and for payloads that do not produce the trainer's tensors; in both
         cases the copy is not used again."""
         with self._locked():
             found = self.state()
-            if found == place:
+            if found == version:
                 return
-            if found != CopyVersion(place.chain, base):
+            if found != CopyVersion(version.chain, base):
                 raise RefusedError(
-                    f"a delta to version {place.version} must be applied to version {base}, got "
-                    f"{_told(found, place.chain)} in {self.directory}"
+                    f"a delta to version {version.version} must be applied to version {base}, got "
+                    f"{_describe_version(found, version.chain)} in {self.directory}"
                 )
             self._forget()
-            self._change(payloads, place)
-            self._remember(place)
+            self._change(payloads, version)
+            self._remember(version)
 
-    def _change(self, payloads: Mapping[str, Tensor], place: CopyVersion) -> None:
+    def _change(self, payloads: Mapping[str, Tensor], version: CopyVersion) -> None:
         whole = np.memmap(self.path, np.uint8, "r+")
         at = 8 + int(whole[:8].view("<u8")[0])
         try:
@@ -106,7 +108,7 @@ class LocalCopy:
         wrong = [f"{name} ({why})" for name, why in found if why is not None]
         if wrong:
             raise RefusedError(
-                f"a delta to version {place.version} must give the trainer's weights, got {len(wrong)} tensors that "
+                f"a delta to version {version.version} must give the trainer's weights, got {len(wrong)} tensors that "
                 f"differ: {', '.join(sorted(wrong)[:8])}"
             )
 
@@ -121,9 +123,9 @@ class LocalCopy:
     def _forget(self) -> None:
         (self.directory / STATE).unlink(missing_ok=True)
 
-    def _remember(self, place: CopyVersion) -> None:
+    def _remember(self, version: CopyVersion) -> None:
         partial = self.directory / f"{STATE}.partial"
-        partial.write_text(json.dumps({"chain": place.chain, "version": place.version}), encoding="utf-8")
+        partial.write_text(json.dumps({"chain": version.chain, "version": version.version}), encoding="utf-8")
         os.replace(partial, self.directory / STATE)
 
     @contextmanager
@@ -134,7 +136,7 @@ class LocalCopy:
             yield
 
 
-def _told(found: CopyVersion | None, chain: str) -> str:
+def _describe_version(found: CopyVersion | None, chain: str) -> str:
     if found is None:
         return "no complete copy"
     return f"version {found.version}{'' if found.chain == chain else ' of an older whole set'}"

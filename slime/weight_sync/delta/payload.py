@@ -61,14 +61,14 @@ def words(data: np.ndarray, itemsize: int) -> np.ndarray:
 
 
 def encode(
-    old: np.ndarray, new: np.ndarray, place: SlicePosition, *, by: str, checked_by: str
+    old: np.ndarray, new: np.ndarray, position: SlicePosition, *, by: str, checked_by: str
 ) -> tuple[Tensor, int]:
-    """Returns the record of the slice at `place`, whose bytes change from `old` to `new`, and the number of its bytes
-    that belong to changed values. The uint8 arrays have the same size, in row-major order."""
-    before = words(old, place.itemsize)
-    packed, changed = sparse.pack(before, words(new, place.itemsize), encoding(by))
+    """Returns the record of the slice at `position`, whose bytes change from `old` to `new`, and the number of its
+    bytes that belong to changed values. The uint8 arrays have the same size, in row-major order."""
+    before = words(old, position.itemsize)
+    packed, changed = sparse.pack(before, words(new, position.itemsize), encoding(by))
     digest = checksum(checked_by, new.data)
-    header = Header(by, checked_by, digest, place.itemsize, place.shape, place.where, len(packed))
+    header = Header(by, checked_by, digest, position.itemsize, position.shape, position.where, len(packed))
     line = json.dumps(asdict(header), separators=(",", ":")).encode() + b"\n"
     return torch.frombuffer(bytearray(line + packed), dtype=torch.uint8), changed * before.itemsize
 
@@ -76,15 +76,15 @@ def encode(
 def apply(data: np.ndarray, payload: Tensor) -> str | None:
     """Changes the bytes of a tensor in place. Returns None, or a description of the fault in the result: then `data` is
     damaged."""
-    given = 0
+    used = 0
     try:
         for header, packed in _records(octets(payload).tobytes()):
             if header.whole_bytes != data.nbytes:
                 return f"{header.whole_bytes} bytes must change, got a tensor of {data.nbytes}"
-            given += _change(data, header, packed)
+            used += _change(data, header, packed)
     except (ValueError, TypeError, IndexError) as error:
         return str(error)
-    return None if given == data.nbytes else f"{data.nbytes} bytes must have a record, got records of {given}"
+    return None if used == data.nbytes else f"{data.nbytes} bytes must have a record, got records of {used}"
 
 
 def _records(data: bytes) -> Iterator[tuple[Header, bytes]]:

@@ -49,17 +49,17 @@ class Snapshot:
     def __init__(self, encoding: str, checksum: str) -> None:
         self._encoding, self._checksum = encoding, checksum
         self._kept: dict[SlicePosition, Tensor] = {}
-        self._rooms = [torch.empty(0, dtype=torch.uint8)] * TENSORS
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * TENSORS
 
     def taken(self, export: Export) -> Iterator[Slice]:
         """Yields this rank's slices and makes them the snapshot. Each slice is copied when its values are read."""
         self._kept = {}
         for each in export.slices():
-            yield Slice(each.place, partial(self._keep, each))
+            yield Slice(each.position, partial(self._keep, each))
 
     def _keep(self, each: Slice) -> Tensor:
         kept = each.values().detach().to("cpu", copy=True).contiguous()
-        self._kept[each.place] = kept
+        self._kept[each.position] = kept
         return kept
 
     def delta(self, export: Export) -> Delta:
@@ -67,9 +67,9 @@ class Snapshot:
         exchange the sizes of their records. An error on one rank is raised on all ranks."""
         with on_all_ranks("compare their weights with the last version"):
             records = list(self._records(export))
-        mine = [(place.name, record.nbytes) for place, record, _ in records]
+        mine = [(position.name, record.nbytes) for position, record, _ in records]
         changed = sum(of_values for _, _, of_values in records)
-        of_ranks = everywhere((mine, changed, sum(place.nbytes for place, _, _ in records)))
+        of_ranks = everywhere((mine, changed, sum(position.nbytes for position, _, _ in records)))
         ends: dict[str, int] = {}
         starts: list[int] = []
         for rank, (sizes, _, _) in enumerate(of_ranks):
@@ -80,10 +80,12 @@ class Snapshot:
                     starts.append(start)
         slices = [
             Slice(
-                SlicePosition(place.name, "uint8", (ends[place.name],), ((start, start + record.nbytes),)),
-                partial(_given, record),
+                SlicePosition(
+                    position.name, "uint8", (ends[position.name],), ((start, start + record.nbytes),)
+                ),
+                partial(_return_record, record),
             )
-            for start, (place, record, _) in zip(starts, records, strict=True)
+            for start, (position, record, _) in zip(starts, records, strict=True)
         ]
         share = sum(of_values for _, of_values, _ in of_ranks) / max(1, sum(total for *_, total in of_ranks))
         return Delta(slices, len(ends), share)
@@ -94,40 +96,42 @@ class Snapshot:
         for number, each in enumerate(export.slices()):
             if len(running) == TENSORS:  # the oldest comparison uses the buffer that this slice needs
                 yield running.popleft().result()
-            old = self._kept.get(each.place)
+            old = self._kept.get(each.position)
             if old is None:
+                name = each.position.name
+                before = ", ".join(_describe_position(one) for one in self._kept if one.name == name)
                 raise RuntimeError(
-                    f"{each.place.name} must keep its dtype, shape and slices, got {_told(each.place)} after "
-                    f"{', '.join(_told(place) for place in self._kept if place.name == each.place.name)}"
+                    f"{name} must keep its dtype, shape and slices, got {_describe_position(each.position)} after "
+                    f"{before}"
                 )
             new = self._on_host(each.values().detach(), number % TENSORS)
-            running.append(for_tensors().submit(self._compared, each.place, old, new))
+            running.append(for_tensors().submit(self._compared, each.position, old, new))
         for record in running:
             yield record.result()
 
-    def _compared(self, place: SlicePosition, old: Tensor, new: Tensor) -> Record:
+    def _compared(self, position: SlicePosition, old: Tensor, new: Tensor) -> Record:
         """Returns the record from `old` to `new`, and copies the new values into `old`."""
         record, changed = encode(
-            octets(old), octets(new), place, by=self._encoding, checked_by=self._checksum
+            octets(old), octets(new), position, by=self._encoding, checked_by=self._checksum
         )
         octets(old)[:] = octets(new)
-        return place, record, changed
+        return position, record, changed
 
-    def _on_host(self, tensor: Tensor, place: int) -> Tensor:
-        """Returns the tensor in host memory, valid until the next call with the same buffer index `place`. A few
+    def _on_host(self, tensor: Tensor, position: int) -> Tensor:
+        """Returns the tensor in host memory, valid until the next call with the same buffer index `position`. A few
         buffers serve all slices. With a buffer per slice, records would fill the gaps between freed buffers, and the
         heap would grow by the size of the shard."""
         if tensor.device.type == "cpu":
             return tensor.contiguous()
-        if self._rooms[place].nbytes < tensor.nbytes:
-            self._rooms[place] = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
-        room = self._rooms[place][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return room.copy_(tensor)
+        if self._buffers[position].nbytes < tensor.nbytes:
+            self._buffers[position] = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
+        buffer = self._buffers[position][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return buffer.copy_(tensor)
 
 
-def _given(record: Tensor) -> Tensor:
+def _return_record(record: Tensor) -> Tensor:
     return record
 
 
-def _told(place: SlicePosition) -> str:
-    return f"{place.dtype} {list(place.shape)} at {[list(bounds) for bounds in place.where]}"
+def _describe_position(position: SlicePosition) -> str:
+    return f"{position.dtype} {list(position.shape)} at {[list(bounds) for bounds in position.where]}"

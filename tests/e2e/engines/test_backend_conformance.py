@@ -30,7 +30,7 @@ from score_cases import *  # noqa: F403 (tests)
 from session_cases import *  # noqa: F403 (tests)
 
 from slime.peers import http
-from slime.protocols import KEPT, TOP, GenerateResult
+from slime.protocols import KEPT_TOKENS, TOP, GenerateResult
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.slices import whole_slices
 from vime.pool.control import ControlError
@@ -154,17 +154,17 @@ def test_seeded_samples_and_their_log_probs(served: Served, temperature: float) 
 
 
 def kept_of(result: GenerateResult) -> tuple[list[int], list[int]]:
-    ids, counts = (array.tolist() for array in result.columns[KEPT])
+    ids, counts = (array.tolist() for array in result.columns[KEPT_TOKENS])
     return ids, counts
 
 
 def test_what_top_p_and_top_k_kept_comes_with_a_sample(stack: Stack) -> None:
     """The sets come from the model itself and have all the probability of the log-probs."""
     served = Served(stack, stack.pool)
-    found = served.sample(seeds=(3, 4), temperature=0.7, top_p=0.8, told={"columns": {KEPT: 64}})
-    (few,) = served.sample(seeds=(3,), temperature=0.7, top_k=3, told={"columns": {KEPT: 64}})
-    (short,) = served.sample(seeds=(3,), temperature=0.7, top_p=0.95, told={"columns": {KEPT: 1}})
-    assert KEPT not in served.sample(seeds=(3,), temperature=0.7, top_p=0.8)[0].columns
+    found = served.sample(seeds=(3, 4), temperature=0.7, top_p=0.8, told={"columns": {KEPT_TOKENS: 64}})
+    (few,) = served.sample(seeds=(3,), temperature=0.7, top_k=3, told={"columns": {KEPT_TOKENS: 64}})
+    (short,) = served.sample(seeds=(3,), temperature=0.7, top_p=0.95, told={"columns": {KEPT_TOKENS: 1}})
+    assert KEPT_TOKENS not in served.sample(seeds=(3,), temperature=0.7, top_p=0.8)[0].columns
     for one, top_p, top_k in ((found[0], 0.8, 0), (found[1], 0.8, 0), (few, 1.0, 3)):
         with torch.no_grad():
             logits = hf_model(stack.checkpoint)(torch.tensor([PROMPT + one.token_ids])).logits[0]

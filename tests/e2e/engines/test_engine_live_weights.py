@@ -17,7 +17,7 @@ from offline_engine import plain_matrices, started
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from slime.weight_sync.buckets import fill, room_for
+from slime.weight_sync.buckets import compute_bucket_bytes, fill
 
 pytestmark = pytest.mark.e2e
 
@@ -134,7 +134,7 @@ def push_buckets(worker: Any, sent: list[tuple[dict[str, torch.Tensor], bool]], 
     engine.start_weight_update()
     for number, (tensors, load) in enumerate(sent):
         items = list(tensors.items())
-        bucket = torch.empty(room_for(items), dtype=torch.uint8)
+        bucket = torch.empty(compute_bucket_bytes(items), dtype=torch.uint8)
         info = {"tensors": fill(bucket, items), "load": load}
         channel = "nccl" if groups else "ipc"
         engine._receiver(channel).take = lambda *where, bucket=bucket: bucket

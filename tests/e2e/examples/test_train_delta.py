@@ -107,7 +107,7 @@ def test_a_copy_that_was_changed_gets_the_whole_set(world: World, full: list[dic
             file.write(bytes([last[0] ^ 1]))
         assert launch.finish(240) == 0, launch.output[-3000:]
         assert (
-            "the whole set of weights is sent in place of a delta: engine engine-0-1: a delta to version 1"
+            "the whole set of weights is sent instead of a delta: engine engine-0-1: a delta to version 1"
             in (launch.output)
         )
     assert trained(world, "changed") == full

@@ -11,7 +11,7 @@ from config_cases import HF_CONFIG, write_model
 from safetensors.torch import save_file
 
 from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config
-from slime.models.quantization import quantize, scheme_of
+from slime.models.quantization import quantize, read_scheme
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 CHANNEL = {
@@ -50,7 +50,7 @@ def write_quantised(folder: Path, said: dict, **changes: torch.Tensor | None) ->
     """Writes a Qwen3 of 4 layers in a scheme. `changes` replace or remove tensors of UP. Returns config.json."""
     write_model(folder, quantization_config=said)
     hidden, ffn, heads = HF_CONFIG["hidden_size"], HF_CONFIG["intermediate_size"], 128
-    scheme = scheme_of({"quantization_config": said})
+    scheme = read_scheme({"quantization_config": said})
     shapes = {"mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden), "mlp.down_proj": (hidden, ffn)}
     shapes |= {"self_attn.q_proj": (heads, hidden), "self_attn.o_proj": (hidden, heads)}
     tensors = {"model.embed_tokens.weight": torch.zeros(64, hidden, dtype=torch.bfloat16)}

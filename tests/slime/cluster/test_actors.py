@@ -63,10 +63,10 @@ def ranks(alive: list) -> list:
     return list(alive)
 
 
-def failure(tmp_path: Path, refs: list, lives: dict | None = None) -> ActorError:
+def failure(tmp_path: Path, refs: list, liveness: dict | None = None) -> ActorError:
     calls = {ref: f"trainer-{i}" for i, ref in enumerate(refs)}
     with pytest.raises(ActorError) as caught:
-        first_failure_or_all(Config.from_flat({"run_dir": str(tmp_path)}), calls, lives or {})
+        first_failure_or_all(Config.from_flat({"run_dir": str(tmp_path)}), calls, liveness or {})
     return caught.value
 
 

@@ -95,7 +95,7 @@ def test_only_cpus_that_the_process_may_use_are_taken(two_sockets):
 
 def test_nothing_is_bound_where_it_is_off_or_not_known(two_sockets, tmp_path):
     assert choose_cpus(HGX, "off", sysfs=two_sockets) == (set(), "not bound (--numa-binding off)")
-    unknown = "not bound: this host does not say which CPUs are near the GPU"
+    unknown = "not bound: this host does not report which CPUs are near the GPU"
     for buses in ([""], [HGX[0], ""], ["0000:ff:00.0"]):
         assert choose_cpus(buses, "auto", sysfs=two_sockets) == (set(), unknown)
     (two_sockets / "bus/pci/devices" / HGX[0] / "numa_node").write_text("-1\n")  # a virtual machine

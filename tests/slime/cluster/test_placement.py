@@ -12,7 +12,7 @@ import ray
 from placement_cases import placement_config, with_teachers
 
 from slime.cluster import placement
-from slime.cluster.placement import cpu_threads, place, place_engine, require_devices
+from slime.cluster.placement import cpu_threads, require_devices, reserve_devices, reserve_engine
 
 RESOURCE, DEVICE = "CPU", 0.5
 CRITIC = {"advantage_estimator": "ppo"}
@@ -59,7 +59,7 @@ class Actor:
 
 
 def test_engines_stand_behind_the_trainers(cluster):
-    placed = place(
+    placed = reserve_devices(
         placement_config("cpu", actor_num_gpus_per_node=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
     )
     try:
@@ -74,7 +74,7 @@ def test_engines_stand_behind_the_trainers(cluster):
 
 def test_colocated_engines_share_the_trainers_devices(cluster):
     """Two engines of 2 devices run on 4 trainers; a bundle holds a trainer and an engine at the same time."""
-    placed = place(
+    placed = reserve_devices(
         placement_config(
             "cpu", actor_num_gpus_per_node=4, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, colocate=True
         )
@@ -103,7 +103,7 @@ def test_colocated_engines_share_the_trainers_devices(cluster):
     ],
 )
 def test_places_of_groups_and_engines(cluster, flags, trainers, engines):
-    placed = place(placement_config("cpu", **flags))
+    placed = reserve_devices(placement_config("cpu", **flags))
     placed.release()
     assert (placed.trainer_bundles, placed.engine_bundles["policy"]) == (trainers, engines)
 
@@ -114,7 +114,7 @@ def test_places_of_groups_and_engines(cluster, flags, trainers, engines):
 )
 def test_teachers_have_devices_of_their_own_behind_all_others(cluster, flags, policy):
     first = 1 + max(max(each) for each in policy)
-    placed = place(with_teachers(placement_config("cpu", **flags), "math", "code", gpus=1))
+    placed = reserve_devices(with_teachers(placement_config("cpu", **flags), "math", "code", gpus=1))
     try:
         assert placed.engine_bundles == {
             "policy": policy,
@@ -127,22 +127,24 @@ def test_teachers_have_devices_of_their_own_behind_all_others(cluster, flags, po
 
 
 def test_a_teacher_of_several_engines(cluster):
-    placed = place(with_teachers(placement_config("cpu", colocate=True), "default", gpus=2, per_engine=2))
+    placed = reserve_devices(
+        with_teachers(placement_config("cpu", colocate=True), "default", gpus=2, per_engine=2)
+    )
     placed.release()
     assert placed.engine_bundles["teacher-default"] == [[1, 2]]
-    placed = place(with_teachers(placement_config("cpu", colocate=True), "default", gpus=2))
+    placed = reserve_devices(with_teachers(placement_config("cpu", colocate=True), "default", gpus=2))
     placed.release()
     assert placed.engine_bundles["teacher-default"] == [[1], [2]]
     with pytest.raises(
         ValueError, match=r"5 devices .* and 4 of teacher-default \(--opd-teacher-num-gpus\), got 2 CPUs"
     ):
-        place(with_teachers(placement_config("cpu", colocate=True), "default", gpus=4))
+        reserve_devices(with_teachers(placement_config("cpu", colocate=True), "default", gpus=4))
 
 
 def test_a_run_that_does_not_fit_is_told_what_it_needs(cluster):
     got = 4 * DEVICE
     with pytest.raises(ValueError) as caught:
-        place(placement_config("cpu", actor_num_gpus_per_node=3, rollout_num_gpus=2))
+        reserve_devices(placement_config("cpu", actor_num_gpus_per_node=3, rollout_num_gpus=2))
     assert str(caught.value) == (
         f"the cluster must have 5 devices ({5 * DEVICE:g} {RESOURCE}s) for 3 trainer ranks (--actor-num-nodes x "
         f"--actor-num-gpus-per-node) and 2 rollout devices (--rollout-num-gpus), got {got:g} {RESOURCE}s, of "
@@ -151,9 +153,9 @@ def test_a_run_that_does_not_fit_is_told_what_it_needs(cluster):
     )
     told = "5 devices .* for 1 trainer ranks .*, 3 critic ranks .--critic-num-nodes x --critic-num-gpus-per-node. and 1"
     with pytest.raises(ValueError, match=told):
-        place(placement_config("cpu", **CRITIC, critic_num_gpus_per_node=3))
+        reserve_devices(placement_config("cpu", **CRITIC, critic_num_gpus_per_node=3))
     with pytest.raises(ValueError, match="5 devices .* shared by --colocate"):
-        place(placement_config("cpu", actor_num_gpus_per_node=5, rollout_num_gpus=5, colocate=True))
+        reserve_devices(placement_config("cpu", actor_num_gpus_per_node=5, rollout_num_gpus=5, colocate=True))
 
 
 @pytest.mark.parametrize("colocate", [False, True])
@@ -189,7 +191,7 @@ def test_the_flags_of_the_error_fit(device, colocate):
 
 
 def test_devices_held_by_another_job(cluster, monkeypatch):
-    other = place(placement_config("cpu", actor_num_gpus_per_node=2, rollout_num_gpus=1))
+    other = reserve_devices(placement_config("cpu", actor_num_gpus_per_node=2, rollout_num_gpus=1))
     try:
         with (
             monkeypatch.context() as patch,
@@ -197,18 +199,18 @@ def test_devices_held_by_another_job(cluster, monkeypatch):
         ):
             # The short limit is for this call only: Ray needs some seconds to give back the last test's devices.
             patch.setattr(placement, "_PLACEMENT_TIMEOUT_S", 1)
-            place(placement_config("cpu"))
+            reserve_devices(placement_config("cpu"))
     finally:
         other.release()
     # The failed placement holds no device.
-    place(placement_config("cpu", actor_num_gpus_per_node=3)).release()
+    reserve_devices(placement_config("cpu", actor_num_gpus_per_node=3)).release()
 
 
 def test_an_engine_that_joins_takes_devices_that_are_free(cluster, monkeypatch):
     """Two of four devices are in use: two engines of one device may join, and one more after an engine has left."""
     config = placement_config("cpu", actor_num_gpus_per_node=1, rollout_num_gpus=1)
-    placed = place(config)
-    joined = [place_engine(config, "policy") for _ in range(2)]
+    placed = reserve_devices(config)
+    joined = [reserve_engine(config, "policy") for _ in range(2)]
     try:
         assert [each.engine_bundles for each in joined] == [{"policy": [[0]]}] * 2
         assert len({each.group.id for each in (placed, *joined)}) == 3
@@ -220,9 +222,9 @@ def test_an_engine_that_joins_takes_devices_that_are_free(cluster, monkeypatch):
             ),
         ):
             patch.setattr(placement, "_MORE_TIMEOUT_S", 1)
-            place_engine(config, "policy")
+            reserve_engine(config, "policy")
         joined.pop().release()
-        joined.append(place_engine(config, "policy"))
+        joined.append(reserve_engine(config, "policy"))
     finally:
         for each in (placed, *joined):
             each.release()

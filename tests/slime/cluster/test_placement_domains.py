@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 
 from slime.cluster.domains import arrange, compute_blocks, first_straddling, split_domains
 from slime.cluster.gpu_facts import GpuFacts, parse, read_gpu_facts
-from slime.cluster.placement import VISIBLE_VARIABLE, Gpu, _ordered, place
+from slime.cluster.placement import VISIBLE_VARIABLE, Gpu, _ordered, reserve_devices
 from slime.rules import parse_args
 
 RACK_A, RACK_B = "a1000000-0000-0000-0000-000000000001.0", "b1000000-0000-0000-0000-000000000001.0"
@@ -209,7 +209,7 @@ def two_racks(monkeypatch, tmp_path) -> Iterator[None]:
 @pytest.mark.slow
 def test_a_run_on_two_racks(two_racks):
     flags = {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}
-    placed = place(placement_config("cuda", tensor_model_parallel_size=4, **flags))
+    placed = reserve_devices(placement_config("cuda", tensor_model_parallel_size=4, **flags))
     try:
         racks_of_trainer = {placed.gpus[b].facts.domain for b in placed.trainer_bundles[0]}
         assert (
@@ -220,7 +220,7 @@ def test_a_run_on_two_racks(two_racks):
     finally:
         placed.release()
     with pytest.raises(ValueError) as caught:
-        place(
+        reserve_devices(
             placement_config(
                 "cuda", actor_num_gpus_per_node=8, debug_train_only=True, tensor_model_parallel_size=8
             )

@@ -15,7 +15,7 @@ import ray
 from placement_cases import placement_config
 
 from slime.cluster import placement
-from slime.cluster.placement import VISIBLE_VARIABLE, Gpu, Placement, place
+from slime.cluster.placement import VISIBLE_VARIABLE, Gpu, Placement, reserve_devices
 
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 UUIDS = [f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "beca"]
@@ -69,7 +69,7 @@ def start(placed: Placement, bundles: list[int]) -> ray.actor.ActorHandle:
 def test_colocated_engines_share_the_gpus_of_neighbouring_trainers(names):
     """4 trainers and 2 engines of 2 run at once, with half a GPU each: rank r sees GPU r, and an engine sees its two
     GPUs."""
-    placed = place(
+    placed = reserve_devices(
         placement_config(
             "cuda",
             actor_num_gpus_per_node=4,
@@ -90,7 +90,7 @@ def test_colocated_engines_share_the_gpus_of_neighbouring_trainers(names):
 
 
 def test_an_engine_stands_behind_the_trainers_and_has_its_gpus_for_itself(names):
-    placed = place(
+    placed = reserve_devices(
         placement_config("cuda", actor_num_gpus_per_node=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
     )
     try:
@@ -107,7 +107,7 @@ def test_an_engine_stands_behind_the_trainers_and_has_its_gpus_for_itself(names)
 def test_ray_may_leave_the_variable_alone(names, monkeypatch):
     """Every process then sees all GPUs, unless the placement sets the variable for the process."""
     monkeypatch.setenv(NOSET, "1")
-    placed = place(placement_config("cuda", actor_num_gpus_per_node=2, rollout_num_gpus=2))
+    placed = reserve_devices(placement_config("cuda", actor_num_gpus_per_node=2, rollout_num_gpus=2))
     try:
         env = {"runtime_env": {"env_vars": {NOSET: "1"}}}
         bundles = [*placed.trainer_bundles[0], *(first for (first,) in placed.engine_bundles["policy"])]
@@ -123,7 +123,7 @@ def test_ray_may_leave_the_variable_alone(names, monkeypatch):
 
 def test_two_runs_of_a_node_get_different_gpus(names):
     with ThreadPoolExecutor(2) as threads:
-        both = list(threads.map(place, [placement_config("cuda"), placement_config("cuda")]))
+        both = list(threads.map(reserve_devices, [placement_config("cuda"), placement_config("cuda")]))
     try:
         taken = [gpu.name for placed in both for gpu in placed.gpus]
         assert sorted(taken) == sorted(names)
@@ -152,7 +152,7 @@ def test_order_is_by_node_and_number():
 
 
 def test_cpus_have_no_gpus_to_see(names):
-    placed = place(placement_config("cpu", actor_num_gpus_per_node=2))
+    placed = reserve_devices(placement_config("cpu", actor_num_gpus_per_node=2))
     try:
         assert (placed.trainer_bundles[0], placed.engine_bundles["policy"]) == ([0, 1], [[2]])
         assert placed.visible([0, 1]) == {}
@@ -164,4 +164,4 @@ def test_gpus_that_never_answer_are_told_of(names, monkeypatch):
     monkeypatch.setattr(placement, "_ANSWER_TIMEOUT_S", 1)
     monkeypatch.setattr(placement, "_own_gpu", ray.remote(num_gpus=1, num_cpus=0)(lambda: time.sleep(60)))
     with pytest.raises(RuntimeError, match="each of 2 GPUs must answer within 1 s"):
-        place(placement_config("cuda"))
+        reserve_devices(placement_config("cuda"))

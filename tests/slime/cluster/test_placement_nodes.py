@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from slime.cluster.placement import VISIBLE_VARIABLE, place
+from slime.cluster.placement import VISIBLE_VARIABLE, reserve_devices
 from slime.config import Config
 from slime.config.sections.engine import EngineFacts
 
@@ -50,15 +50,15 @@ def two_nodes(monkeypatch) -> Iterator[None]:
 @pytest.mark.slow
 def test_an_engine_on_two_nodes_is_refused(two_nodes):
     with pytest.raises(ValueError) as caught:
-        place(engines_of_two(4))
+        reserve_devices(engines_of_two(4))
     said = str(caught.value)
     assert "the GPUs of an engine (--rollout-num-gpus-per-engine 2) must be on one node, got engine " in said
     assert said.count("1 on ") == 2 and "give every node a multiple of 2 GPUs" in said
     with pytest.raises(
         ValueError, match=r"2 whole nodes \(--num-gpus-per-node 1\), got engine \d with .*[23] on "
     ):
-        place(engines_of_two(4, num_gpus_per_node=1))
-    placed = place(engines_of_two(2))
+        reserve_devices(engines_of_two(4, num_gpus_per_node=1))
+    placed = reserve_devices(engines_of_two(2))
     try:  # the failed run holds no GPU, and Ray packs two onto the larger node
         (bundles,) = placed.engine_bundles["policy"]
         assert len({placed.gpus[bundle].node for bundle in bundles}) == 1

@@ -62,7 +62,7 @@ def test_a_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
 
 def test_token_mode_switched_off_is_refused() -> None:
     with pytest.raises(ValueError, match=r"RAY_AUTH_MODE must be token, got disabled"):
-        ray_token.use_given_token({"RAY_AUTH_MODE": "disabled"})
+        ray_token.use_user_token({"RAY_AUTH_MODE": "disabled"})
 
 
 def test_a_client_without_a_token_is_refused_before_it_asks(
@@ -70,7 +70,7 @@ def test_a_client_without_a_token_is_refused_before_it_asks(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ValueError, match=r"RAY_AUTH_TOKEN_PATH must name the file"):
-        ray_token.use_given_token({})
+        ray_token.use_user_token({})
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 from trainer_cases import make_config, make_samples, rank_data
 
 from slime.cluster.calls import ActorError, first_failure_or_all
-from slime.cluster.placement import place
+from slime.cluster.placement import reserve_devices
 from slime.cluster.trainers import Trainers, merge_results, merged
 from slime.config import Config
 from slime.data.transport import pack_columns
@@ -62,7 +62,7 @@ def start(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         end()
         given = {"weight_dir": str(tmp_path / "weights"), "run_dir": str(tmp_path / "run")} | flags
         config = make_config(root, **given)
-        placed = place(config)
+        placed = reserve_devices(config)
         running.append(placed.release)
         trainers = Trainers(config, placed)
         running.append(trainers.stop)

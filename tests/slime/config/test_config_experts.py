@@ -77,11 +77,11 @@ def test_flags_of_the_script_of_glm_are_taken(argv: list[str], tmp_path: Path) -
     c = parse_args([*argv, *SLIME_GLM.split()])
     assert c.megatron.overrides["moe_router_bias_update_rate"] == 0 and len(c.megatron.model_args) == 10
     for flags, message in (
-        ("--moe-router-score-function softmax", "is softmax, config.json says sigmoid"),
-        ("--moe-router-topk-scaling-factor 2.5", "is 2.5, config.json says 1.0"),
-        ("--moe-layer-freq 1", "is [1, 1, 1, 1], config.json says [0, 1, 1, 1]"),
-        ("--qk-layernorm", "is True, config.json says False"),
-        ("--moe-router-num-groups 2", "is 2, config.json says 1"),
+        ("--moe-router-score-function softmax", "is softmax, config.json has sigmoid"),
+        ("--moe-router-topk-scaling-factor 2.5", "is 2.5, config.json has 1.0"),
+        ("--moe-layer-freq 1", "is [1, 1, 1, 1], config.json has [0, 1, 1, 1]"),
+        ("--qk-layernorm", "is True, config.json has False"),
+        ("--moe-router-num-groups 2", "is 2, config.json has 1"),
     ):
         with pytest.raises(ValueError) as error:
             parse_args([*argv, *flags.split()])
@@ -91,18 +91,18 @@ def test_flags_of_the_script_of_glm_are_taken(argv: list[str], tmp_path: Path) -
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--num-experts 16", "--num-experts is 16, config.json says 8"),
-        ("--moe-ffn-hidden-size 128", "--moe-ffn-hidden-size is 128, config.json says 96"),
-        ("--moe-router-topk 4", "--moe-router-topk is 4, config.json says 2"),
-        ("--moe-layer-freq 2", "--moe-layer-freq is [1, 0, 1, 0], config.json says [1, 1, 1, 1]"),
-        ("--moe-router-score-function sigmoid", "is sigmoid, config.json says softmax"),
-        ("--moe-router-pre-softmax", "--moe-router-pre-softmax is True, config.json says False"),
+        ("--num-experts 16", "--num-experts is 16, config.json has 8"),
+        ("--moe-ffn-hidden-size 128", "--moe-ffn-hidden-size is 128, config.json has 96"),
+        ("--moe-router-topk 4", "--moe-router-topk is 4, config.json has 2"),
+        ("--moe-layer-freq 2", "--moe-layer-freq is [1, 0, 1, 0], config.json has [1, 1, 1, 1]"),
+        ("--moe-router-score-function sigmoid", "is sigmoid, config.json has softmax"),
+        ("--moe-router-pre-softmax", "--moe-router-pre-softmax is True, config.json has False"),
         ("--moe-router-dtype fp64", "--moe-router-dtype must be fp32, got fp64"),
         ("--moe-router-load-balancing-type sinkhorn", "must be none or aux_loss or seq_aux_loss or global"),
         ("--moe-aux-loss-coeff 0.001", "--moe-aux-loss-coeff must be left out, got 0.001; the padding of"),
         ("--moe-expert-capacity-factor 1.5", "must be left out, got 1.5; a dropped token is not what the"),
-        ("--moe-router-enable-expert-bias", "is True, config.json says False; correct or leave out"),
-        ("--moe-shared-expert-intermediate-size 96", "-size is 96, config.json says None"),
+        ("--moe-router-enable-expert-bias", "is True, config.json has False; correct or leave out"),
+        ("--moe-shared-expert-intermediate-size 96", "-size is 96, config.json has None"),
         (
             "--moe-router-bias-update-rate 0.001",
             "must be left out, got 0.001; the engine's choice of experts",

@@ -174,11 +174,11 @@ def test_model_args_agree_with_the_checkpoint(argv):
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
-        ("num_layers", 36, "--num-layers is 36, config.json says 4"),
-        ("norm_epsilon", 1e-5, "--norm-epsilon is 1e-05, config.json says 1e-06"),
-        ("rotary_base", 1e4, "--rotary-base is 10000.0, config.json says 1000000.0"),
-        ("add_qkv_bias", True, "--add-qkv-bias is True, config.json says False"),
-        ("untie_embeddings_and_output_weights", True, "is True, config.json says False"),
+        ("num_layers", 36, "--num-layers is 36, config.json has 4"),
+        ("norm_epsilon", 1e-5, "--norm-epsilon is 1e-05, config.json has 1e-06"),
+        ("rotary_base", 1e4, "--rotary-base is 10000.0, config.json has 1000000.0"),
+        ("add_qkv_bias", True, "--add-qkv-bias is True, config.json has False"),
+        ("untie_embeddings_and_output_weights", True, "is True, config.json has False"),
     ],
 )
 def test_model_args_that_disagree(name, value, shown):
@@ -245,7 +245,7 @@ def test_model_args_of_other_layouts():
 
 
 def test_mismatch_stops_parse_args(argv):
-    with pytest.raises(ValueError, match=r"--hidden-size is 256, config\.json says 128"):
+    with pytest.raises(ValueError, match=r"--hidden-size is 256, config\.json has 128"):
         parse_args([*argv, "--hidden-size", "256"])
 
 

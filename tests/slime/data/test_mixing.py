@@ -43,7 +43,7 @@ def test_the_share_of_each_data_set_is_its_weight(files, weights, math_of_each_2
         got = Counter(prompt[:4] for prompt in drawn(source, 28))
         assert abs(got["math"] - math_of_each_28) <= 1 and sum(got.values()) == 28
     epochs = [order.epoch * order.size + order.position for order in source.orders]
-    assert epochs == [order.drawn for order in source.orders] and sum(epochs) == 140
+    assert epochs == [order.draws for order in source.orders] and sum(epochs) == 140
 
 
 def test_every_data_set_has_its_own_epochs_in_its_own_order(files):

@@ -18,7 +18,7 @@ from slime.data.packing import pack
 from slime.data.train_data import make_rank_data
 from slime.data.transport import pack_columns, unpack_columns
 from slime.megatron_backend.step.audit import rebuild_samples
-from slime.protocols import KEPT, TOP, GenerateResult
+from slime.protocols import KEPT_TOKENS, TOP, GenerateResult
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout.generate import generate, generate_and_rm
 from slime.types import Sample
@@ -163,7 +163,7 @@ def test_the_columns_stay_on_the_host():
 
 
 def answer(kept):
-    columns = {} if kept is None else {KEPT: tuple(map(np.int32, kept))}
+    columns = {} if kept is None else {KEPT_TOKENS: tuple(map(np.int32, kept))}
     return GenerateResult([1, 2], [-1.0, -1.0], "", "stop", [0], columns=columns)
 
 

@@ -171,7 +171,7 @@ def test_tokens_are_counted_beyond_what_a_narrow_mask_can_say(dtype):
 def test_what_are_no_numbers_is_refused(wrong):
     data = convert_samples_to_train_data(*border(), [sample(i, 0, float(i)) for i in range(2)])
     data["rollout_log_probs"][1] = wrong
-    with pytest.raises(ValueError, match=r"rollout_log_probs must be a list of numbers .* at place 1"):
+    with pytest.raises(ValueError, match=r"rollout_log_probs must be a list of numbers .* at index 1"):
         split_by_dp(data, Schedule([[[[0, 1]]]], [[0, 1]], [2]))
 
 

@@ -19,8 +19,8 @@ from slime.environments.process import (
     EnvironmentFault,
     EnvironmentProcess,
     close_processes,
+    get_process,
     living,
-    process_of,
 )
 
 FILE = str(Path(__file__).with_name("scripted_connector"))
@@ -64,7 +64,7 @@ def test_an_error_of_an_episode_is_one_line_and_the_process_goes_on(
 def test_a_process_that_ends_fails_its_episodes_and_starts_again() -> None:
     environment = made()
     try:
-        first = process_of(environment)
+        first = get_process(environment)
 
         async def two() -> list[Any]:
             both = (episode(first, "wait"), episode(first, "die"))
@@ -76,7 +76,7 @@ def test_a_process_that_ends_fails_its_episodes_and_starts_again() -> None:
         assert living(environment) is None
         with pytest.raises(EnvironmentFault, match="status 3"):
             asyncio.run(episode(first, "0"))
-        assert asyncio.run(episode(process_of(environment), "0"))["reward"] == 0.0
+        assert asyncio.run(episode(get_process(environment), "0"))["reward"] == 0.0
     finally:
         close_processes()
     assert living(environment) is None

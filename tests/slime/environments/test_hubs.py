@@ -14,7 +14,7 @@ from slime.data.files import find_source
 from slime.data.prompts import load_prompts
 from slime.data.rows import RowColumns
 from slime.environments import flags, hubs, rows
-from slime.environments.hubs import Hub, environment_of
+from slime.environments.hubs import Hub, find_environment
 from slime.environments.process import close_processes
 from slime.rollout.eval_datasets import resolve_eval_datasets
 from slime.rules import parse_args
@@ -32,13 +32,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_arguments_of_an_environment_are_json_or_text() -> None:
-    found = environment_of(
+    found = find_environment(
         "verifiers:owner/my-env?n=3&x=a%20b&on=true&list=[1,2]&split=eval&tasks=5&python=/p"
     )
     assert (found.hub, found.name) == (hubs.HUBS["verifiers"], "owner/my-env")
     assert found.arguments == {"n": 3, "x": "a b", "on": True, "list": [1, 2]}
     assert (found.split, found.tasks, found.python) == ("eval", 5, "/p")
-    plain = environment_of("openenv:http://127.0.0.1:8000")
+    plain = find_environment("openenv:http://127.0.0.1:8000")
     assert (plain.name, plain.arguments, plain.python) == ("http://127.0.0.1:8000", {}, sys.executable)
     assert (plain.split, plain.tasks) == (None, None)
 
@@ -78,7 +78,7 @@ def test_the_arguments_of_an_environment_are_json_or_text() -> None:
 )
 def test_a_wrong_text_is_named(text: str, said: str) -> None:
     with pytest.raises(ValueError) as error:
-        environment_of(text)
+        find_environment(text)
     assert str(error.value) == said
 
 

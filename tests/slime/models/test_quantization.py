@@ -14,15 +14,15 @@ from slime.models.quantization import (
     pack,
     quantised_names,
     quantize,
+    read_scheme,
     scales_from,
-    scheme_of,
     to_fp8,
     unpack,
 )
 
 
 def scheme(said: dict[str, object]) -> QuantizationScheme:
-    found = scheme_of({"quantization_config": said})
+    found = read_scheme({"quantization_config": said})
     assert found is not None
     return found
 
@@ -32,7 +32,7 @@ def weight(rows: int = 200, columns: int = 320, seed: int = 0) -> torch.Tensor:
 
 
 def test_published_configs_are_read() -> None:
-    assert scheme_of({}) is None
+    assert read_scheme({}) is None
     deepseek, qwen = (
         scheme(FP8),
         scheme(FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]}),
@@ -89,7 +89,7 @@ def test_modules_that_are_left_out(module: str, fp8: bool, int4: bool) -> None:
 )
 def test_unknown_schemes_are_errors(said: object, got: str) -> None:
     with pytest.raises(ValueError, match=f"quantization_config in config.json must be fp8 .*{got} use a"):
-        scheme_of({"quantization_config": said})
+        read_scheme({"quantization_config": said})
 
 
 def test_packing_equals_that_of_compressed_tensors() -> None:

@@ -152,7 +152,7 @@ def test_advice_is_what_a_new_plan_gives():
     )
     before, after = fit(c, QWEN3_30B, machine), fit(best.change.config, QWEN3_30B, machine)
     assert after.over <= 0 < before.over and len(others) == 2
-    assert best.gives == pytest.approx(
+    assert best.saved_bytes == pytest.approx(
         before.worst.bytes - max(n.bytes for n in after.needs if n.of == "a GPU" and n.phase == TRAINING)
     )
     (line, *_) = advice_lines(c, QWEN3_30B, machine)
@@ -183,7 +183,7 @@ def test_a_larger_share_is_advised_where_an_engine_is_what_does_not_fit():
 
 def test_what_saves_on_a_full_card_is_computed_for_its_phase():
     found = savings(config(overrides={}, max_tokens_per_gpu=16384), QWEN3_4B, TRAINING, 5 * GIB)
-    assert found and all(one.gives >= 5 * GIB for one in found if one.missing <= 0)
+    assert found and all(one.saved_bytes >= 5 * GIB for one in found if one.missing <= 0)
     assert any(one.change.flag.startswith("--max-tokens-per-gpu") for one in found)
 
 

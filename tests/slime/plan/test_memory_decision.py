@@ -68,7 +68,7 @@ def test_flags_decide_first():
 
 def test_lines_say_what_leaves_and_what_is_short():
     _, text = decided(140.4)
-    assert "the trainer's state stays on the device (as memory asks for it)" in text
+    assert "the trainer's state stays on the device (to save memory)" in text
     assert "while engines generate 132.54 GiB of 140.40 GiB: 68.88 GiB of the trainer, 0.4 of the GPU" in text
     assert (
         "while it trains 75.73 GiB of 140.40 GiB: 72.05 GiB of tensors, a sleeping engine's and its own 3.40 GiB "

@@ -55,9 +55,7 @@ def test_an_error_that_memory_may_have_caused_gets_the_memory(peaks, tmp_path, m
     monkeypatch.setattr(failure, "kills", lambda: next(counts))
     monkeypatch.setattr(failure, "read_hf_config", lambda path: QWEN3_30B)
     c = config(**FOUR, optimizer_cpu_offload=True)
-    killed = (
-        "trainer-0 failed: its process died without an error of its own: it was killed, ran out of memory, or"
-    )
+    killed = "trainer-0 failed: its process died without an error: it was killed, ran out of memory, or"
     with pytest.raises(RuntimeError) as caught, failure.explained(c, watch):
         raise RuntimeError(killed)
     first, when, card, of_host, *rest = str(caught.value).splitlines()

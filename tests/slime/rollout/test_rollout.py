@@ -132,7 +132,9 @@ def test_a_filter_that_drops_everything_is_an_error(monkeypatch):
     ):
         generate(args, source)
     args, source = setup(["easy"] * 3, dynamic_sampling_filter_path="test_rollout.refuse_all")
-    with pytest.raises(ValueError, match=r"--data-source-path must return groups .* it has run dry"):
+    with pytest.raises(
+        ValueError, match=r"--data-source-path must return groups .* return groups until the run ends"
+    ):
         generate(args, source)
 
 

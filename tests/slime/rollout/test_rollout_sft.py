@@ -309,7 +309,7 @@ def test_held_out_conversations_are_made_as_those_of_training(tmp_path):
     make_state(args)
     source = PromptDataSource(args)
     found = generate_rollout(args, 3, source, evaluation=True).data
-    assert source.orders[0].drawn == 0 and {name: list(of_set) for name, of_set in found.items()} == {
+    assert source.orders[0].draws == 0 and {name: list(of_set) for name, of_set in found.items()} == {
         "a": ["samples"],
         "b": ["samples"],
     }

@@ -143,7 +143,9 @@ def test_the_most_probable_tokens_come_with_them(kind: str) -> None:
             del answer["choices"][0]["prompt_logprobs"][-1]["1"]
         return answer
 
-    with pytest.raises(ValueError, match=r"its 2 most probable tokens \(--opd-top-k\) at each place, got 1"):
+    with pytest.raises(
+        ValueError, match=r"its 2 most probable tokens \(--opd-top-k\) at each position, got 1"
+    ):
         with_server(lambda url: teach(args(url, kind, opd_top_k=2), [sample()]), fewer)
 
 

@@ -309,12 +309,17 @@ def test_an_error_names_the_line_of_the_users_code(tmp_path, monkeypatch):
     frames = traceback.extract_tb(caught.value.__cause__.__traceback__)
     text = "".join(traceback.format_exception(caught.value)).replace(__file__, user_code.__file__)
     assert frames[-1].filename.endswith("decoder.py")
-    assert user_code.place_in(text) == user_code.place(caught.value.__cause__) == "my_agent.py:4"
-    assert user_code.with_place("it failed", text) == "it failed (at my_agent.py:4)"
-    assert user_code.with_place(str(caught.value), text) == str(caught.value)
+    assert (
+        user_code.find_location_in(text) == user_code.find_location(caught.value.__cause__) == "my_agent.py:4"
+    )
+    assert user_code.add_location("it failed", text) == "it failed (at my_agent.py:4)"
+    assert user_code.add_location(str(caught.value), text) == str(caught.value)
 
 
 def test_an_error_without_a_line_of_the_user_stays_as_it_is():
     library = "lib/python3.11/site-packages/openai/_base_client.py"
     trace = f'File "{user_code.__file__}", line 3, in f\n  File "{library}", line 9, in g\n'
-    assert user_code.place_in(trace) is None and user_code.with_place("it failed", trace) == "it failed"
+    assert (
+        user_code.find_location_in(trace) is None
+        and user_code.add_location("it failed", trace) == "it failed"
+    )

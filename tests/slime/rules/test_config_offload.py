@@ -57,7 +57,7 @@ def test_who_leaves_the_device(argv, flags, expected):
             "--offload-train-parts must come with",
         ),
         ("--no-offload-rollout", "--no-offload-rollout must be left out with --colocate, got it"),
-        ("--offload --no-offload-train", "--offload must not stand beside --no-offload-train"),
+        ("--offload --no-offload-train", "--offload must not be combined with --no-offload-train"),
         (
             "--no-offload-train --offload-train-parts optimizer",
             "must name parts that may leave .*, got --no-offload",

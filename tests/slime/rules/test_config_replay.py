@@ -45,7 +45,7 @@ def test_engines_are_asked_for_experts_where_the_trainer_replays_theirs(argv: li
         (f"{ENGINE} --loss-type sft_loss", f"{ENGINE} must be left out with --loss-type sft_loss"),
         (
             f"{ENGINE} --recompute-granularity selective --recompute-modules moe",
-            f"--recompute-modules must not name moe with {ENGINE}, got it; what is computed again would not know",
+            f"--recompute-modules must not name moe with {ENGINE}, got it; a recomputed layer would not have",
         ),
     ],
 )

@@ -97,7 +97,7 @@ def test_the_batch_equation_names_the_flags_that_were_typed(argv):
 
 
 def test_a_hub_name_is_told_from_a_wrong_path(argv):
-    hint = "; if that is a name on the Hugging Face hub: hf download Qwen/Qwen3-4B (vime train does so by itself)"
+    hint = "; if that is a name on the Hugging Face hub: hf download Qwen/Qwen3-4B (vime train does so)"
     for flags, ends in [
         ("Qwen/Qwen3-4B", "got Qwen/Qwen3-4B" + hint),
         ("Qwen/Qwen3-4B --use-kl-loss", "got Qwen/Qwen3-4B" + hint),

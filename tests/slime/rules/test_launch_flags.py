@@ -12,7 +12,7 @@ from slime.models import FAMILIES, Family
 from slime.models.reading import read_decoder
 from slime.rules import parse_args
 from slime.rules.megatron import SAME_RESULT
-from slime.rules.model_args import UNSAID, check_model_args, model_arg_notes
+from slime.rules.model_args import UNKNOWN, check_model_args, model_arg_notes
 
 ORIGINAL = {"original_max_position_embeddings": 4096}
 LATENT = {
@@ -80,14 +80,14 @@ def test_model_flags_that_agree(model_args):
 @pytest.mark.parametrize(
     ("model_args", "message"),
     [
-        ({"kv_lora_rank": 64}, "--kv-lora-rank is 64, config.json says 32"),
-        ({"q_lora_rank": 8}, "--q-lora-rank is 8, config.json says None"),
-        ({"rotary_scaling_factor": 4.0}, "--rotary-scaling-factor is 4.0, config.json says 40"),
-        ({"mtp_num_layers": 2}, "--mtp-num-layers is 2, config.json says 1"),
-        ({"use_rope_scaling": True}, "--use-rope-scaling is True, config.json says False"),
+        ({"kv_lora_rank": 64}, "--kv-lora-rank is 64, config.json has 32"),
+        ({"q_lora_rank": 8}, "--q-lora-rank is 8, config.json has None"),
+        ({"rotary_scaling_factor": 4.0}, "--rotary-scaling-factor is 4.0, config.json has 40"),
+        ({"mtp_num_layers": 2}, "--mtp-num-layers is 2, config.json has 1"),
+        ({"use_rope_scaling": True}, "--use-rope-scaling is True, config.json has False"),
         (
             {"spec": ["my_models.layers", "get_spec"]},
-            "--spec is my_models.layers get_spec, config.json says model_type",
+            "--spec is my_models.layers get_spec, config.json has model_type",
         ),
         (
             {"spec": ["slime_plugins.models.glm4", "get_glm_spec"]},
@@ -107,11 +107,11 @@ def test_the_record_of_a_family_is_asked(monkeypatch):
     monkeypatch.setitem(FAMILIES, "gated", gates)
     for flag in ("use_gated_attention", "attention_output_gate"):
         check_model_args({flag: True}, {"model_type": "gated", "attn_output_gate": True})
-        with pytest.raises(ValueError, match="config.json says False"):
+        with pytest.raises(ValueError, match="config.json has False"):
             check_model_args({flag: True}, {"model_type": "gated", "attn_output_gate": False})
-    with pytest.raises(ValueError, match="--post-mlp-layernorm is True, config.json says False"):
+    with pytest.raises(ValueError, match="--post-mlp-layernorm is True, config.json has False"):
         check_model_args({"post_mlp_layernorm": True}, HF_CONFIG)
-    assert repr(UNSAID) == "nothing"
+    assert repr(UNKNOWN) == "nothing"
 
 
 def test_what_config_json_leaves_open_is_noted():
@@ -119,7 +119,7 @@ def test_what_config_json_leaves_open_is_noted():
     args = {"rotary_scaling_factor": 40.0, "mtp_num_layers": 1, "kv_lora_rank": 32}
     check_model_args(args, silent)
     assert list(model_arg_notes(args, silent)) == [
-        "not compared with config.json, which says nothing about them: --rotary-scaling-factor 40.0; "
+        "not compared with config.json, which has no values for them: --rotary-scaling-factor 40.0; "
         "config.json and the model family decide"
     ]
     experts = {
@@ -268,7 +268,7 @@ def test_one_report_has_the_reasons_of_every_stage(argv, tmp_path):
         "--custom-rm-path must name a module that can be imported",
         "--custom-generate-function-path must name a module",
         "--eval-config must name a file that exists",
-        "--vocab-size is 7, config.json says 64",
+        "--vocab-size is 7, config.json has 64",
     ):
         assert reason in text
     with pytest.raises(ValueError, match="--hf-checkpoint must be given"):

@@ -76,7 +76,7 @@ def test_an_episode_makes_a_sample_with_the_reward_of_the_environment(run: Run) 
     assert (
         two.metadata[session_record.KEY]["turns"] == 2 and two.metadata[session_record.KEY]["ended"] == "done"
     )
-    assert living(hubs.environment_of(TEXT)) is None, "the end of the run ends the process"
+    assert living(hubs.find_environment(TEXT)) is None, "the end of the run ends the process"
 
 
 @pytest.mark.parametrize(

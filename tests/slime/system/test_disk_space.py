@@ -23,7 +23,7 @@ from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.rules import parse_args
-from slime.system.disk_space import DiskSpaceGuard, require_room
+from slime.system.disk_space import DiskSpaceGuard, require_free_bytes
 from slime.tracking.events import Events
 from slime.tracking.journal import read_events
 from slime.tracking.kinds import DAMAGED
@@ -206,6 +206,6 @@ def test_other_errors_stay_as_they_are(tmp_path):
         tmp_path.write_bytes(b"")
     with pytest.raises(RuntimeError, match="inline_container"), DiskSpaceGuard("--save", tmp_path, "a file"):
         raise RuntimeError("enforce fail at inline_container.cc")
-    require_room("--save", tmp_path / "absent", 1, "a byte")
+    require_free_bytes("--save", tmp_path / "absent", 1, "a byte")
     with pytest.raises(ValueError, match=r"^--save must have 1,048,576,000,000 MiB of room for it, got "):
-        require_room("--save", tmp_path, 2**20 * MIB * 10**6, "it")
+        require_free_bytes("--save", tmp_path, 2**20 * MIB * 10**6, "it")

@@ -223,7 +223,7 @@ def test_the_console_shows_what_the_rollout_manager_records(tmp_path: Path, monk
     assert screen.getvalue() == ""
     assert [concerns.dropped_groups(1, dropped, 4) for dropped in (11, 13)] == [None, None]
     concerns.dropped_groups(1, 12, 4).record(events)
-    concerns.kept_group(1, 15, 4).record(events)
+    concerns.end_dropped_groups(1, 15, 4).record(events)
     report.heed()
     (line,) = screen.getvalue().splitlines()
     assert line.startswith(

@@ -226,7 +226,7 @@ def test_a_run_whose_directory_is_gone_ends_and_makes_none(tmp_path: Path, again
     run_dir, other = tmp_path / "run", Events("rollout", str(tmp_path / "run"))
     with (
         pytest.raises(
-            ValueError, match=f"--run-dir must stay while its run goes on, got {run_dir}, which was"
+            ValueError, match=f"--run-dir must exist while its run is active, got {run_dir}, which was"
         ),
         recorded(run_dir, rollouts=3) as driver,
     ):

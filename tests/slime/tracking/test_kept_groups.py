@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from slime.rollout.learning import spread
-from slime.tracking.samples import kept_places, read_reward_number, read_samples, write_samples
+from slime.tracking.samples import choose_samples, read_reward_number, read_samples, write_samples
 from slime.types import Sample, SampleGroup
 
 DONE, CUT, ABORTED = Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.ABORTED
@@ -28,7 +28,7 @@ def group(number: int, rewards: Sequence[Any], status: Sample.Status = DONE) -> 
 def groups_kept(groups: Sequence[SampleGroup], keep: int) -> list[tuple[int, int]]:
     """Returns (group, number of its kept samples), in the rollout's order."""
     flat = [sample for each in groups for sample in each]
-    places = kept_places(groups, [spread(each, None) for each in groups], keep)
+    places = choose_samples(groups, [spread(each, None) for each in groups], keep)
     assert places == sorted(set(places)) and len(places) <= max(keep, 0)
     numbers = [flat[place].group_index for place in places]
     return [(number, numbers.count(number)) for number in dict.fromkeys(numbers)]

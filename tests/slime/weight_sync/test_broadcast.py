@@ -118,10 +118,10 @@ def cut(version: int, rank: int) -> Iterator[Slice]:
         where, axis = [(0, size) for size in tensor.shape], axes[name]
         middle = tensor.shape[axis] // 2
         where[axis] = (middle, tensor.shape[axis]) if rank else (0, middle)
-        place = SlicePosition(
+        position = SlicePosition(
             name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(where)
         )
-        yield Slice(place, lambda place=place, tensor=tensor: place.of(tensor))
+        yield Slice(position, lambda position=position, tensor=tensor: position.of(tensor))
 
 
 def trainer_rank(rank: int, root: Path, orders: mp.SimpleQueue, answers: mp.SimpleQueue) -> None:

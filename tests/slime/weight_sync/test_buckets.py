@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slime.weight_sync.buckets import ALIGNMENT, fill, grouped, room_for
+from slime.weight_sync.buckets import ALIGNMENT, compute_bucket_bytes, fill, grouped
 
 
 def named(*sizes: int) -> list[tuple[str, torch.Tensor]]:
@@ -28,7 +28,7 @@ def test_a_tensor_above_the_limit_goes_alone():
 
 def test_a_bucket_says_where_everything_is():
     tensors = [("a", torch.arange(3.0)), ("b", torch.ones(2, 5, dtype=torch.bfloat16))]
-    assert room_for(tensors) == 512
+    assert compute_bucket_bytes(tensors) == 512
     bucket = torch.full((600,), 7, dtype=torch.uint8)
     assert fill(bucket, tensors) == [("a", "float32", [3], 0), ("b", "bfloat16", [2, 5], 256)]
     assert bucket[:12].view(torch.float32).tolist() == [0.0, 1.0, 2.0]

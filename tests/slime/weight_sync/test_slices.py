@@ -44,8 +44,8 @@ def cut(name: str, tensor: torch.Tensor, axis: int, ends: list[int]) -> Iterator
         where = [(0, size) for size in tensor.shape]
         where[axis] = start, end
         dtype = str(tensor.dtype).removeprefix("torch.")
-        place = SlicePosition(name, dtype, tuple(tensor.shape), tuple(where))
-        yield Slice(place, lambda place=place: place.of(tensor))
+        position = SlicePosition(name, dtype, tuple(tensor.shape), tuple(where))
+        yield Slice(position, lambda position=position: position.of(tensor))
 
 
 def sliced(version: int) -> list[Slice]:
@@ -79,7 +79,7 @@ def test_two_axes_cut_at_once(tmp_path: Path) -> None:
     whole = torch.arange(60.0).view(3, 4, 5)
     parts = itertools.product([(0, 1), (1, 3)], [(0, 3), (3, 4)], [(0, 2), (2, 5)])
     places = [SlicePosition("x", "float32", (3, 4, 5), where) for where in parts]
-    slices = [Slice(place, lambda place=place: place.of(whole)) for place in places]
+    slices = [Slice(position, lambda position=position: position.of(whole)) for position in places]
     path = FileChannel(tmp_path).publish(slices, 1).info["path"]
     assert torch.equal(load_file(path)["x"], whole)
 
@@ -97,7 +97,7 @@ def test_every_value_comes_once() -> None:
         require_whole([first, SlicePosition("a", "bfloat16", (4, 2), ((2, 4), (0, 2)))])
 
 
-def place(name: str, rank: int) -> SlicePosition:
+def position(name: str, rank: int) -> SlicePosition:
     return SlicePosition(name, "float32", (4,), ((2 * rank, 2 * rank + 2),))
 
 
@@ -120,7 +120,7 @@ def tells_its_places(rank: int, root: Path) -> None:
         mine = order if rank else "ab"
         for _ in range(times):
             try:
-                found = str(kept.get([place(letter, rank) for letter in mine]))
+                found = str(kept.get([position(letter, rank) for letter in mine]))
             except RuntimeError as error:
                 found = str(error)
             with (root / f"told-{rank}").open("a") as file:
@@ -163,7 +163,7 @@ def rank(rank: int, root: Path, fault: Values) -> None:
 
     second = sliced(2)[rank::2]
     if rank:
-        second[-1] = Slice(second[-1].place, values)
+        second[-1] = Slice(second[-1].position, values)
     try:
         channel.publish(second, 2)
     except (ValueError, RuntimeError) as error:

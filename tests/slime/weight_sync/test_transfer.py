@@ -22,11 +22,11 @@ class OneEngine:
 
     name, workers = "engine", 2
 
-    def __init__(self, gives_memory: bool = False, fails: tuple[str, ...] = ()) -> None:
+    def __init__(self, frees_memory: bool = False, fails: tuple[str, ...] = ()) -> None:
         self.calls: list[str] = []
         self.fails = fails
         self.made = 0
-        self.transfer = WeightTransfer(self, self, gives_memory=gives_memory)
+        self.transfer = WeightTransfer(self, self, frees_memory=frees_memory)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def call(*args: Any) -> None:
@@ -104,7 +104,7 @@ def test_an_update_tells_what_its_time_is_made_of() -> None:
 
 
 def test_engines_without_weights_serve_after_the_update_alone() -> None:
-    one = OneEngine(gives_memory=True)
+    one = OneEngine(frees_memory=True)
     one.transfer.sleep()
     assert one.transfer.state is State.ASLEEP and one.transfer.is_trainers_turn
     assert one.transfer.wake() and one.transfer.state is State.EMPTY
@@ -123,7 +123,7 @@ def test_engines_that_keep_their_weights_serve_when_they_wake() -> None:
 
 
 def test_weights_are_not_published_to_sleeping_engines() -> None:
-    one = OneEngine(gives_memory=True)
+    one = OneEngine(frees_memory=True)
     one.transfer.sleep()
     with pytest.raises(RuntimeError, match="must be published to engines that are awake"):
         one.transfer.publish(1)
@@ -133,7 +133,7 @@ def test_weights_are_not_published_to_sleeping_engines() -> None:
 @pytest.mark.parametrize("step", ["start_weight_update", "finish_weight_update", "reset_prefix_cache"])
 @pytest.mark.parametrize("empty", [False, True])
 def test_nothing_serves_after_an_update_that_failed(step: str, empty: bool) -> None:
-    one = OneEngine(gives_memory=empty, fails=(step,))
+    one = OneEngine(frees_memory=empty, fails=(step,))
     if empty:
         one.transfer.sleep()
         one.transfer.wake()
@@ -178,9 +178,7 @@ def test_a_refused_delta_is_followed_by_the_whole_set(
     one.transfer.publish(4)
     start, *_, finish, reset = PARTS
     assert one.take_calls() == ["pause", start, "delta 1", "full 2", "full 3", finish, reset, "resume"]
-    assert (
-        "the whole set of weights is sent in place of a delta: engine: version 3 is not here" in caplog.text
-    )
+    assert "the whole set of weights is sent instead of a delta: engine: version 3 is not here" in caplog.text
     sizes = {"perf/update_weights_wire_bytes": 42, "perf/update_weights_density": 1.0}
     times = {f"perf/update_weights_{name}_time" for name in PHASES}
     assert one.transfer.figures.keys() == sizes.keys() | times and not coming

@@ -162,7 +162,7 @@ def test_one_report_has_every_reason(folder, capsys):
         "--opd-type must be given with --use-opd",
         "--custom-config-path must name a YAML file",
         "--custom-rm-path must name a module that can be imported, got 'nowhere.f'",
-        "--num-layers is 5, config.json says 4",
+        "--num-layers is 5, config.json has 4",
         "model_type in config.json must be one of",
         "prompts.jsonl",
     ):

@@ -64,7 +64,7 @@ ORDER = [
     (
         "run directory removed",
         "ValueError",
-        "--run-dir must stay while its run goes on, got /x, which was removed",
+        "--run-dir must exist while its run is active, got /x, which was removed",
     ),
     ("full disk", "OSError", "[Errno 28] No space left on device: '/run/samples/3.jsonl'"),
     ("full disk", "ValueError", "--run-dir must have room for the records of a run, got 0 bytes; reward"),

@@ -12,7 +12,7 @@ import yaml
 
 from slime.hooks import load_function
 from vime.cli import main
-from vime.importing.slices import needed, statements, text_of
+from vime.importing.slices import join_statements, needed, statements
 
 HEAD = "from trl import GRPOConfig, GRPOTrainer\n"
 REWARD = "def score(completions, **kwargs):\n    return [1.0] * len(completions)\n"
@@ -224,7 +224,7 @@ def test_no_file_is_replaced(tmp_path: Path, capsys: Any) -> None:
 )
 def test_slices(source: str, names: set[str], text: str) -> None:
     chosen, missing = needed(statements(source, ast.parse(source), []), names)
-    assert text_of(chosen, names) == text and not missing
+    assert join_statements(chosen, names) == text and not missing
 
 
 def test_a_missing_name_is_named(tmp_path: Path, capsys: Any) -> None:

@@ -62,7 +62,7 @@ def parts(capsys, *argv: str) -> dict[str, list[str]]:
 def test_a_colocated_plan_decides_for_the_gpu_that_is_named(flags, capsys):
     found = parts(capsys, *flags, *COLOCATED, "--gpu-memory-gib", "140.4")
     assert found[TRAINER][-6:] == [
-        "between trainings the trainer's state stays on the device (as memory asks for it)",
+        "between trainings the trainer's state stays on the device (to save memory)",
         "while it loads 70.38 GiB of 140.40 GiB: 68.88 GiB of tensors, 1.50 GiB besides",
         "while engines generate 132.54 GiB of 140.40 GiB: 68.88 GiB of the trainer, 0.4 of the GPU for the engine, "
         "7.50 GiB besides",

@@ -204,7 +204,7 @@ def test_what_may_not_join(
     with pytest.raises(ValueError, match="must serve before its engines change"):
         ask(run, "add")
     run.control.start()
-    monkeypatch.setattr("vime.pool.engine_slots.place_engine", no_place)
+    monkeypatch.setattr("vime.pool.engine_slots.reserve_engine", no_place)
     with pytest.raises(ValueError, match="2 devices must be free"):
         ask(run, "add", "--count", "3")  # there are two free slots
     assert len(run.slots.free) == 2
@@ -275,7 +275,7 @@ def test_an_engine_that_was_started_apart_joins_and_outlives_the_run(
         assert ask(run, "add", "--address", address) == 0
         assert sorted(run.pool._router.engines()) == sorted([run.url(0), url])
         assert VllmControl(url, KEY * 4).weight_version() == 4
-        assert read_engines(run.root).engines["engine-1"].place == "external, at 127.0.0.1"
+        assert read_engines(run.root).engines["engine-1"].location == "external, at 127.0.0.1"
         capsys.readouterr()
         assert ask(run, "remove", address) == 0
         assert "the external server keeps running" in capsys.readouterr().out

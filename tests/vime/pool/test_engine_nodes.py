@@ -15,7 +15,7 @@ from engine_double import DoubleServer
 from process_names import command_line
 from ray.cluster_utils import Cluster
 
-from slime.cluster.placement import VISIBLE_VARIABLE, place
+from slime.cluster.placement import VISIBLE_VARIABLE, reserve_devices
 from slime.config import Config
 from slime.config.sections.engine import EngineFacts
 from vime.pool.engine_server import pair_up
@@ -184,7 +184,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow
 def test_ray_puts_each_process_on_its_node(two_nodes: None, tmp_path: Path) -> None:
     """An engine of four GPUs runs on two nodes of two. Each process gets its node's address and GPUs."""
-    placed = place(ENGINE_OF_TWO_NODES)
+    placed = reserve_devices(ENGINE_OF_TWO_NODES)
     (bundles,) = placed.engine_bundles["policy"]
     parts = placed.by_node(bundles)
     assert [[placed.nodes[bundle].address for bundle in part] for part in parts] == [[h, h] for h in HOSTS]

@@ -280,7 +280,7 @@ def test_engines_that_drop_their_weights_serve_again_after_the_update(
     doubles: Callable[..., Doubles],
 ) -> None:
     """Memory for weights comes first, and memory for keys and values after the update."""
-    one = doubles(1, gives_memory=True)
+    one = doubles(1, frees_memory=True)
     one.pool.sleep()
     assert one.pool.wake()
     assert one.requests(0) == ["POST /sleep ", "POST /wake_up "]
@@ -300,7 +300,7 @@ def test_no_engine_starts_or_goes_on_starting_while_the_trainer_has_the_memory(
         late.set()
         return WeightUpdate(5, "disk", {"path": "whole"})
 
-    two = doubles(2, gives_memory=True, weights_file=weights_file)
+    two = doubles(2, frees_memory=True, weights_file=weights_file)
     two.publish(passing_parts, 5)
     first, second = two.pool.engine_urls
     engine = two.pool._members[0]

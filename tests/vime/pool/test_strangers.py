@@ -40,7 +40,7 @@ SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 @pytest.fixture(autouse=True)
 def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "_told", set())
+    monkeypatch.setattr(proof, "_warned", set())
 
 
 @pytest.fixture

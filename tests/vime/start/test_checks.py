@@ -262,4 +262,4 @@ def test_a_model_of_the_hub_without_a_copy_is_one_line_and_no_request(argv, tmp_
     assert asked == []
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("vime plan: --hf-checkpoint must be a directory with a config.json, got ")
-    assert line.endswith("hf download nobody/none (vime train does so by itself)")
+    assert line.endswith("hf download nobody/none (vime train does so)")

@@ -72,7 +72,7 @@ def test_a_run_that_resumes(argv, tmp_path):
     assert finished(config(argv, "--load", out, "--save", out, "--num-rollout", "8"))
     earlier = config(argv, "--load", out, "--save", out, "--ckpt-step", "3")
     again = "a second start of this command would do the same rollouts again"
-    assert start_line(earlier) == f"resumes after rollout 3 of {out}, as --ckpt-step says: {again}"
+    assert start_line(earlier) == f"resumes after rollout 3 of {out}, as set by --ckpt-step: {again}"
 
 
 def test_a_command_that_is_queued_again_does_not_repeat_its_rollouts(argv, tmp_path):
@@ -132,8 +132,8 @@ def test_metrics_of_another_run_are_not_replaced(argv, tmp_path):
 def test_checkpoints_without_their_record_are_not_passed_over(argv, tmp_path):
     out = folder(tmp_path / "out", 4, 9)
     assert refused(argv, "--load", out, "--save", out, "--overwrite") == (
-        "--load must have a latest_checkpointed_iteration.txt that says which checkpoint is the newest, got "
+        "--load must have a latest_checkpointed_iteration.txt with the number of the newest checkpoint, got "
         f"{out} with iterations 4, 9 and none; take one with --ckpt-step 9"
     )
     chosen = config(argv, "--load", out, "--save", out, "--ckpt-step", "9")
-    assert start_line(chosen).startswith(f"resumes after rollout 9 of {out}, as --ckpt-step says")
+    assert start_line(chosen).startswith(f"resumes after rollout 9 of {out}, as set by --ckpt-step")

@@ -111,4 +111,4 @@ def test_lanes() -> None:
     placed = [lanes.assign(("a",), *span) for span in ((0, 10), (1, 5), (2, 8), (8, 9), (11, 12))]
     assert placed == [0, 0, 1, 0, 0], "(2, 8) crosses (1, 5)"
     apart = Lanes(nested=False)
-    assert [apart.place(("a",), *span) for span in ((0, 10), (1, 5), (5, 6), (10, 11))] == [0, 1, 1, 0]
+    assert [apart.assign(("a",), *span) for span in ((0, 10), (1, 5), (5, 6), (10, 11))] == [0, 1, 1, 0]

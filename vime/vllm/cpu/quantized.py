@@ -35,11 +35,11 @@ Layer: TypeAlias = Any
 def take_plain_experts(vllm_config: VllmConfig) -> None:
     """Replaces vLLM's configuration of quantisation by the same configuration with plain experts, unless the machine
     has AMX."""
-    given = vllm_config.quant_config
+    former = vllm_config.quant_config
     for kind, plain in ((Fp8Config, PlainFp8Config), (CompressedTensorsConfig, PlainInt4Config)):
-        if type(given) is kind and not torch.cpu._is_amx_tile_supported():
+        if type(former) is kind and not torch.cpu._is_amx_tile_supported():
             vllm_config.quant_config = plain.__new__(plain)
-            vars(vllm_config.quant_config).update(vars(given))
+            vars(vllm_config.quant_config).update(vars(former))
 
 
 class PlainFp8Config(Fp8Config):
@@ -162,12 +162,12 @@ def plain_experts(
     ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in range(layer.local_num_experts):
-        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        tokens, columns = (ids == expert).nonzero(as_tuple=True)
         if len(tokens):
             first, second = (
                 weight(codes[expert], scales[expert]).to(x.dtype) for codes, scales in (up, down)
             )
             gate, rest = linear(x[tokens], first).chunk(2, -1)
             found = linear(silu(gate) * rest, second)
-            total.index_add_(0, tokens, found * topk_weights[tokens, places, None])
+            total.index_add_(0, tokens, found * topk_weights[tokens, columns, None])
     return total.to(x.dtype)

@@ -54,6 +54,6 @@ def checksum(tensor: Tensor) -> int:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     for first in range(0, data.numel(), _PIECE):
         piece = data[first : first + _PIECE].to(torch.int64) + 1
-        places = torch.arange(first + 1, first + 1 + len(piece), device=piece.device) * _FACTOR
-        found += int(((places ^ (places >> 29)) * piece).sum())
+        factors = torch.arange(first + 1, first + 1 + len(piece), device=piece.device) * _FACTOR
+        found += int(((factors ^ (factors >> 29)) * piece).sum())
     return found % (1 << 64)

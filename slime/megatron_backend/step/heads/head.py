@@ -162,8 +162,8 @@ class LmHead(ABC):
         """Returns the log-probs [r] of this context-parallel rank's response tokens, and each token's `count` largest
         log-probs. Without gradient. This implementation reads logits."""
         logits = self.logits(batch, output)
-        place = vocab_range(self.model)
-        return self.local_log_probs(batch, output, "none")[0], native.compute_top(logits, *place, count)
+        vocab = vocab_range(self.model)
+        return self.local_log_probs(batch, output, "none")[0], native.compute_top(logits, *vocab, count)
 
     def _hidden(self, batch: MicroBatch, output: Tensor) -> Tensor:
         """Returns the hidden states that predict the response tokens: [r, H], model dtype, equal on all tensor-parallel
@@ -329,7 +329,7 @@ class NativeHead(LmHead):
             return *native.log_probs_and_entropy(
                 logits, batch.targets, temperature=self.temperature, entropy=entropy
             ), of_ids
-        cut = native.cut_to(logits, native.kept_columns(kept, logits, start))
+        cut = native.cut_to(logits, native.make_keep_mask(kept, logits, start))
         values = native.entropies(logits, temperature=self.temperature, entropy=entropy)
         log_probs, _ = native.log_probs_and_entropy(
             cut, batch.targets, temperature=self.temperature, entropy="none"

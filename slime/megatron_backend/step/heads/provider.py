@@ -41,7 +41,7 @@ class ProviderHead(LmHead):
     def request(self, batch: MicroBatch, output: Tensor, entropy: EntropyUse) -> SelectedLogprobRequest:
         """Returns the provider's request for a micro-batch. Each context-parallel rank requests
         its own rows, whose number may be 0."""
-        ranks, place = self.ranks, self.vocabulary()
+        ranks, vocab = self.ranks, self.vocabulary()
         hidden, weight = self._hidden(batch, output), output_weight(self.model)
         logits = self._compute_logits(hidden)
         kept = kept_tokens.select_rows(batch.of_rows, batch.rows)
@@ -49,7 +49,7 @@ class ProviderHead(LmHead):
         return SelectedLogprobRequest(
             logits=logits,
             target_ids=batch.targets,
-            tensor_parallel_group=place["tp_group"],
+            tensor_parallel_group=vocab["tp_group"],
             context_parallel=ContextParallelLayout(
                 ranks.cp_size, ranks.cp_rank, "zigzag" if ranks.cp_size > 1 else "single"
             ),
@@ -58,12 +58,12 @@ class ProviderHead(LmHead):
             chunk_size=-1,
             log_prob_keep_mask=None
             if kept is None
-            else native.kept_columns(kept, logits, vocab_range(self.model)[0]),
+            else native.make_keep_mask(kept, logits, vocab_range(self.model)[0]),
             hidden=hidden if multiplied else None,
             lm_head_weight=weight if multiplied else None,
-            vocab_start_index=place["vocab_start"],
+            vocab_start_index=vocab["vocab_start"],
             global_vocab_size=len(weight) * ranks.tp_size,
-            real_vocab_size=place["vocab_size"],
+            real_vocab_size=vocab["vocab_size"],
             temperature=self.temperature,
         )
 

@@ -185,14 +185,14 @@ class Peer:
             reply = {"value": writer.value(function(*words, **named))}
         except BaseException as error:  # The border between two processes: the caller gets every error.
             names = [kind.__name__ for kind in type(error).__mro__]
-            reply = {"error": [names, *self._told(writer, error)]}
+            reply = {"error": [names, *self._describe_error(writer, error)]}
         contents = writer.contents()
         for number in range(pinned.pinned):
             if contents[number] == message["table"][number]:
                 contents[number] = None
         self._send({**reply, "table": contents})
 
-    def _told(self, writer: Writer, error: BaseException) -> list[Json]:
+    def _describe_error(self, writer: Writer, error: BaseException) -> list[Json]:
         kind = None if type(error).__module__ == "builtins" else self._reference(type(error))
         return [[writer.value(word) for word in error.args], kind, self._reference(error)]
 

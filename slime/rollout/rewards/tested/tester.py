@@ -138,7 +138,7 @@ class Tester(Peer):
         """Returns a builtin class. TypeError for a class that would catch the tests' failed assertions."""
         found = super().builtin_class(name)
         if found in _CATCHING:
-            raise TypeError(f"a program must give errors of its own, got {name}; extend the class")
+            raise TypeError(f"a program must raise its own errors, got {name}; extend the class")
         return found
 
     def _receive(self) -> Value:
@@ -156,7 +156,7 @@ class Tester(Peer):
         own = type(target).__module__ == _MODULE and name in _FOR_OBJECTS
         private = name in ("getattr", "setattr") and str(words[1]).startswith("_")
         if isinstance(target, Remote) or not (own or name in _FOR_CONTAINERS) or private:
-            raise TypeError("the program may not do this with an object of the tests; hand it a function")
+            raise TypeError("the program may not do this with an object of the tests; pass a function to it")
         return OPERATIONS[name]
 
 

@@ -190,7 +190,10 @@ def test_a_machine_whose_operators_break_their_promise_is_refused(monkeypatch):
         ({"rlk_consistency": "audit"}, "--rlk-consistency must be strict with --rlk-bitwise, got audit"),
         ({"rlk_bitwise_operators": ["norms"]}, r"--rlk-bitwise-operators must be of .*, got norms; did you mean norm"),
         ({"rlk_bitwise_operators": ["head"]}, "--rlk-consistency must be audit with --rlk-bitwise, got strict"),
-        ({"rlk_bitwise": False, "rlk_bitwise_operators": ["head"]}, "must stand beside --rlk-bitwise, got head alone"),
+        (
+            {"rlk_bitwise": False, "rlk_bitwise_operators": ["head"]},
+            "must be combined with --rlk-bitwise, got head",
+        ),
         ({"context_parallel_size": 2}, "--context-parallel-size must be 1 with --rlk-bitwise, got 2"),
         ({"max_staleness": 1}, "--max-staleness must be 0 with --rlk-bitwise, got 1"),
         ({"partial_rollout": True}, "--partial-rollout must be left out with --rlk-bitwise, got True"),

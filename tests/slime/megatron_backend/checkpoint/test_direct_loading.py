@@ -244,11 +244,11 @@ def single_rank(tmp_path):
         ),
         (
             lambda folder, file: save_file({"other": torch.ones(1)}, file),
-            r"{file} must have the tensor model\.[\w.]+ as model.safetensors.index.json says, got ",
+            r"{file} must have the tensor model\.[\w.]+ as in model.safetensors.index.json, got ",
         ),
         (
             lambda folder, file: save_file({n: x[:1].clone() for n, x in load_file(file).items()}, file),
-            r"self_attn.o_proj.weight must have shape \[64, 128\] as config.json says, got \[1, 128\] in {file}",
+            r"self_attn.o_proj.weight must have shape \[64, 128\] as in config.json, got \[1, 128\] in {file}",
         ),
     ],
     ids=["missing", "truncated", "another-tensor", "another-shape"],

@@ -149,11 +149,11 @@ def edit(directory, change):
         (lambda t: t.update(extra=torch.ones(1)), r"got 1 unexpected in .*: extra"),
         (
             lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(32, 64)}),
-            r"k_proj.weight must have shape \[64, 64\] as config.json says, got \[32, 64\]",
+            r"k_proj.weight must have shape \[64, 64\] as in config.json, got \[32, 64\]",
         ),
         (
             lambda t: t.update({"model.embed_tokens.weight": torch.ones(VOCAB + 1, 64)}),
-            r"embed_tokens.weight must have shape \[99, 64\] as config.json says, got \[100, 64\]",
+            r"embed_tokens.weight must have shape \[99, 64\] as in config.json, got \[100, 64\]",
         ),
     ],
 )
@@ -180,7 +180,7 @@ def test_absent_weights_are_an_error(tmp_path):
 
 def test_tokens_must_fit_the_layout(tmp_path):
     tiny_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match=r"tokens must be \[5\] as the layout says, got \[4\]"):
+    with pytest.raises(ValueError, match=r"tokens must be \[5\] as in the layout, got \[4\]"):
         stage_output(
             loaded(tmp_path), torch.zeros(4, dtype=torch.long), packed_layout(token_slice([2, 3]), "cpu")
         )

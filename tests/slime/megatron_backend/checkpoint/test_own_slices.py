@@ -19,7 +19,7 @@ from slime.megatron_backend.checkpoint.weights import load_hf
 from slime.megatron_backend.model.gpt import build_model, unwrapped
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.plan.model_shape import Shape
-from slime.plan.update_estimate import given_bytes
+from slime.plan.update_estimate import compute_update_bytes
 from slime.weight_sync.channel import Export, TrainerSettings
 from slime.weight_sync.delta.local_copy import CopyVersion as Version
 from slime.weight_sync.delta.local_copy import LocalCopy
@@ -78,10 +78,10 @@ def published(rank: int, directory: Path, config: Any, weight_dir: Path) -> dict
     assert len(asked) == len(set(asked)), "a parameter is read once"
     return {
         "delta": after_delta(model, own, directory, weight_dir),
-        "given": sum(each.place.nbytes for each in slices),
+        "given": sum(each.position.nbytes for each in slices),
         "shard": sum(x.nbytes for part in unwrapped(model) for x in part.parameters()),
         "info": update.info,
-        "planned": given_bytes(
+        "planned": compute_update_bytes(
             config.with_values(actor_num_gpus_per_node=dist.get_world_size()),
             Shape.of(load_hf_config(directory)),
         )[0],
@@ -91,10 +91,10 @@ def published(rank: int, directory: Path, config: Any, weight_dir: Path) -> dict
 def after_delta(model: Any, own: OwnSlices, directory: Path, weight_dir: Path) -> dict[str, Any]:
     """Publishes a whole set of the live model, then a delta to the changed weights. Returns this rank's part, and the
     first rank's copy of the weights."""
-    place = TrainerSettings(weight_dir / "deltas", 1 << 20, torch.device("cpu"), 60.0)
+    position = TrainerSettings(weight_dir / "deltas", 1 << 20, torch.device("cpu"), 60.0)
     snapshot, copy = Snapshot("xor", "sha256"), LocalCopy(weight_dir / "copy")
     export = Export(None, own)
-    publisher = Publisher.of("disk", place, export, compare=False, snapshot=snapshot)
+    publisher = Publisher.of("disk", position, export, compare=False, snapshot=snapshot)
     for version in range(2):
         if version:
             load_hf(model, directory.with_name(f"{directory.name}-changed"))

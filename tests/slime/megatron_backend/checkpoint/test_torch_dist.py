@@ -156,7 +156,7 @@ def _empty(path: Path) -> None:
     ("damage", "said"),
     [
         (_empty, r"release/\.metadata must be there as it was saved, got EOFError"),
-        (".metadata", r"must stand beside release/"),
+        (".metadata", r"must be next to release/"),
         ("metadata.json", r"release/metadata.json must be there as it was saved, got no such"),
         (_truncate, r"release/__0_0.distcp must have \d+ bytes as it was saved, got \d+"),
         ("__0_0.distcp", r"release/__0_0.distcp must be there as it was saved, got no such"),

@@ -132,7 +132,9 @@ def test_bad_files_are_named(tiny, tmp_path):
     with pytest.raises(ValueError, match=rf"got 1 missing from .*: {re.escape(name)}; check"):
         load_hf(model, tmp_path / "bad")
     save_file({**tensors, name: whole[:-1].clone()}, file, metadata={"format": "pt"})
-    message = rf"{re.escape(name)} must have shape \[{len(whole)}\] as config.json says, got \[{len(whole) - 1}\] in"
+    message = (
+        rf"{re.escape(name)} must have shape \[{len(whole)}\] as in config.json, got \[{len(whole) - 1}\] in"
+    )
     with pytest.raises(ValueError, match=message):
         load_hf(model, tmp_path / "bad")
 

@@ -13,7 +13,7 @@ from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model import host_adam, optimizer
 from slime.megatron_backend.model.gpt import build_model
-from slime.megatron_backend.model.host_adam import Files, HostAdam
+from slime.megatron_backend.model.host_adam import HostAdam, OptimizerFiles
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import (
     build_optimizer,
@@ -192,7 +192,7 @@ def test_the_state_is_in_files_of_the_folder(hf_dir, tmp_path):
 
 def test_small_parts_have_files_of_their_own(hf_dir, tmp_path, monkeypatch):
     plain = trainer(hf_dir)
-    files = Files(str(tmp_path), 20_000, torch.float32)
+    files = OptimizerFiles(str(tmp_path), 20_000, torch.float32)
     monkeypatch.setattr(optimizer, "_state_files", lambda flags: files)
     host = trainer(hf_dir, **FILES)
     assert len(inner(host)._on_host) > 5

@@ -13,13 +13,13 @@ from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
-from slime.megatron_backend.model.muon import Matrix, Muon, Settings, orthogonalize
+from slime.megatron_backend.model.muon import Matrix, Muon, MuonSettings, orthogonalize
 from slime.megatron_backend.model.optimizer import build_optimizer, reset_states
 from slime.rules import parse_args
 
 # torch's Muon repeats one set of coefficients, in bfloat16, and scales a rate by 0.2 sqrt(max(rows, columns)).
 AS_TORCH = {"muon_coefficient_type": "simple", "muon_extra_scale_factor": 0.2, "muon_split_qkv": False}
-PLAIN = Settings(0.95, False, 5, "spectral", 1.0, "highest", "quintic", False, False)
+PLAIN = MuonSettings(0.95, False, 5, "spectral", 1.0, "highest", "quintic", False, False)
 FLAGS: dict[str, Any] = {
     "optimizer": "muon",
     "use_distributed_optimizer": False,
@@ -66,7 +66,7 @@ def test_updates_are_those_of_torchs_muon(nesterov):
     shapes = [(8, 8), (24, 8), (8, 24)]
     ours = [torch.randn(shape, generator=generator) for shape in shapes]
     theirs = [torch.nn.Parameter(weight.clone()) for weight in ours]
-    settings = Settings(0.95, nesterov, 5, "spectral", 0.2, "medium", "simple", False, False)
+    settings = MuonSettings(0.95, nesterov, 5, "spectral", 0.2, "medium", "simple", False, False)
     groups = [{"params": ours, "lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}]
     muon = Muon(groups, {weight: Matrix() for weight in ours}, settings)
     reference = torch.optim.Muon(

@@ -13,7 +13,7 @@ from quantise import find_routers, quantise, quantization_config
 from slime.checkpoints.hf_config import read_hf_config
 from slime.megatron_backend.checkpoint.weights import export_hf
 from slime.megatron_backend.model.gpt import unwrap
-from slime.models.quantization import dequantize, quantize, rounded, scheme_of
+from slime.models.quantization import dequantize, quantize, read_scheme, rounded
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
@@ -41,7 +41,7 @@ def train(model: torch.nn.Module) -> None:
 
 def test_forward_and_gradients_are_those_of_the_engines_weights(checkpoint):
     """The gradient of a weight is that of its rounded weight (straight-through estimator)."""
-    scheme, batch = scheme_of(read_hf_config(checkpoint)), sequences(1)
+    scheme, batch = read_scheme(read_hf_config(checkpoint)), sequences(1)
     assert scheme is not None
     model, plain = loaded(checkpoint, round_expert_weights=True), loaded(checkpoint)
     for each in (model, plain):
@@ -61,7 +61,7 @@ def test_forward_and_gradients_are_those_of_the_engines_weights(checkpoint):
 def test_the_stored_weights_are_not_rounded(checkpoint):
     """An update and a saved checkpoint have the trained weights. Quantising these gives the values of the forward
     pass."""
-    scheme = scheme_of(read_hf_config(checkpoint))
+    scheme = read_scheme(read_hf_config(checkpoint))
     assert scheme is not None
     model = loaded(checkpoint, round_expert_weights=True)
     train(model)
@@ -78,7 +78,7 @@ def test_the_weights_of_the_checkpoint_stay_nearly_the_same(checkpoint):
 
 def test_rounding_is_a_checkpoints_round_trip():
     said = quantization_config("int4")
-    scheme = scheme_of({"quantization_config": said})
+    scheme = read_scheme({"quantization_config": said})
     assert scheme is not None
     weight = torch.randn(12, 96)
     assert torch.equal(rounded(weight, scheme), dequantize(quantize(weight, scheme), scheme).float())

@@ -223,7 +223,7 @@ def test_flags_for_a_model_without_such_layers(root: Path) -> None:
     with pytest.raises(ValueError, match="got model_type qwen3; an export has a copy"):
         check_prediction(config, HF_CONFIG)
     check_prediction(make_config(root), HF_CONFIG)
-    with pytest.raises(ValueError, match="--mtp-num-layers is 1, config.json says 0"):
+    with pytest.raises(ValueError, match="--mtp-num-layers is 1, config.json has 0"):
         check_model_args({"mtp_num_layers": 1}, HF_CONFIG)
     virtual = {"pipeline_model_parallel_size": 1, "num_virtual_stages_per_pipeline_rank": 2}
     # Without a pipeline there are no virtual stages.

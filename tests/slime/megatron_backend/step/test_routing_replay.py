@@ -88,11 +88,11 @@ def test_replaying_its_own_choices_changes_no_bit(checkpoint, recompute):
     model, batch = loaded(directory, overrides=recompute), sequences(1)
     plain = step(model, batch)
     ids = own_ids(model, batch)
-    for given in (ids, ids.flip(-1)):  # in any order of the engine's ids
-        routing = Routing(given)
+    for compared in (ids, ids.flip(-1)):  # in any order of the engine's ids
+        routing = Routing(compared)
         assert all(torch.equal(a, b) for a, b in zip(step(model, batch, routing), plain, strict=True))
         assert {int(x) for x in routing.differing.values()} == {0}
-        assert all(int(x) == len(ids) for x in routing.given.values())
+        assert all(int(x) == len(ids) for x in routing.compared.values())
     open_ = step(model, batch, Routing(torch.full_like(ids, OPEN)))
     assert all(torch.equal(a, b) for a, b in zip(open_, plain, strict=True))
 
@@ -155,7 +155,7 @@ def test_open_rows_are_the_routers_own_and_are_not_counted(tmp_path):
     mixed[20:] = OPEN
     routing = Routing(mixed)
     step(model, batch, routing)
-    assert {layer: int(x) for layer, x in routing.given.items()} == {0: 20, 1: 20}
+    assert {layer: int(x) for layer, x in routing.compared.items()} == {0: 20, 1: 20}
     apart = (mine[:20, 0].sort(-1).values != mixed[:20, 0].sort(-1).values).any(-1).sum()
     assert 0 < int(routing.differing[0]) == int(apart) <= 9
 

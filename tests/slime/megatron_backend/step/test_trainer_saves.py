@@ -10,7 +10,7 @@ from trainer_cases import exported, hf_log_probs, make_samples, rank_data, train
 
 from slime.checkpoints.checkpoint_dir import latest
 from slime.checkpoints.checkpoint_files import iterations
-from slime.data.rank_data import mark_kept
+from slime.data.rank_data import mark_saved_samples
 from slime.tracking.samples import read_samples, write_samples
 
 PPO = {"advantage_estimator": "ppo", "kl_coef": 0.0}
@@ -110,7 +110,7 @@ def test_the_samples_that_the_rollout_keeps_get_their_advantages_and_log_probs(r
     samples = make_samples()
     trainer = build(run_dir=str(tmp_path), **flags)
     data = rank_data(trainer.config, samples)
-    mark_kept([data], kept := [0, 3, 7, 8])
+    mark_saved_samples([data], kept := [0, 3, 7, 8])
     write_samples(tmp_path, 0, samples, kept, str)
     trainer.train(0, data)
     found = {one.place: one for one in read_samples(tmp_path, 0)}

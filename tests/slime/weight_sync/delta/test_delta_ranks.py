@@ -66,8 +66,8 @@ def own(version: int, rank: int) -> Iterator[Slice]:
         elif number % 2 != rank:
             continue
         dtype = str(tensor.dtype).removeprefix("torch.")
-        place = SlicePlace(name, dtype, tuple(tensor.shape), tuple(where))
-        yield Slice(place, lambda place=place, tensor=tensor: place.of(tensor))
+        position = SlicePlace(name, dtype, tuple(tensor.shape), tuple(where))
+        yield Slice(position, lambda position=position, tensor=tensor: position.of(tensor))
 
 
 class Trainer:
@@ -75,9 +75,9 @@ class Trainer:
 
     def __init__(self, root: Path, transport: str, encoding: str, export: Callable[[int], Export]) -> None:
         self.version = 0
-        place = TrainerSettings(root / "weights", 600, CPU, 60.0)
+        position = TrainerSettings(root / "weights", 600, CPU, 60.0)
         self.publisher = Publisher.of(
-            *(transport, place, Export(None, lambda: export(self.version).slices())),
+            *(transport, position, Export(None, lambda: export(self.version).slices())),
             compare=False,
             snapshot=Snapshot(encoding, "xxh3-128"),
         )
@@ -184,7 +184,7 @@ def fails(rank: int, root: Path) -> None:
 
     def other(version: int) -> Iterator[Slice]:
         for each in own(version, rank):
-            name, _, *rest = vars(each.place).values()
+            name, _, *rest = vars(each.position).values()
             yield Slice(SlicePlace(name, "float16", *rest), each.values) if name == "norm" else each
 
     broken = rank == 0

@@ -54,8 +54,8 @@ def test_any_damage_is_refused_or_harmless(fuzz: Callable[..., None]) -> None:
 
     def check(case: tuple[int, int, bytes]) -> None:
         at, size, new = case
-        place = at % len(content)
-        applied(content[:place] + new + content[place + size :])
+        position = at % len(content)
+        applied(content[:position] + new + content[position + size :])
 
     fuzz(check, st.tuples(st.integers(0, 10**6), st.integers(0, 40), st.binary(max_size=6)))
 

@@ -33,7 +33,7 @@ def changed(old: torch.Tensor, share: float, seed: int = 7) -> torch.Tensor:
     return new
 
 
-def place(tensor: torch.Tensor, where: Where | None = None) -> SlicePosition:
+def position(tensor: torch.Tensor, where: Where | None = None) -> SlicePosition:
     """Returns the position of the whole tensor, or of a slice."""
     shape = tuple(tensor.shape)
     whole = tuple((0, size) for size in shape)
@@ -46,7 +46,7 @@ def record(
     old: torch.Tensor, new: torch.Tensor, by: str, checked_by: str = "sha256"
 ) -> tuple[torch.Tensor, int]:
     """Returns the record from one whole tensor to another."""
-    return encode(octets(old), octets(new), place(old), by=by, checked_by=checked_by)
+    return encode(octets(old), octets(new), position(old), by=by, checked_by=checked_by)
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
@@ -124,8 +124,8 @@ def test_records_of_slices_give_the_whole_tensor(name: str, dtype: torch.dtype, 
     new = changed(old, 0.3)
     records = [
         encode(
-            *(octets(place(old, where).of(tensor).contiguous()) for tensor in (old, new)),
-            place(old, where),
+            *(octets(position(old, where).of(tensor).contiguous()) for tensor in (old, new)),
+            position(old, where),
             by=name,
             checked_by="sha256",
         )
@@ -137,7 +137,7 @@ def test_records_of_slices_give_the_whole_tensor(name: str, dtype: torch.dtype, 
     if dtype.itemsize <= 8:
         assert sum(count for _, count in records) == record(old, new, name)[1]
     lost, twice = records[1:], [records[0], *records]
-    sizes = [place(old, where).nbytes for where in slices]
+    sizes = [position(old, where).nbytes for where in slices]
     for given, size in ((lost, sum(sizes[1:])), (twice, sizes[0] + sum(sizes))):
         said = apply(octets(old).copy(), torch.cat([each for each, _ in given]))
         if name == "overwrite" or given is lost:  # an xor that is applied twice restores the old values
@@ -150,9 +150,9 @@ def test_a_slice_that_is_wrong_does_not_reach_the_tensor() -> None:
     """The slice is not contiguous, so the change happens in a copy."""
     old = bits((6, 8), torch.float32, 1)
     where = ((0, 6), (2, 5))
-    part = place(old, where).of(old).contiguous()
+    part = position(old, where).of(old).contiguous()
     made, _ = encode(
-        octets(part), octets(changed(part, 0.5)), place(old, where), by="overwrite", checked_by="sha256"
+        octets(part), octets(changed(part, 0.5)), position(old, where), by="overwrite", checked_by="sha256"
     )
     digest = made.numpy().tobytes().index(b'"digest":"') + len('"digest":"')
     made[digest] = ord("1") if made[digest] == ord("0") else ord("0")

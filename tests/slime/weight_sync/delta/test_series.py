@@ -38,9 +38,9 @@ class Trainer:
     def __init__(self, root: Path, transport: str = "disk", *, encoding: str = "xor") -> None:
         self.tensors = weights(0)
         self.written: list[tuple[str, list[str]]] = []
-        place = TrainerSettings(root, 4096, torch.device("cpu"), 60.0)
+        position = TrainerSettings(root, 4096, torch.device("cpu"), 60.0)
         self.publisher = Publisher.of(
-            *(transport, place, Export(lambda: self.tensors.items())),
+            *(transport, position, Export(lambda: self.tensors.items())),
             compare=False,
             snapshot=Snapshot(encoding, "xxh3-128"),
             written=lambda folder, engines: self.written.append((folder.name, engines)),
@@ -58,13 +58,13 @@ class Trainer:
 def take(copy: LocalCopy, part: WeightUpdate) -> None:
     """Applies a part to the copy, as an engine's worker does."""
     settings = part.weights.settings
-    place = CopyVersion(settings["chain"], settings["version"])
+    position = CopyVersion(settings["chain"], settings["version"])
     if part.weights.kind == "full":
-        copy.keep(part.info["path"], place)
+        copy.keep(part.info["path"], position)
     else:
         payloads = load_file(part.info["path"])
         assert len(payloads) == settings["tensors"]
-        copy.patch(payloads, part.weights.base_version, place)
+        copy.patch(payloads, part.weights.base_version, position)
 
 
 def assert_holds(copy: LocalCopy, wanted: Tensors) -> None:

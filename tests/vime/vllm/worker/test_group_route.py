@@ -17,7 +17,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
-from slime.protocols import EXPERTS, KEPT, TOP, VERSIONS
+from slime.protocols import EXPERTS, KEPT_TOKENS, TOP, VERSIONS
 from vime.vllm.client import parse_result
 from vime.vllm.group_wire import ADAPTER_FIELD, COLUMNS_FIELD, SAMPLES, unpacked
 from vime.vllm.versions import refusals
@@ -88,8 +88,8 @@ def test_a_request_names_its_adapter() -> None:
 
 
 def test_no_more_ids_than_the_vocabulary_has_are_asked_for() -> None:
-    wanted = [GroupRequest(body([1], [{}], {COLUMNS_FIELD: {KEPT: n}}), 100, 50) for n in (0, 8, 64)]
-    assert [(r.columns[KEPT], r.samples[0].logprobs) for r in wanted] == [(0, 0), (8, 8), (50, 50)]
+    wanted = [GroupRequest(body([1], [{}], {COLUMNS_FIELD: {KEPT_TOKENS: n}}), 100, 50) for n in (0, 8, 64)]
+    assert [(r.columns[KEPT_TOKENS], r.samples[0].logprobs) for r in wanted] == [(0, 0), (8, 8), (50, 50)]
 
 
 def test_what_sampling_kept_of_each_token() -> None:
@@ -103,9 +103,9 @@ def test_what_sampling_kept_of_each_token() -> None:
     made = CompletionOutput(0, "text", [7, 3, 5], None, flat, finish_reason="length")
     attach(made, [Span(1, 0, 3)])
     given = RequestOutput("name", None, [1], None, [made], True)
-    sent = _make_answer(given, 0, {KEPT: 3})
+    sent = _make_answer(given, 0, {KEPT_TOKENS: 3})
     assert np.frombuffer(sent.log_probs, np.float32).tolist() == pytest.approx([half, -1.5, 0.0])
-    assert [array.tolist() for array in unpacked(sent.columns[KEPT])] == [[7, 9, 5], [2, 0, 1]]
+    assert [array.tolist() for array in unpacked(sent.columns[KEPT_TOKENS])] == [[7, 9, 5], [2, 0, 1]]
     assert _make_answer(given, 0, {}).columns.keys() == {VERSIONS}
 
 
@@ -119,7 +119,9 @@ def test_the_likeliest_ids_of_each_token() -> None:
     found = parse_result(sent, 1, {}).columns[TOP]
     assert found[0].tolist() == [[7, 9, 4], [8, 9, 2]]
     assert found[1].tolist() == pytest.approx(np.array([[-0.5, -1.5, -2.0], [-1.0, -1.2, LOWEST]]))
-    wanted = [GroupRequest(body([1], [{}], {COLUMNS_FIELD: {KEPT: 4, TOP: n}}), 100, 50) for n in (0, 8, 64)]
+    wanted = [
+        GroupRequest(body([1], [{}], {COLUMNS_FIELD: {KEPT_TOKENS: 4, TOP: n}}), 100, 50) for n in (0, 8, 64)
+    ]
     assert [(r.columns[TOP], r.samples[0].logprobs) for r in wanted] == [(0, 4), (8, 8), (50, 50)]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fp8_cases import BLOCK, RANGE, layer
 
-from slime.models.quantization import dequantize, scheme_of, spread
+from slime.models.quantization import dequantize, read_scheme, spread
 from vime.vllm.worker.live_quantised import is_quantised, quantised_pieces
 
 SIZES = [100, 60, 40]
@@ -31,7 +31,7 @@ def test_pieces_hold_what_was_quantised(weight: torch.Tensor) -> None:
     for piece, want in zip(pieces, weight.split(SIZES), strict=True):
         assert piece.holds(want)
     dequantised = torch.cat([piece.codes.float() * piece.scales for piece in pieces])
-    scheme = scheme_of({"quantization_config": {"quant_method": "fp8", "weight_block_size": BLOCK}})
+    scheme = read_scheme({"quantization_config": {"quant_method": "fp8", "weight_block_size": BLOCK}})
     assert scheme is not None
     expected = dequantize({"weight": linear.weight, "weight_scale_inv": linear.weight_scale_inv}, scheme)
     assert torch.equal(dequantised.bfloat16(), expected)

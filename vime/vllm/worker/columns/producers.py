@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from slime.protocols import EXPERTS, KEPT, TOP, VERSIONS, Arrays
+from slime.protocols import EXPERTS, KEPT_TOKENS, TOP, VERSIONS, Arrays
 from vime.vllm.worker.columns.token_versions import version_spans
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _flat(output: RequestOutput) -> FlatLogprobs | None:
 
 
 PRODUCERS: dict[str, Producer] = {
-    KEPT: Producer(kept_ids, likeliest=True),
+    KEPT_TOKENS: Producer(kept_ids, likeliest=True),
     TOP: Producer(top_ids, likeliest=True),
     EXPERTS: Producer(experts, prepare=_begin_experts),
     VERSIONS: Producer(versions),
