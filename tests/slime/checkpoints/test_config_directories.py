@@ -35,7 +35,7 @@ def directory(root: Path, *names: str, record: str = "") -> str:
             "--ref-load",
             ("release/metadata.json",),
             "release",
-            "must hold a checkpoint that can be read, got {path}: {path}/latest_checkpointed_iteration.txt must stand",
+            "must hold a checkpoint that can be read, got {path}: {path}/latest_checkpointed_iteration.txt must ",
         ),
         (
             "--ref-load",
