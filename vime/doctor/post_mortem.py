@@ -47,7 +47,7 @@ CAUSES = (
     ),
     Cause(
         "run directory removed",
-        r"--run-dir must stay",
+        r"--run-dir must exist while its run is active",
         "start the run again: without its directory, a run has no metrics and no journal",
     ),
     Cause(

@@ -55,6 +55,7 @@ def samples(run: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_trl(world: World, folder: Path) -> None:
     assert main(["import", "examples/from-trl/train_grpo.py", "--output", "grpo.yaml"]) == 0
     runpy.run_path("grpo_data.py")

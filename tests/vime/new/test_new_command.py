@@ -35,6 +35,7 @@ def test_the_test_of_each_kind_passes(folders: dict[str, Path], kind: str) -> No
     }
 
 
+@pytest.mark.slow
 def test_the_types_are_right(folders: dict[str, Path]) -> None:
     """mypy accepts the files, and finds a reward of a wrong type."""
     wrong = folders["reward"] / "wrong.py"

@@ -107,8 +107,8 @@ def test_engines_load_weights_through_an_added_channel(added: None, tmp_path: Pa
 
 def test_flags_help_and_plan_know_an_added_channel() -> None:
     code = """
-from slime.weight_sync.registry import CHANNELS, Channel
-CHANNELS["second"] = Channel(
+from slime.weight_sync.registry import CHANNELS, ChannelRecord
+CHANNELS["second"] = ChannelRecord(
     "added_channel:SecondFiles", help="through files of another name", plan="second files in {weight_dir}"
 )
 from slime.rules import resolve

@@ -47,6 +47,7 @@ def test_a_type_has_the_arguments_of_the_call(name: str) -> None:
     assert all(one.kind is inspect.Parameter.POSITIONAL_ONLY for one in parameters)
 
 
+@pytest.mark.slow
 def test_mypy_understands_the_api(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USER)
     command = [sys.executable, "-m", "mypy", "--strict", str(tmp_path / "user.py")]

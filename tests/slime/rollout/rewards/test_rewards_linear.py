@@ -100,7 +100,7 @@ def too_slow(call, wrap: str, unit: str, length: int, limit_s: float) -> str | N
     return f"{wrap!r} with {unit!r}: {short:.4f} s for {length} characters, {long:.4f} s for twice as many"
 
 
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", LABELS)
 def test_time_doubles_with_the_length(name):
     slow = [
         why
@@ -111,7 +111,7 @@ def test_time_doubles_with_the_length(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", LABELS)
 def test_time_doubles_with_the_length_of_long_responses(name):
     wraps = dict.fromkeys(wrap for each in WRAPS.values() for wrap in each)
     slow = [

@@ -120,7 +120,10 @@ def test_parts_of_runs_and_requests_for_what_is_not_there(tmp_path: Path) -> Non
                 "run must be a whole number from 0, got" in (await ask(f"curves?run={wrong}", 422))["error"]
             )
         assert "rollout must be a whole number" in (await ask("sample?run=1&rollout=../../x", 422))["error"]
-        assert "must be of a sample that" in (await ask("group?run=1&rollout=2&place=7", 422))["error"]
+        assert (
+            "must be the index of a stored sample"
+            in (await ask("group?run=1&rollout=2&place=7", 422))["error"]
+        )
         assert "the rollout must have samples" in (await ask("sample?run=1&rollout=77&place=0", 422))["error"]
 
     with_server(runs, steps)
