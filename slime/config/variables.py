@@ -1,4 +1,4 @@
-"""Lists environment variables of slime's launch scripts that can change training, and what a run does about each.
+"""Lists environment variables of slime's launch scripts that can change training, with the reaction of a run.
 
 A launch script exports such variables, or has them in the runtime environment of its Ray job or in --train-env-vars.
 `REFUSED` changes the training, and no code here does that change: the run does not start. `UNREAD` has no effect here,

@@ -26,7 +26,7 @@ class Hub:
     file: str
     """File of the connector in `slime/environments/connectors`, without its suffix."""
     named: str
-    """What follows the colon."""
+    """Description of the text after the colon, for error messages."""
     package: str | None = None
     """The package that pip installs. None if the connector needs no package."""
     module: str = ""

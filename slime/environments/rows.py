@@ -1,6 +1,6 @@
 """Makes a prompt file of an environment's tasks, so that --prompt-data reads it as any other file.
 
-The file lies in the cache of `datasets`. Its name is a hash of its content, so that an unchanged environment keeps the
+The file is in the cache of `datasets`. Its name is a hash of its content, so that an unchanged environment keeps the
 cached checks of its prompts.
 """
 

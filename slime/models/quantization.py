@@ -37,7 +37,7 @@ _NEVER = ("lm_head", "embed_tokens", "mlp.gate", "router", "block_sparse_moe.gat
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """How a checkpoint stores its quantised weights."""
+    """The form in which a checkpoint stores its quantised weights."""
 
     method: Literal["fp8", "compressed-tensors"]
     """`quant_method` in config.json."""

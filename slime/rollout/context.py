@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from slime.config.schema import Config
-from slime.rollout.state import NO_RUN, GenerateState, entered
+from slime.rollout.state import GenerateState, NoRunError, entered
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class RunContext:
     def run(self) -> GenerateState:
         """The state of the run. RuntimeError in a process without a run."""
         if self.state is None:
-            raise RuntimeError(NO_RUN)
+            raise NoRunError
         return self.state
 
     def for_evaluation(self) -> RunContext:

@@ -3,7 +3,7 @@ server.
 
 A plug-in sets `generate.abort_mode = "request"` on its function. When the rollout has all samples that it needs, the
 function's task is cancelled, and its sample is aborted. Without the attribute, the rollout ends the engines' requests,
-and the function returns by itself.
+and the function then returns normally.
 """
 
 from __future__ import annotations

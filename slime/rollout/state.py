@@ -38,7 +38,15 @@ T = TypeVar("T")
 _PROMPTS_REMEMBERED = 4096
 
 
-NO_RUN = "GenerateState(args) must be called while a rollout runs, got no state in this process; call it from a hook"
+class NoRunError(RuntimeError):
+    """The process has no run whose state a hook could read."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "GenerateState(args) must be called while a rollout runs, got no state in this process; call it from a hook"
+        )
+
+
 _entered: list[weakref.ref[GenerateState]] = []
 
 
@@ -333,5 +341,5 @@ def entered() -> GenerateState | None:
 def current_state() -> GenerateState:
     """Returns the state of this process's run. RuntimeError in a process without a run."""
     if (state := entered()) is None:
-        raise RuntimeError(NO_RUN)
+        raise NoRunError
     return state

@@ -210,7 +210,7 @@ def _whole(position: SlicePosition, scheme: QuantizationScheme) -> QuantizationS
 
 
 def _is_aligned(position: SlicePosition, scheme: QuantizationScheme) -> bool:
-    """Returns True if no block lies on several slices."""
+    """Returns True if each block belongs to one slice."""
     return all(
         start % size == 0 and (end % size == 0 or end == whole)
         for (start, end), size, whole in zip(

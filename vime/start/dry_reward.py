@@ -36,8 +36,6 @@ unchecked."""
 _ROUTERS = {f"{name}_router_{part}" for name in ("sglang", "vllm") for part in ("ip", "port")}
 _FACTS = _ROUTERS | {"chat_parser_path", "rollout_engine_dtype"}
 """Entries that only a run adds to the `args` of a hook (`EnginePool.facts`, `RolloutManager`)."""
-_WITHOUT_A_RUN = "while a rollout runs"
-"""Part of the error of `slime.rollout.state.current_state`."""
 _REMEDY = re.compile(r"must .+, got .+; |; it runs in a thread, ")
 """Matches an error that has a remedy: an error of vime, or `slime.user_code.remedy`."""
 _CONNECTS = (
@@ -87,6 +85,8 @@ class _Call:
     """Error of the call."""
     returned: bool = False
     """True if the reward itself returned. A later function of the user cannot change the error then."""
+    needs_run: bool = False
+    """True if the reward read the state of a run, which does not exist yet."""
     reward: str = ""
 
 
@@ -156,6 +156,7 @@ def _called_as_runs_do(config: Config, sample: Sample, key: str | None, flag: st
     list_call = _call_in_fork(config, sample, key, flag, whole_group=True, guarded=is_own)
     if list_call.problem is None or list_call.leaves:
         return list_call
+    call.needs_run |= list_call.needs_run
     call.problem = f"{call.problem} (with a list of one sample: {list_call.problem})"
     return call
 
@@ -183,7 +184,7 @@ def _verdict(call: _Call, flag: str, changes: bool) -> str | None:
     `changes`: another function of the user changes the samples before the reward gets them.
     """
     problem = call.problem
-    if call.leaves or (problem and not call.returned and (changes or _WITHOUT_A_RUN in problem)):
+    if call.leaves or (problem and not call.returned and (changes or call.needs_run)):
         return f"{flag} was not checked: {call.leaves[0] if call.leaves else problem}"
     if problem:
         text = (
@@ -252,8 +253,17 @@ def _called(
             call.returned, call.reward = True, f"{sample.reward!r:.200}"
             sample.reward_value(reward_key)
         except (Exception, _Outside) as error:  # border: a reward may raise any error
-            call.problem = _problem(error)
+            call.problem, call.needs_run = _problem(error), _needs_run(error)
     return call
+
+
+def _needs_run(error: BaseException | None) -> bool:
+    """Returns True if the error, or an error that caused it, is that of a process without a run."""
+    from slime.rollout.state import NoRunError  # the forked child may import it; the driver stays small
+
+    while error is not None and not isinstance(error, NoRunError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _problem(error: BaseException) -> str:

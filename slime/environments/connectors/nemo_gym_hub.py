@@ -37,7 +37,7 @@ class Connector:
         self._connections: aiohttp.TCPConnector | None = None
 
     def _client(self) -> aiohttp.ClientSession:
-        """Returns a client with cookies of its own, over the connections that all episodes share."""
+        """Returns a client with separate cookies, over the connections that all episodes share."""
         if self._connections is None:
             self._connections = aiohttp.TCPConnector(limit=0)
         return aiohttp.ClientSession(

@@ -9,7 +9,7 @@ With tools (`CallToolAction`), the model gets them as functions, and an answer w
 
 Other arguments: `message` is the name of the field of an observation that the model reads (default: the whole
 observation, as JSON), `system` a first message for the model, `steps` the maximum number of steps, and `reset.NAME` an
-argument of `reset`. Without tasks of its own, an environment has `tasks` episodes, whose seeds count from 0.
+argument of `reset`. An environment without a list of tasks has `tasks` episodes, whose seeds count from 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOOLS = ("Action", "CallToolAction", "ListToolsAction")
 
 
 class Connector:
-    """An environment of OpenEnv. The server gives each episode a session of its own."""
+    """An environment of OpenEnv. The server creates a session for each episode."""
 
     def __init__(self, name: str, arguments: Object) -> None:
         from openenv import GenericEnvClient
@@ -124,7 +124,7 @@ class Connector:
         return json.dumps({key: value for key, value in observation.items() if key not in hidden})
 
     def _action(self, text: str) -> Object:
-        """Returns the action of an answer's text. ValueError for a text that has none."""
+        """Returns the action of an answer's text. ValueError for a text without an action."""
         required = self._schema.get("required") or []
         try:
             value = json.loads(text)
@@ -144,7 +144,9 @@ class Connector:
         total, steps = 0.0, 0
         async with (
             self._client(base_url=self._url) as session,
-            AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None) as api,
+            AsyncOpenAI(
+                base_url=base_url, api_key=api_key, max_retries=0, timeout=None
+            ) as api,  # ok: the episode has one
         ):
             result = await session.reset(**self._reset, **task)
             messages: list[Foreign] = self._opening(result.observation)

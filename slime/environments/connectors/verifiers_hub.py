@@ -141,7 +141,7 @@ class _Classic:
         from openai import DefaultAsyncHttpxClient
 
         self._environment = verifiers.load_environment(name, **arguments)
-        self._http = DefaultAsyncHttpxClient(timeout=None)
+        self._http = DefaultAsyncHttpxClient(timeout=None)  # ok: --session-deadline-s limits the episode
         self._rows: dict[str | None, Foreign] = {}
 
     def _dataset(self, split: str | None) -> Foreign:

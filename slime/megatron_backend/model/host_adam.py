@@ -36,7 +36,7 @@ BUFFERS = 3
 
 @dataclass(frozen=True)
 class OptimizerFiles:
-    """Where the state of the host's weights is, if it is in files."""
+    """Settings of the files that hold the state of the host's weights."""
 
     directory: str
     part_bytes: int

@@ -60,7 +60,7 @@ class MuonSettings:
     coefficients: str
     split_qkv: bool
     whole: bool
-    """Whether tensor-parallel ranks gather a matrix. Otherwise each rank's part is a matrix of its own."""
+    """True if tensor-parallel ranks gather a matrix. Otherwise each rank updates its part as a separate matrix."""
 
     @classmethod
     def of(cls, core: OptimizerConfig) -> MuonSettings:
@@ -81,7 +81,7 @@ class MuonSettings:
 
 @dataclass(frozen=True)
 class Matrix:
-    """What Muon must know of a weight with two dimensions."""
+    """Properties of a matrix that decide its update by Muon."""
 
     parts: tuple[int, ...] = ()
     """Rows of q, k and v per group of heads, for a product that has all three."""
@@ -182,7 +182,7 @@ class Muon(torch.optim.Optimizer):
             adam.step()
 
     def load_state_dict(self, state_dict: Group) -> None:
-        """Loads the state. megatron-core stores one step count for all weights, and gives it to matrices, too."""
+        """Loads the state. Removes the step count of matrices, which megatron-core sets for all weights."""
         super().load_state_dict(state_dict)
         for weight, state in self.state.items():
             if weight in self._matrices:

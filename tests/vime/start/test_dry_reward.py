@@ -97,6 +97,12 @@ def removes(args: Any, sample: Any) -> float:
     return 1.0
 
 
+def reads_the_state(args: Any, sample: Any) -> float:
+    from slime.rollout.state import current_state
+
+    return float(current_state() is not None)
+
+
 def needs_a_run(args: Any, sample: Any) -> float:
     return float(args.chat_parser_path)
 
@@ -228,6 +234,7 @@ def test_an_error_has_one_remedy(model: Path, tmp_path: Path, reward: list[str],
         ("starts", "it starts a program"),
         ("removes", "it changes "),
         ("needs_a_run", "it reads args.chat_parser_path, which only a run has"),
+        ("reads_the_state", "NoRunError: "),
         ("slow", "it needs more than 0.5 s"),
     ],
 )
