@@ -145,8 +145,11 @@ class Connector:
         async with (
             self._client(base_url=self._url) as session,
             AsyncOpenAI(
-                base_url=base_url, api_key=api_key, max_retries=0, timeout=None
-            ) as api,  # ok: the episode has one
+                base_url=base_url,
+                api_key=api_key,
+                max_retries=0,
+                timeout=None,  # ok: --session-deadline-s limits the episode
+            ) as api,
         ):
             result = await session.reset(**self._reset, **task)
             messages: list[Foreign] = self._opening(result.observation)
