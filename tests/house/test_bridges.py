@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from house_tree import ROOT
+from house_tree import ROOT, nodes, package_files
 from packaging.specifiers import SpecifierSet
 
 from slime import bridges
@@ -24,10 +24,10 @@ SETTINGS = {"triton.knobs.compilation.listener"}
 MOST_OF_VLLM = 15
 
 
-def foreign_names(tree: ast.Module) -> dict[str, str]:
+def foreign_names(all_nodes: Sequence[ast.AST]) -> dict[str, str]:
     """Maps each imported name of a file to the module, class or function of another package."""
     found = dict[str, str]()
-    for node in ast.walk(tree):
+    for node in all_nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 found[(alias.asname or alias.name).split(".")[0]] = (
@@ -48,14 +48,14 @@ def foreign_names(tree: ast.Module) -> dict[str, str]:
             found |= {
                 target.id: found[node.value.id] for target in node.targets if isinstance(target, ast.Name)
             }
-    parameters = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    parameters = {node.arg for node in all_nodes if isinstance(node, ast.arg)}
     others = {name for name in found.values() if name.split(".")[0] in OWN | set(sys.stdlib_module_names)}
     return {name: origin for name, origin in found.items() if origin not in others and name not in parameters}
 
 
-def stored(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
+def stored(all_nodes: Sequence[ast.AST]) -> Iterator[tuple[ast.expr, str]]:
     """Yields the object and the attribute in each assignment to an attribute."""
-    for node in ast.walk(tree):
+    for node in all_nodes:
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign | ast.Delete):
             targets = node.targets
@@ -74,19 +74,18 @@ def stored(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
                     yield one.value, one.attr
 
 
-def replaced_in(text: str) -> list[str]:
+def replaced_in(text: str, all_nodes: Sequence[ast.AST]) -> list[str]:
     """Returns the full names of the symbols that a file replaces."""
-    tree = ast.parse(text)
-    names = foreign_names(tree)
+    names = foreign_names(all_nodes)
     found = []
-    for owner, attribute in stored(tree):
+    for owner, attribute in stored(all_nodes):
         base, *rest = ast.unparse(owner).split(".")
         if base in names:
             found.append(".".join((names[base], *rest, attribute)))
     if "sys.meta_path" in text:
         found += [
             ast.unparse(n)
-            for n in ast.walk(tree)
+            for n in all_nodes
             if isinstance(n, ast.Call) and "sys.meta_path." in ast.unparse(n.func)
         ]
     return sorted(set(found) - SETTINGS)
@@ -97,12 +96,11 @@ def is_bridge(path: str) -> bool:
 
 
 def test_foreign_symbols_are_replaced_in_bridges_only() -> None:
-    files = [file for package in sorted(OWN) for file in sorted((ROOT / package).rglob("*.py"))]
     found = {
         path: replaced
-        for file in files
-        if not is_bridge(path := file.relative_to(ROOT).as_posix())
-        and (replaced := replaced_in(file.read_text(encoding="utf-8")))
+        for file in package_files()
+        if not is_bridge(path := file.as_posix())
+        and (replaced := replaced_in((ROOT / file).read_text(encoding="utf-8"), nodes(file)))
     }
     # This finder finds modules of this project under upstream vime's import paths.
     assert found == {"vime/alias.py": ["sys.meta_path.insert(0, Alias())"]}, (
@@ -123,14 +121,14 @@ def test_foreign_symbols_are_replaced_in_bridges_only() -> None:
     ],
 )
 def test_each_way_to_replace_is_found(code: str, name: str) -> None:
-    assert replaced_in(code) == [name]
+    assert replaced_in(code, [*ast.walk(ast.parse(code))]) == [name]
 
 
 @pytest.mark.parametrize(
     "code", ["from slime import a\na.b = 1", "import sys\nsys.stdout = f", "x = f()\nx.y = 1"]
 )
 def test_own_objects_are_no_matter(code: str) -> None:
-    assert replaced_in(code) == []
+    assert replaced_in(code, [*ast.walk(ast.parse(code))]) == []
 
 
 def test_fewer_symbols_of_vllm_are_replaced_than_the_bar() -> None:

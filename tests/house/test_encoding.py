@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 
 import pytest
-from house_tree import ROOT, files, parse
+from house_tree import files, nodes
 
 BINARY, MODES = "b", set("rwaxbt+")
 
 
-def without_encoding(tree: ast.AST) -> list[int]:
+def without_encoding(all_nodes: Iterable[ast.AST]) -> list[int]:
     """Returns the lines of calls that open text in the encoding of the locale."""
-    return [call.lineno for call in ast.walk(tree) if isinstance(call, ast.Call) and _in_locale(call)]
+    return [call.lineno for call in all_nodes if isinstance(call, ast.Call) and _in_locale(call)]
 
 
 def _in_locale(call: ast.Call) -> bool:
@@ -58,7 +59,7 @@ def _in_locale(call: ast.Call) -> bool:
     ],
 )
 def test_what_is_found(code, found):
-    assert bool(without_encoding(ast.parse(code))) is found
+    assert bool(without_encoding(ast.walk(ast.parse(code)))) is found
 
 
 def test_text_files_name_their_encoding():
@@ -66,6 +67,6 @@ def test_text_files_name_their_encoding():
         f"{path}:{line}"
         for path in files(".py")
         if path.parts[0] != "tests"
-        for line in without_encoding(parse(ROOT / path))
+        for line in without_encoding(nodes(path))
     ]
     assert not found, f"text must be read and written with encoding='utf-8': {found}"

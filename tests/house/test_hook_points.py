@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from house_tree import ROOT, files, parse
+from house_tree import ROOT, files, nodes, parse
 
 import rl_kernel
 from slime.config.core_table import core_flags
@@ -116,7 +116,7 @@ def kernel_calls(path: Path) -> set[tuple[str, str]]:
     Methods are written Class.method.
     """
     modules, direct = set(), {}
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             modules |= {a.asname or a.name for a in node.names if a.name == "rl_kernel"}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rl_kernel":

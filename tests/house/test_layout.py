@@ -8,10 +8,11 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from house_tree import PACKAGES, ROOT, files, imported, module_name, package_files, parse
+from house_tree import PACKAGES, ROOT, files, imported, module_name, nodes, package_files, parse
 
 from slime.algo.estimators import ESTIMATORS
 from slime.algo.losses import LOSSES
@@ -68,7 +69,7 @@ def exceptions() -> set[str]:
 
 
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [n for n in ast.walk(parse(path)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [n for n in nodes(path) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
 def rings(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -204,7 +205,7 @@ def test_a_class_of_vime_has_a_name_of_its_own() -> None:
     """A class of vime shares its name with no class of another file, in any package."""
     places: dict[str, set[str]] = {}
     for path in package_files():
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, set()).add(str(path))
     twice = {n: at for n, at in places.items() if len(at) > 1 and any(p.startswith("vime/") for p in at)}
@@ -276,11 +277,11 @@ def test_setup_py_is_short() -> None:
     assert len((ROOT / "setup.py").read_text().splitlines()) < 30
 
 
-def names_compared(tree: ast.AST) -> set[str]:
+def names_compared(all_nodes: Iterable[ast.AST]) -> set[str]:
     """Returns the names of estimators and losses that a file uses in comparisons."""
     names = {*ESTIMATORS, *LOSSES}
     found = set()
-    for node in ast.walk(tree):
+    for node in all_nodes:
         starts = isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("startswith", "endswith")
         if isinstance(node, ast.Compare | ast.MatchValue) or starts:
             texts = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
@@ -289,10 +290,13 @@ def names_compared(tree: ast.AST) -> set[str]:
 
 
 def test_no_code_compares_names_of_estimators_and_losses():
-    assert names_compared(ast.parse("x = c.kind == 'gspo' or c.kind in ('grpo', 'a')")) == {"gspo", "grpo"}
+    assert names_compared(ast.walk(ast.parse("x = c.kind == 'gspo' or c.kind in ('grpo', 'a')"))) == {
+        "gspo",
+        "grpo",
+    }
     # benchmarks are left out, because grpo is also the name of an operator there
     looked_at = [p for p in package_files() if p.parts[0] != "rl_kernel"]
-    found = {str(path): names_compared(parse(path)) for path in looked_at}
+    found = {str(path): names_compared(nodes(path)) for path in looked_at}
     assert not {path: names for path, names in found.items() if names}
 
 
@@ -313,14 +317,13 @@ def test_slime_names_no_engine() -> None:
 def test_args_end_at_the_border():
     """`args` holds all flags for a user's functions. Inside, functions get sections (`slime.rollout.context`)."""
     found = []
-    paths = [*(ROOT / "slime").rglob("*.py"), *(ROOT / "vime").rglob("*.py")]
+    paths = [path for path in package_files() if path.parts[0] in ("slime", "vime")]
     # vime.types describes the functions of users, which take args
     for path in sorted(path for path in paths if path.parent.name != "types"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__torch_function__":
-                given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-                if any(one.arg == "args" for one in given):
-                    found.append(f"{path.relative_to(ROOT)} {node.name}")
+        for node in functions(path):
+            given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            if any(one.arg == "args" for one in given) and node.name != "__torch_function__":
+                found.append(f"{path} {node.name}")
     assert len(found) < 41, (
         f"functions must get a section instead of args, got {len(found)} with args: {found}"
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from house_tree import package_files, parse
+from house_tree import nodes, package_files, parse
 
 BANNED = {
     *(
@@ -55,9 +55,9 @@ def words(name: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
 
 
-def bound(tree: ast.Module) -> Iterator[tuple[str, str]]:
+def bound(all_nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
     """Yields (kind, name) for each name that the module binds: functions, classes, parameters, variables, fields."""
-    for node in ast.walk(tree):
+    for node in all_nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield "function", node.name
         elif isinstance(node, ast.ClassDef):
@@ -73,7 +73,7 @@ def bound(tree: ast.Module) -> Iterator[tuple[str, str]]:
 def test_names_have_the_words_of_the_field() -> None:
     found = set()
     for path in package_files():
-        for kind, name in bound(parse(path)):
+        for kind, name in bound(nodes(path)):
             banned = BANNED | BANNED_IN_CLASSES if kind == "class" else BANNED
             if banned & words(name) and name not in ALLOWED:
                 found.add(f"{path}: {kind} {name}")
@@ -84,7 +84,7 @@ def test_functions_are_verbs() -> None:
     found = {
         f"{path}: {name}"
         for path in package_files()
-        for kind, name in bound(parse(path))
+        for kind, name in bound(nodes(path))
         if kind == "function" and OF.fullmatch(name) and name not in ALLOWED_OF
     }
     assert not found, f"functions must be named verb_noun, from_x or x_for, got {sorted(found)}"
@@ -101,7 +101,7 @@ def test_a_class_name_is_defined_once() -> None:
 
 
 def test_the_allowed_names_exist() -> None:
-    names = {name for path in package_files() for _, name in bound(parse(path))}
+    names = {name for path in package_files() for _, name in bound(nodes(path))}
     assert ALLOWED.keys() | ALLOWED_OF.keys() <= names
 
 
@@ -109,7 +109,7 @@ def test_the_readers_find_names() -> None:
     """The readers above find names in source with known content."""
     tree = ast.parse("class Kept:\n    x: int = 0\n\ndef of_a(told, b=1):\n    self.place, y = 1, 2\n")
     assert {("class", "Kept"), ("function", "of_a"), ("parameter", "told"), ("field", "place")} <= set(
-        bound(tree)
+        bound(ast.walk(tree))
     )
     assert (
         words("_IS_GivenUp") == {"is", "given", "up"}

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from house_tree import ROOT, files, parse
+from house_tree import ROOT, files, nodes, parse
 
 THIS = Path("tests/house/test_text.py")
 
@@ -65,7 +65,7 @@ def test_no_bare_or_broad_except() -> None:
     hits = []
     for path in files(".py"):
         lines = (ROOT / path).read_text().splitlines()
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             names = (
@@ -84,7 +84,7 @@ def test_zip_says_strict() -> None:
     hits = [
         f"{path}:{node.lineno}"
         for path in files(".py")
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "zip"
