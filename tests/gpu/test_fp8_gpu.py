@@ -67,7 +67,7 @@ OF_SCHEME = {"fp8": 0.3, "int4": 0.6}
 
 @pytest.mark.parametrize("scheme", ["fp8", "int4"])
 @pytest.mark.parametrize(("kind", "shape"), [("qwen3", HEADS), ("qwen3_moe", ROUTED)])
-def test_an_engine_keeps_the_scheme_never_run(
+def test_an_engine_keeps_the_scheme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, shape: dict[str, object], scheme: str
 ) -> None:
     """Updates have checksums, so the engine loads each update twice and compares all live tensors."""

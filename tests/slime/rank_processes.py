@@ -32,6 +32,8 @@ def forks() -> Any:
     global _served
     wanted = _OPERATORS if os.environ.get("TRITON_INTERPRET") else _TRAINER
     if _served is not wanted:
+        # Megatron asks for GPUs when it is imported. Without this, a process that is forked later cannot use them.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         forkserver._forkserver._stop()  # type: ignore[attr-defined]  # as Python's own tests do
         multiprocessing.set_forkserver_preload(wanted)
         _served = wanted
