@@ -21,23 +21,8 @@ from typing import Any, TypeAlias
 
 from slime.records.errors import FlagError
 from slime.system.import_path import in_current_folder
+from slime.system.upstream import RefusedName, describe, package_remedy, remedy_for
 
-_PROCESSES = "`vime train` places and starts the processes of a run"
-_ENGINES = "vime starts the engines, and the router of the run takes the requests (docs/hooks.md)"
-_LOG = "log numbers with slime.utils.logging_utils.log"
-NO_COUNTERPART = {
-    "backends": _ENGINES,
-    "ray": _PROCESSES,
-    "router": _ENGINES,
-    "utils.arguments": "`vime train` parses the flags; a hook gets them as args",
-    "utils.distributed_utils": "use torch.distributed",
-    "utils.ray_utils": _PROCESSES,
-    "utils.timer": "vime measures the parts of a step (perf/*_time)",
-    "utils.trace_utils": "--otlp-traces-endpoint sends a span of each sample",
-    "utils.wandb_utils": _LOG,
-}
-"""Upstream's modules that this project does not have, or the packages with them -> what to do instead. Newer versions
-have some modules of `utils` below `observability`."""
 _LISTED = 4
 """Maximum number of functions that an error lists."""
 _TYPO = 0.9
@@ -148,6 +133,11 @@ def _find_callable(module: ModuleType, name: str, path: str, flag: str) -> Hook:
         hint = hint or f"{module_name} defines no such name"
         raise MissingHookError(f"{flag} must name a function of {module_name}, got {name!r}; {hint}")
     function: object = getattr(module, name)
+    if isinstance(function, RefusedName):
+        raise MissingHookError(
+            f"{flag} must name a function that vime has, got {path!r}, which is {describe(function)} of slime; "
+            f"{function.remedy}"
+        )
     if not callable(function):
         kind = type(function).__name__
         names = _functions(function) if isinstance(function, ModuleType) else _functions(module)
@@ -198,19 +188,17 @@ def nearest(module_name: str) -> str | None:
     root, _, rest = module_name.partition(".")
     if root not in ("slime", "vime") or not rest:
         return None
-    upstream = rest.replace("observability.", "utils.", 1)
-    if upstream in NO_COUNTERPART:
-        return NO_COUNTERPART[upstream]
+    if (remedy := remedy_for(rest)) is not None:
+        return remedy
     folder = Path(__file__).parent
     names = [
         ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
         for path in folder.rglob("*.py")
     ]
     near = difflib.get_close_matches(rest, names, n=1)
-    if not near or difflib.SequenceMatcher(None, near[0], rest).ratio() < _TYPO:
-        remedy = NO_COUNTERPART.get(rest.partition(".")[0])
-        if remedy is not None:
-            return remedy
+    typo = bool(near) and difflib.SequenceMatcher(None, near[0], rest).ratio() >= _TYPO
+    if not typo and (remedy := package_remedy(rest)) is not None:
+        return remedy
     return f"did you mean {root}.{near[0]}?" if near else "docs/hooks.md lists the modules for plug-ins"
 
 

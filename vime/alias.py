@@ -17,7 +17,10 @@ from types import ModuleType
 PACKAGES = ("agent", "backends", "data", "observability", "ray", "rollout", "utils")
 """Packages of slime that plug-ins import. Other names under `vime` are vime's own."""
 
-RENAMED = {"rollout.vllm_rollout": "rollout.sglang_rollout"}
+RENAMED = {
+    "rollout.vllm_rollout": "rollout.sglang_rollout",
+    "rollout.vllm_streaming_rollout": "rollout.sglang_streaming_rollout",
+}
 """Modules that upstream vime names after its engine. slime's module has the names that plug-ins import."""
 
 

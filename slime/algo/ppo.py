@@ -100,6 +100,22 @@ def calculate_log_probs_and_entropy(
     return (out, None) if isinstance(out, Tensor) else out
 
 
+def compute_log_probs(logits: Tensor, tokens: Tensor, process_group: Any) -> Tensor:
+    """Returns the log-probs of `tokens`, in the shape of `tokens`, from logits [..., V_local] that are split over the
+    group."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    return calculate_log_probs_and_entropy(rows, tokens.reshape(-1), process_group)[0].reshape(tokens.shape)
+
+
+def compute_entropy_from_logits(logits: Tensor, process_group: Any) -> Tensor:
+    """Returns the entropy of each row of logits [..., V_local] that are split over the group, in nats."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+    _, entropy = calculate_log_probs_and_entropy(rows, tokens, process_group, with_entropy=True)
+    assert entropy is not None, "it was requested"
+    return entropy.reshape(logits.shape[:-1])
+
+
 def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
     """Returns advantages and returns [B, T], see slime.algo.returns.gae."""
     return gae(rewards, values, gamma, lambd)

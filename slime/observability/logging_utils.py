@@ -2,6 +2,7 @@
 
 import logging
 
+from slime.system.upstream import refused_names
 from slime.tracking.outbox import log
 
 __all__ = ["configure_logger", "log"]
@@ -12,3 +13,6 @@ def configure_logger(prefix: str = "") -> None:
     file, and where logging is set up. `prefix` comes after the time."""
     form = f"%(asctime)s{prefix} %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form)
+
+
+__getattr__ = refused_names("slime.observability.logging_utils")

@@ -2,3 +2,6 @@
 
 from slime.observability.metric_utils import *  # noqa: F403
 from slime.observability.rollout_metrics import *  # noqa: F403
+from slime.system.upstream import refused_names
+
+__getattr__ = refused_names("slime.ray.rollout")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NotRequired, TypeAlias, TypedDict, overload
 
@@ -36,6 +37,15 @@ class RolloutFnEvalOutput:
 
     data: EvalData
     metrics: dict[str, float] | None = None
+
+
+def iter_samples(groups: Iterable[Sample | list[Sample] | SampleGroup]) -> Iterator[Sample]:
+    """Yields the samples of groups, and of trajectories in parts."""
+    for one in groups:
+        if isinstance(one, Sample):
+            yield one
+        else:
+            yield from iter_samples(one)
 
 
 @overload

@@ -6,5 +6,7 @@ the default function.
 
 from slime.rollout.vllm_rollout import generate_rollout
 from slime.rollout.vllm_rollout import generate_rollout as generate_rollout_fully_async
+from slime.system.upstream import refused_names
 
 __all__ = ["generate_rollout", "generate_rollout_fully_async"]
+__getattr__ = refused_names("slime.rollout.fully_async_rollout")

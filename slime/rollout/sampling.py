@@ -4,7 +4,7 @@ end an engine's input thread, and all requests to the engine then wait for ever.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import TypeGuard
 
@@ -13,6 +13,29 @@ import numpy as np
 from slime.types import SamplingParams
 
 Check = Callable[[object], bool]
+NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+    "ignore_eos": "ignore_eos",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "logit_bias": "logit_bias",
+}
+"""Maps slime's and SGLang's names of sampling parameters to vLLM's names.
+
+Other names are errors, because a dropped parameter would change the sampling. vLLM's defaults are SGLang's, except for
+max_new_tokens.
+"""
 
 
 def _number(value: object) -> TypeGuard[float]:
@@ -91,3 +114,27 @@ def _plain(value: object) -> object:
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else value
+
+
+def _build_inference_sampling_params(sampling_params: Mapping[str, object]) -> dict[str, object]:
+    """Returns the `sampling_params` of vLLM's /inference/v1/generate, with log-probs, from those of a generate
+    function. ValueError for a parameter that vLLM does not have."""
+    unknown = [name for name in sampling_params if name not in NAMES and name != "seed"]
+    if unknown:
+        raise ValueError(
+            f"sampling_params must be among {', '.join(NAMES)} and seed, got {unknown}; leave it out"
+        )
+    names = {**NAMES, "seed": "seed"}
+    found = {names[name]: value for name, value in sampling_params.items() if value is not None}
+    return {name: value for name, value in found.items() if value != []} | {"logprobs": 1}
+
+
+def _coerce_flat_int_token_ids(ids: object) -> list[int]:
+    """Returns token ids as one list, from nested lists, arrays or tensors. ValueError for a text."""
+    if ids is None:
+        return []
+    if isinstance(ids, str):
+        raise ValueError(f"ids must be token ids, got the text {ids!r:.40}; tokenize the text first")
+    if isinstance(ids, Iterable) and not hasattr(ids, "tolist"):
+        return [token for part in ids for token in _coerce_flat_int_token_ids(part)]
+    return [int(token) for token in np.asarray(ids).reshape(-1).tolist()]

@@ -11,28 +11,37 @@ import slime.rollout.generate as _generate
 import slime.rollout.vllm_rollout as _rollout
 from slime.hooks import load_function
 from slime.rollout.rewards import async_rm, batched_async_rm
+from slime.rollout.sampling import _build_inference_sampling_params, _coerce_flat_int_token_ids
 from slime.rollout.vllm_rollout import (
     GenerateState,
     abort,
+    eval_rollout,
     generate,
     generate_and_rm,
     generate_and_rm_group,
     generate_rollout,
+    generate_rollout_async,
     get_model_url,
 )
+from slime.system.upstream import refused_names
 
 __all__ = [
     "GenerateState",
+    "_build_inference_sampling_params",
+    "_coerce_flat_int_token_ids",
     "abort",
     "async_rm",
     "batched_async_rm",
+    "eval_rollout",
     "generate",
     "generate_and_rm",
     "generate_and_rm_group",
     "generate_rollout",
+    "generate_rollout_async",
     "get_model_url",
     "load_function",
 ]
+__getattr__ = refused_names("slime.rollout.sglang_rollout")
 
 
 class _Replaceable(ModuleType):

@@ -8,22 +8,28 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.protocols import DataSource
+from slime.rollout import evaluation
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.evaluation import eval_rollout
 from slime.rollout.generate import GenerateState, generate, generate_and_rm, generate_and_rm_group
 from slime.rollout.request_abort import abort_calls
-from slime.rollout.stream.stream import generate_rollout_async
+from slime.rollout.stream import stream
 from slime.types import SampleGroup
 
 __all__ = [
     "GenerateState",
     "abort",
+    "eval_rollout",
     "generate",
     "generate_and_rm",
     "generate_and_rm_group",
     "generate_rollout",
+    "generate_rollout_async",
+    "generate_streaming",
     "get_model_url",
 ]
+generate_streaming = generate
+"""slime streams answers to have the tokens of an aborted request. The engines of this project return these tokens with
+the aborted answer."""
 
 
 def generate_rollout(
@@ -32,8 +38,31 @@ def generate_rollout(
     """Returns a rollout of `--rollout-batch-size` groups. With `evaluation`, runs all evaluation datasets instead."""
     own = GenerateState(args)
     if evaluation:
-        return own.run(eval_rollout(own, rollout_id))
-    return own.run(generate_rollout_async(own, rollout_id, data_source))
+        return own.run(eval_rollout(args, rollout_id))[0]
+    return own.run(generate_rollout_async(args, rollout_id, data_source))[0]
+
+
+async def generate_rollout_async(
+    args: Namespace, rollout_id: int, data_source: DataSource
+) -> tuple[RolloutFnTrainOutput, list[SampleGroup]]:
+    """Returns a rollout as `generate_rollout` does, and the aborted groups.
+
+    `data_source` is the source, or its method `get_samples`, as in slime. The list of aborted groups is empty, because
+    the rollout itself puts groups back into the source (--partial-rollout). ValueError for another callable.
+    """
+    bound = getattr(data_source, "__self__", data_source)
+    source: DataSource = data_source if hasattr(data_source, "get_samples") else bound
+    if not hasattr(source, "get_samples"):
+        raise ValueError(
+            f"data_source must have get_samples and add_samples, got {type(data_source).__name__}; pass the "
+            "data_source that the rollout function got"
+        )
+    return await stream.generate_rollout_async(GenerateState(args), rollout_id, source), []
+
+
+async def eval_rollout(args: Namespace, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[SampleGroup]]:
+    """Returns the evaluation of all datasets as `generate_rollout` does, and an empty list, as in slime."""
+    return await evaluation.eval_rollout(GenerateState(args), rollout_id), []
 
 
 async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:

@@ -3,5 +3,7 @@
 from slime.data.data_source import Dataset
 from slime.data.files import split_slice as _parse_generalized_path
 from slime.data.prompts import filter_long_prompt, read_file
+from slime.system.upstream import refused_names
 
 __all__ = ["Dataset", "_parse_generalized_path", "filter_long_prompt", "read_file"]
+__getattr__ = refused_names("slime.utils.data")

@@ -102,10 +102,12 @@ def test_foreign_symbols_are_replaced_in_bridges_only() -> None:
         if not is_bridge(path := file.as_posix())
         and (replaced := replaced_in((ROOT / file).read_text(encoding="utf-8"), nodes(file)))
     }
-    # This finder finds modules of this project under upstream vime's import paths.
-    assert found == {"vime/alias.py": ["sys.meta_path.insert(0, Alias())"]}, (
-        "add a record to the bridge of the program"
-    )
+    # These finders find modules of this project under the import paths of slime and of upstream vime.
+    finders = {
+        "slime/system/upstream.py": ["sys.meta_path.append(Finder())"],
+        "vime/alias.py": ["sys.meta_path.insert(0, Alias())"],
+    }
+    assert found == finders, "add a record to the bridge of the program"
 
 
 @pytest.mark.parametrize(

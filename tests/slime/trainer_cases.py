@@ -11,7 +11,7 @@ import yaml
 from megatron_cases import VOCAB, tiny_checkpoint
 from torch import Tensor, nn
 
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, policy_loss_function
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config.hook_calls import Hooks
 from slime.config.schema import Config
@@ -153,6 +153,16 @@ def reinforce_loss(args: Any, batch: TrainData, logits: Tensor, sum_of_sample_me
     CALLS.append(("loss", args, tuple(logits.shape), logits.dtype, sorted(batch)))
     loss = -sum_of_sample_mean(torch.cat(batch["advantages"]) * log_probs)
     return loss, {"my_entropy": sum_of_sample_mean(entropy), "count": len(batch["tokens"])}
+
+
+def policy_loss_of_slime(args: Any, batch: TrainData, logits: Tensor, sum_of_sample_mean: Any) -> tuple:
+    """Returns the built-in policy loss, to which plug-ins add terms."""
+    loss, metrics = policy_loss_function(args, batch, logits, sum_of_sample_mean)
+    return loss, {
+        "pg": metrics["pg_loss"],
+        "kl": metrics.get("kl_loss", loss),
+        "clipped": metrics["pg_clipfrac"],
+    }
 
 
 def train(trainer: MegatronTrainer, rollout_id: int = 0, seed: int = 0) -> tuple[Any, dict]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from vime.sglang_api.sampling_names import NAMES
+from slime.rollout.sampling import NAMES
 
 WRAPPED = "vime_generate"
 """Field of /inference/v1/generate that holds a body of /generate on its way through vllm-router."""

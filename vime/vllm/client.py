@@ -17,10 +17,9 @@ import msgspec
 import numpy as np
 
 from slime.protocols import EXPERTS, TOP, FinishReason, GenerateResult, OnTokens, ScoreResult
-from slime.rollout.sampling import checked
+from slime.rollout.sampling import NAMES, checked
 from vime.pool.control import ADAPTER_HEADER, SERVED_MODEL_NAME
 from vime.pool.router_client import RouterClient, Transient, check_start, require_finite, require_ok, scored
-from vime.sglang_api.sampling_names import NAMES
 from vime.vllm.group_wire import (
     ADAPTER_FIELD,
     COLUMNS_FIELD,

@@ -27,6 +27,7 @@ from slime.agent.adapters.wire import (
 )
 from slime.agent.segments import TokenSegment, TurnRecord
 from slime.hooks import load_function
+from slime.system.upstream import refused_names
 from slime.types import Metadata, Reward, Sample, SamplingParams
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "sid_from_body",
     "tool_call_dict",
 ]
+__getattr__ = refused_names("slime.agent.adapters.common")
 logger = logging.getLogger(__name__)
 
 _LARGEST_BODY_BYTES = 64 << 20

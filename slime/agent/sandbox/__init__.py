@@ -11,6 +11,7 @@ from slime.agent.sandbox.plug_ins import (
     make_sandbox,
 )
 from slime.agent.sandbox.protocol import ExecResult, FileContent, Limits, Sandbox, SandboxError
+from slime.system.upstream import refused_names
 
 __all__ = [
     "EXIT_TIME_BUDGET_EXCEEDED",
@@ -27,3 +28,4 @@ __all__ = [
     "exec_and_wait",
     "make_sandbox",
 ]
+__getattr__ = refused_names("slime.agent.sandbox")

@@ -7,6 +7,7 @@ from slime.megatron_backend.step.context_parallel import (
     slice_log_prob_with_cp,
     slice_with_cp,
 )
+from slime.system.upstream import refused_names
 
 __all__ = [
     "all_gather_with_cp",
@@ -15,3 +16,4 @@ __all__ = [
     "slice_log_prob_with_cp",
     "slice_with_cp",
 ]
+__getattr__ = refused_names("slime.backends.megatron_utils.cp_utils")

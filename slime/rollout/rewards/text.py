@@ -32,25 +32,46 @@ def after_thinking(text: str) -> str:
     return text.rpartition("</think>")[2]
 
 
+def _last_box(text: str) -> tuple[slice, slice] | None:
+    """Returns the positions of the last box and of its content, or None if there is no box or its brace is open."""
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    begin, start = boxes[-1].start(), boxes[-1].end()
+    if not text.startswith("{", start):
+        bare = _UNBRACED.match(text, start)
+        end = start + len(bare[0].rstrip(".,;:")) if bare else start
+        return (slice(begin, end), slice(start, end)) if end > start else None
+    depth = 0
+    for token in _BRACE_OR_ESCAPE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return slice(begin, token.end()), slice(start + 1, token.start())
+    return None
+
+
 def extract_answer(text: str) -> str | None:
     """Returns the content of the last `\\boxed{...}` or `\\fbox{...}` of `text`, braces balanced, or None.
 
     Also reads the form without braces, `\\boxed 5`. If the last box is empty or never closed (a truncated
     response), returns None, even if an earlier box contains an answer.
     """
-    boxes = list(_BOX.finditer(text))
-    if not boxes:
-        return None
-    start = boxes[-1].end()
-    if not text.startswith("{", start):
-        bare = _UNBRACED.match(text, start)
-        return (bare[0].rstrip(".,;:") or None) if bare else None
-    depth = 0
-    for token in _BRACE_OR_ESCAPE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(token[0], 0)
-        if depth == 0:
-            return text[start + 1 : token.start()].strip() or None
-    return None
+    box = _last_box(text)
+    return None if box is None else text[box[1]].strip() or None
+
+
+def last_boxed_only_string(string: str) -> str | None:
+    """Returns the last box of a text with its command, such as `\\boxed{5}`, or None without a closed box."""
+    box = _last_box(string)
+    return None if box is None else string[box[0]]
+
+
+def remove_boxed(s: str) -> str:
+    """Returns the content of a box. ValueError without a box."""
+    answer = extract_answer(s)
+    if answer is None:
+        raise ValueError(f"s must have a box such as \\boxed{{5}}, got {s!r:.80}; pass the text of the box")
+    return answer
 
 
 def expected_answer(label: object) -> str:

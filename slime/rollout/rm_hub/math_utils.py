@@ -3,7 +3,7 @@
 from slime.rollout.rewards.math_boxed import grade_answer_verl
 from slime.rollout.rewards.math_equal import same_answer as grade_answer_mathd
 from slime.rollout.rewards.math_equal import same_answer as grade_answer_sympy
-from slime.rollout.rewards.text import extract_answer
+from slime.rollout.rewards.text import extract_answer, last_boxed_only_string, remove_boxed
 from slime.rollout.rewards.text import extract_answer as extract_boxed_answer
 
 __all__ = [
@@ -12,4 +12,6 @@ __all__ = [
     "grade_answer_mathd",
     "grade_answer_sympy",
     "grade_answer_verl",
+    "last_boxed_only_string",
+    "remove_boxed",
 ]

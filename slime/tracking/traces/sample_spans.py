@@ -1,15 +1,16 @@
 """Measures every sample's time: the slowest sample of a group for the journal, and a span per sample for OpenTelemetry.
 
 --otlp-traces-endpoint URL sends the spans. A span "sample" begins when the sample may be generated, and ends when it
-has its reward, so it contains the wait for the engines. The variable OTEL_EXPORTER_OTLP_TRACES_PROTOCOL chooses the
-protocol, as in other programs.
+has its reward, so it contains the wait for the engines. Spans of a plug-in (slime.plug_ins.spans) are its children.
+The variable OTEL_EXPORTER_OTLP_TRACES_PROTOCOL chooses the protocol, as in other programs.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,12 +19,26 @@ from slime.types import Sample, SampleGroup
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
+    from opentelemetry.util.types import AttributeValue
 
+Attributes: TypeAlias = Mapping[str, object]
 Result: TypeAlias = "Sample | list[Sample]"
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
-SERVICE = "vime-rollout"
+SERVICE, TRACER = "vime-rollout", "vime"
 _EVERY_MS = 500
 """Milliseconds between two transfers. A killed process loses the spans of that time."""
+
+
+class OpenSpan:
+    """A span of OpenTelemetry that has not ended."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def set(self, attributes: Attributes) -> None:
+        """Sets attributes. None is left out, and an object that OpenTelemetry does not have is sent as JSON."""
+        self._span.set_attributes(_plain(attributes))
 
 
 class SampleSpans:
@@ -44,13 +59,36 @@ class SampleSpans:
         def done(result: Result) -> None:
             made.extend(result if isinstance(result, list) else [result])
 
+        span = None
         try:
-            yield done
+            with self._current(began_ns) as span:
+                yield done
         finally:
             if not evaluation and sample.session_id is not None:
                 self._seconds[sample.session_id] = time.perf_counter() - began
-            if self._provider is not None:
-                self._send(sample, made, rollout_id, evaluation, began_ns)
+            if span is not None:
+                self._end(span, sample, made, rollout_id, evaluation)
+
+    @contextmanager
+    def inside(
+        self, name: str, attributes: Attributes, *, record_error: bool = True
+    ) -> Iterator[OpenSpan | None]:
+        """Context of a span `name` of a plug-in, below the span that is open in this task. None without an endpoint."""
+        if self._provider is None:
+            yield None
+            return
+        tracer = self._provider.get_tracer(TRACER)
+        with tracer.start_as_current_span(name, record_exception=record_error) as span:
+            opened = OpenSpan(span)
+            opened.set(attributes)
+            yield opened
+
+    def add_event(self, name: str, attributes: Attributes) -> None:
+        """Adds an event to the span that is open in this task. Does nothing without an endpoint."""
+        if self._provider is not None:
+            from opentelemetry.trace import get_current_span
+
+            get_current_span().add_event(name, _plain(attributes))
 
     def slowest(self, group: SampleGroup) -> dict[str, object]:
         """Returns the fields of an `ended` event, with the slowest sample of the group. Discards the group's times."""
@@ -66,10 +104,21 @@ class SampleSpans:
         if self._provider is not None:
             self._provider.shutdown()
 
-    def _send(
-        self, sample: Sample, made: Sequence[Sample], rollout_id: int | None, evaluation: bool, began_ns: int
+    @contextmanager
+    def _current(self, began_ns: int) -> Iterator[Span | None]:
+        """Context in which a new span "sample" is the parent of other spans. The caller ends the span."""
+        if self._provider is None:
+            yield None
+            return
+        from opentelemetry.trace import use_span
+
+        span = self._provider.get_tracer(TRACER).start_span("sample", start_time=began_ns)
+        with use_span(span, record_exception=False, set_status_on_exception=False):
+            yield span
+
+    def _end(
+        self, span: Span, sample: Sample, made: Sequence[Sample], rollout_id: int | None, evaluation: bool
     ) -> None:
-        assert self._provider is not None
         fields: dict[str, object] = {
             "vime.rollout": rollout_id,
             "vime.group": sample.group_index,
@@ -83,11 +132,20 @@ class SampleSpans:
             fields |= {"vime.status": one.status.value, "vime.weight_versions": list(one.weight_versions)}
             if isinstance(one.reward, int | float):
                 fields["vime.reward"] = float(one.reward)
-        span = self._provider.get_tracer("vime").start_span("sample", start_time=began_ns)
-        for name, value in fields.items():
-            if value is not None:
-                span.set_attribute(name, value)  # type: ignore[arg-type]
+        OpenSpan(span).set(fields)
         span.end()
+
+
+def _plain(attributes: Attributes) -> dict[str, AttributeValue]:
+    def plain(value: object) -> AttributeValue:
+        if isinstance(value, str | int | float):
+            return value
+        for kind in (str, int, float):
+            if isinstance(value, list) and all(type(part) is kind for part in value):
+                return value
+        return json.dumps(value, default=str)
+
+    return {name: plain(value) for name, value in attributes.items() if value is not None}
 
 
 def _provider(endpoint: str) -> TracerProvider:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slime.rollout.sampling import RULES, checked
+from slime.rollout.sampling import NAMES, RULES, checked
 from vime.sglang.client import PARAMETERS, request_params
-from vime.sglang_api.sampling_names import NAMES
 from vime.vllm.client import request_fields
 
 GOOD = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import threading
 from collections.abc import Iterator
@@ -10,8 +11,16 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from rollout_double import make_args, make_state
 
 from slime.config import Config
+from slime.plug_ins.spans import (
+    bind_trace,
+    build_sglang_meta_trace_attrs,
+    trace_event,
+    trace_function,
+    trace_span,
+)
 from slime.rules.data import check_memory_history
 from slime.rules.packages import check_packages
 from slime.tracking.traces import sample_spans
@@ -53,6 +62,9 @@ def collector() -> Iterator[Collector]:
     made.server.server_close()
 
 
+META = {"prompt_tokens": 4, "id": "r1", "finish_reason": {"type": "stop"}}
+
+
 def sample(index: int, tokens: int = 3) -> Sample:
     made = Sample(index=index, group_index=4, prompt="2+2=", session_id=f"rollout/{index}")
     made.tokens, made.response_length = list(range(9)), tokens
@@ -82,6 +94,70 @@ def test_a_collector_gets_a_span_of_each_sample(
     assert found[1]["gen_ai.usage.output_tokens"].int_value == 11 and found[1]["vime.samples"].int_value == 2
     assert found[2]["vime.evaluation"].bool_value and found[2]["vime.samples"].int_value == 0
     assert all(f[""].end_time_unix_nano >= f[""].start_time_unix_nano > 1e18 for f in found)
+
+
+@trace_function("judge", target="judged", attrs_getter=lambda judged, level: {"level": level})
+async def judge(judged: Sample, level: int) -> float:
+    trace_event(judged, "asked", attrs={"words": ["a", "b"]})
+    return 0.5
+
+
+@trace_function("both")
+def both(group: list[Sample]) -> int:
+    return len(group)
+
+
+def test_spans_of_a_plug_in_are_below_its_sample(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """slime's trace_span, trace_event and trace_function."""
+    monkeypatch.setenv(PROTOCOL_VARIABLE, "http/protobuf")
+    one = sample(7)
+
+    async def generate() -> None:
+        with state.spans.around(one, 2, False) as done:
+            with trace_span(one, "tool", attrs={"name": "python"}) as span:
+                span.set("exit_code", 0).update(build_sglang_meta_trace_attrs(META))
+                assert await judge(one, level=3) == 0.5
+            assert both([one, sample(8)]) == 2
+            done(one)
+
+    args = make_args()
+    args.otlp_traces_endpoint = collector.url
+    state = make_state(args)
+    state.run(generate())
+    with pytest.raises(KeyError), trace_span(bind_trace(one), "fails"):
+        raise KeyError("no such tool")
+    state.close()
+    spans = {span.name: span for span in collector.spans}
+    fields = {name: {pair.key: pair.value for pair in span.attributes} for name, span in spans.items()}
+    assert spans.keys() == {"sample", "tool", "judge", "both", "fails"}
+    parent = {name: span.parent_span_id for name, span in spans.items()}
+    assert (
+        parent["tool"] == parent["both"] == spans["sample"].span_id
+        and parent["judge"] == spans["tool"].span_id
+    )
+    assert parent["sample"] == parent["fails"] == b""
+    assert (fields["tool"]["name"].string_value, fields["tool"]["finish_reason"].string_value) == (
+        "python",
+        "stop",
+    )
+    assert fields["tool"]["prompt_tokens"].int_value == 4 and "exit_code" in fields["tool"]
+    assert fields["judge"]["level"].int_value == 3 and fields["judge"]["vime.sample"].int_value == 7
+    assert [event.name for event in spans["judge"].events] == ["asked"]
+    assert fields["both"]["vime.samples"].int_value == 2 and fields["both"]["vime.group"].int_value == 4
+    assert [event.name for event in spans["fails"].events] == ["exception"]
+    with pytest.raises(ValueError, match="target must be a parameter of .*both, got 'sampel'"):
+        trace_function("x", target="sampel")(both)
+
+
+def test_without_an_endpoint_plug_ins_run_without_spans() -> None:
+    with trace_span(sample(1), "tool") as span:
+        span.set("a", 1)
+    assert asyncio.run(judge(sample(1), 2)) == 0.5 and both([sample(1)]) == 1
+    state = make_state(make_args())
+    assert asyncio.run(judge(sample(1), 2)) == 0.5 and both([]) == 0
+    state.close()
 
 
 def test_the_slowest_sample_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:

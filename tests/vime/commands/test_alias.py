@@ -112,14 +112,14 @@ def test_threads_that_import_both_names_at_once():
         ),
         ("import no_such_package", "No module named 'no_such_package'$"),
         (
-            "from slime.ray.placement_group import create_placement_groups",
-            "No module named 'slime.ray.placement_group'; `vime train` places and starts the processes",
+            "from slime.ray.training_recovery import recover",
+            "No module named 'slime.ray.training_recovery'; `vime train` places and starts the processes",
         ),
         (
-            "from slime.observability.wandb_utils import init_wandb_primary",
-            "'slime.observability.wandb_utils'; log numbers with slime.utils.logging_utils.log",
+            "from slime.backends.megatron_utils.parallel import ranks",
+            "'slime.backends.megatron_utils.parallel'; the trainer of `vime train` builds the model",
         ),
-        ("from slime.ray.rollout import RolloutManager", "cannot import name 'RolloutManager'"),
+        ("from slime.ray.placement_group import groups", "cannot import name 'groups'"),
     ],
 )
 def test_an_import_of_a_plug_in_that_fails_names_the_nearest(line, said, tmp_path, monkeypatch):

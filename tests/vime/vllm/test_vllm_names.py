@@ -24,9 +24,9 @@ from vllm import envs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from slime.rollout.sampling import NAMES
 from vime.pool.asgi import KEY_VARIABLE
 from vime.pool.control import ControlError, request
-from vime.sglang_api.sampling_names import NAMES
 from vime.vllm.control import GAUGES, VllmControl
 from vime.vllm.cpu import draft as cpu_draft
 from vime.vllm.server import VllmServer, VllmSpec
