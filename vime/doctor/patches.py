@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime import bridges
-from slime.bridges import Patch, datasets, megatron, ray, torch
+from slime.bridges import Patch, datasets, megatron, processors, ray, torch
 from vime.doctor.machine import installed_version
 from vime.sglang import patches as sglang
 from vime.vllm import patches as vllm
@@ -15,6 +15,7 @@ TABLES: dict[str, tuple[Patch, ...]] = {
     "megatron-core": megatron.PATCHES,
     "torch": torch.PATCHES,
     "datasets": datasets.PATCHES,
+    "transformers": processors.PATCHES,
 }
 """Records of each package's bridge."""
 

@@ -32,5 +32,5 @@ def test_only_what_uses_torchvision_fails() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith(
-        "torchvision must be installed for images and videos, got a use of re"
+        "torchvision must be installed for videos, got a use of re"
     )
