@@ -45,10 +45,12 @@ MOE: dict[str, Any] = DENSE | {"moe_intermediate_size": 128, "num_experts": 8, "
 SHAPES = {"qwen3": DENSE, "qwen3_moe": MOE}
 
 
-def quantised_checkpoint(directory: Path, kind: str, scheme: str) -> None:
+def quantised_checkpoint(
+    directory: Path, kind: str, scheme: str, shape: dict[str, Any] | None = None
+) -> None:
     """Writes a tiny checkpoint. With experts, int4 quantises only experts, as in Kimi-K2-Thinking."""
     plain = directory.with_name(f"{directory.name}-plain")
-    tiny_checkpoint(plain, kind, **SHAPES[kind])
+    tiny_checkpoint(plain, kind, **(shape or SHAPES[kind]))
     experts_only = scheme == "int4" and kind == "qwen3_moe"
     given = quantization_config(scheme, experts_only=experts_only, routers=find_routers(plain))
     quantise(plain, directory, given)
