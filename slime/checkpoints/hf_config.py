@@ -139,6 +139,20 @@ def read_index(checkpoint: Path) -> dict[str, str] | None:
     return weight_map
 
 
+def read_tensor_names(checkpoint: Path) -> set[str] | None:
+    """Returns the names of a checkpoint's tensors. Returns None without safetensors files."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    if not files:
+        return None
+    if (index := read_index(checkpoint)) is not None:
+        return set(index)
+    names = set[str]()
+    for file in files:
+        with open_weights(file, "np") as tensors:
+            names |= set(tensors.keys())
+    return names
+
+
 def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
     """Raises ValueError for the first file that is missing or truncated, for the first tensor whose shape does not
     match config.json, for missing layers, or for a quantised weight without its scales.

@@ -33,6 +33,15 @@ _SMALLEST = 1e-12
 """Lower bound of a block's largest value. It avoids a division by zero."""
 _NEVER = ("lm_head", "embed_tokens", "mlp.gate", "router", "block_sparse_moe.gate")
 """Ends of the names of modules that no scheme quantises: their layers are no plain linear layers in vLLM."""
+FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj"),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),
+    **dict.fromkeys(("in_proj_b", "in_proj_a"), "in_proj_ba"),
+}
+"""Last part of a module's name -> last part of the name of vLLM's layer that fuses the module with others. Lists of
+config.json may name either."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +96,23 @@ class QuantizationScheme:
     def converts(self, module: str) -> bool:
         """Returns True if the linear layer `module` (name without ".weight") is quantised according to config.json. The
         files decide where both differ: `quantised_names`."""
-        if module.endswith(_NEVER) or any(_matches(module, name, self.method) for name in self.ignored):
+        names = (module, fused_name(module))
+        if module.endswith(_NEVER) or any(
+            _matches(x, name, self.method) for x in names for name in self.ignored
+        ):
             return False
-        return any(name == "Linear" or _matches(module, name, self.method) for name in self.targets)
+        return any(name == "Linear" or _matches(x, name, self.method) for x in names for name in self.targets)
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns the shape of the scales of a weight."""
         (rows, columns), (by_row, by_column) = shape, self.block
         return -(-rows // (by_row or rows)), -(-columns // (by_column or columns))
+
+
+def fused_name(module: str) -> str:
+    """Returns the name of vLLM's layer that fuses a module with others, or the module's name."""
+    path, dot, last = module.rpartition(".")
+    return f"{path}{dot}{FUSED.get(last, last)}"
 
 
 def _matches(module: str, name: str, method: str) -> bool:

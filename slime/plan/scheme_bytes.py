@@ -65,26 +65,6 @@ def check_widths(shape: Shape) -> None:
                 check_groups(matrix, scheme, f"{module}.weight")
 
 
-def find_uneven_split(shape: Shape, ranks: int, *, experts: bool) -> tuple[str, int, int] | None:
-    """Returns (part of the model, width, block) for the first part whose quantised matrices tensor parallelism would
-    cut inside a block of the scheme. `experts`: the ranks split each expert."""
-    family = family_for(shape.hf)
-    scheme = family.scheme(shape.hf)
-    if scheme is None or ranks == 1:
-        return None
-    sparse = any(kind.sparse for kind in shape.kinds)
-    widths = {
-        _DENSE: 0 if all(kind.sparse for kind in shape.kinds) else shape.ffn,
-        _SHARED: shape.shared_ffn if sparse else 0,
-        _EXPERTS: shape.expert_ffn if sparse and experts else 0,
-    }
-    found = set[str]().union(*(_converted(scheme, family, layer) for layer in range(shape.layers)))
-    block = max(scheme.block[1], scheme.block[0] if scheme.kind != "int4" else 0)
-    uneven = (part for part, width in widths.items() if part in found and width % (ranks * max(1, block)))
-    part = next(uneven, None)
-    return None if part is None or not block else (part, widths[part], block)
-
-
 def _converted(scheme: QuantizationScheme, family: Family, layer: int) -> set[str]:
     """Returns the parts of a layer whose matrices are all quantised. A part with plain matrices counts as plain, so an
     estimate is never too small."""

@@ -12,10 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.models import family_for, read_decoder
-from slime.plan.model_shape import Shape
-from slime.plan.scheme_bytes import find_uneven_split
 from slime.records.errors import FlagError
-from vime.pool.engine_flags import engine_tensor_parallel
 
 _FLAG = "--quantization"
 _BLOCKS = "fp8_per_block"
@@ -105,8 +102,7 @@ def check_on_cpu(config: Config) -> None:
 
 
 def remarks(config: Config) -> Iterator[str]:
-    """Yields notes on quantised engines: GPUs that vLLM cannot use, and the log-prob difference with its correction."""
-    yield from _split_notes(config)
+    """Yields a note on the log-prob difference of quantised engines, with its correction."""
     quantization = config.engine.backend_args.get("quantization")
     if quantization is None or not config.num_engines:
         return
@@ -119,21 +115,3 @@ def remarks(config: Config) -> Iterator[str]:
             "; --use-tis weights the loss by the ratio, and --custom-tis-function-path can also mask tokens"
         )
     yield text
-
-
-def _split_notes(config: Config) -> Iterator[str]:
-    """Yields a note if tensor parallelism would cut a block of the checkpoint's scheme. vLLM raises an error then."""
-    if not config.num_engines:
-        return
-    shape, ranks = Shape.of(read_hf_config(config.rollout.hf_checkpoint)), engine_tensor_parallel(config)
-    whole = bool(config.engine.backend_args.get("enable_expert_parallel"))
-    found = find_uneven_split(shape, ranks, experts=not whole)
-    if found is None:
-        return
-    part, width, block = found
-    fits = max((n for n in range(2, ranks) if ranks % n == 0 and width % (n * block) == 0), default=1)
-    yield (
-        f"--rollout-num-gpus-per-engine: vLLM will not start an engine that splits the {part} of {width} columns over "
-        f"{ranks} GPUs, because {width} / {ranks} is no multiple of the scheme's block of {block}; split each layer "
-        f"over at most {fits} of them"
-    )

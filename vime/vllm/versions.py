@@ -34,6 +34,8 @@ experts on CPUs         CPUFusedMOE packs them at each load a kernel and a route
 drafts on CPUs          its forms are bound at the import   registered by a worker              `cpu_draft`, in the
                                                                                                 newer version only
 fp8 in plain PyTorch    has no such kernel                  BlockWiseTorchFP8...Kernel          `live_quantised`
+experts in fp8 with a   an error                            refines the blocks to 32 or more    `refines_expert_blocks`
+part of a block
 error of a refused      ValueError                          not a ValueError                    `refusals`
 request
 ranks of one node meet  through a TCP store that listens on a file in the temporary folder    `file_init_method`
@@ -226,6 +228,13 @@ def speculation_counts(argv: Sequence[str]) -> list[str]:
     file = _module_file("vllm.config.observability")
     known = file is not None and "per_request_spec_decode_metrics" in file.read_text(encoding="utf-8")
     return ["--per-request-spec-decode-metrics", "summary"] if speculates and known else []
+
+
+def refines_expert_blocks() -> bool:
+    """Returns True if vLLM loads experts in fp8 with smaller blocks than the checkpoint's, where ranks have a part of a
+    block. Without vLLM, as for a plan, it is True as for newer versions."""
+    file = _module_file("vllm.model_executor.layers.fused_moe.oracle.fp8")
+    return file is None or "def refine_fp8_moe_block_shape" in file.read_text(encoding="utf-8")
 
 
 def finish_body(version: int) -> dict[str, str]:

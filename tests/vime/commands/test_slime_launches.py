@@ -27,17 +27,18 @@ LAUNCHES: dict[str, dict] = {
 }
 REFUSED = {
     "examples/delta_weight_sync/run-glm4.7-30B-A3B-delta.sh": "got 2 stages for 47 layers; change the number of stages",
+    "scripts/run-deepseek-r1.sh": "got 18432 rows / 64 = 288 in model.layers.0.mlp.gate_proj; use 16",
     "scripts/run-glm5-744B-A40B.sh": "got 'glm_moe_dsa'; docs/adding-a-model.md shows how to add a family",
     "scripts/run-kimi-k2-Instruct.sh": "--hf-checkpoint must be given (a Hugging Face checkpoint directory), got none",
 }
 """Script -> part of the error. slime does not start the first script either, because Megatron divides layers equally.
+vLLM has no layers of one rank beside layers of 64 ranks, as SGLang has for DeepSeek-R1 (--sglang-moe-dense-tp-size).
 The last script lacks a backslash, so it passes only five arguments."""
 QUANTISED = {
     "scripts/low_precision/run-kimi-k2-Thinking-int4.sh": "int4 in groups of 32",
     "scripts/low_precision/run-moonlight-16B-A3B-int4.sh": "int4 in groups of 32",
     "scripts/low_precision/run-qwen3-30B-A3B-int4.sh": "int4 in groups of 32",
     "scripts/low_precision/run-qwen3-30b-a3b-fp8.sh": "fp8 in blocks of 128 x 128",
-    "scripts/run-deepseek-r1.sh": "fp8 in blocks of 128 x 128",
     "scripts/run-kimi-k2-Thinking.sh": "int4 in groups of 32",
 }
 CONVERSATION = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
@@ -144,7 +145,7 @@ def test_the_flags_of_a_script_are_accepted_as_they_stand(name, tmp_path, hooks)
 
 
 @pytest.mark.slow
-def test_26_of_29_launch_scripts_are_planned_as_they_stand(tmp_path, hooks, capsys):
+def test_25_of_29_launch_scripts_are_planned_as_they_stand(tmp_path, hooks, capsys):
     refused = {}
     for name in LAUNCHES:
         prepare(name, tmp_path)
@@ -155,5 +156,5 @@ def test_26_of_29_launch_scripts_are_planned_as_they_stand(tmp_path, hooks, caps
             refused[name] = capsys.readouterr().err
     assert not {n: t[-300:] for n, t in refused.items() if n not in REFUSED}
     assert refused.keys() == REFUSED.keys()
-    assert len(LAUNCHES) - len(refused) == 26
+    assert len(LAUNCHES) - len(refused) == 25
     assert not [text for text in refused.values() if "Traceback" in text]

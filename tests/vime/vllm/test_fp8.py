@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from architectures import ARCHITECTURES
+from safetensors.torch import save_file
 
 from slime.plan.card_phases import engine_weights
 from slime.plan.model_shape import Shape
 from vime.backends import backend_for, parse_config
 from vime.pool.engine_flags import engine_dtype
 from vime.vllm import fp8
+from vime.vllm.quantized_layers import engine_layers
 from vime.vllm.server_flags import engine_settings
 
 DENSE = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}
@@ -109,34 +112,87 @@ def test_a_checkpoint_in_fp8_decides_the_scheme(tmp_path: Path) -> None:
         parse_config(flags(tmp_path, DENSE | BLOCKS, "--vllm-quantization", "fp8"))
 
 
+ROWS = "leave whole blocks of 128 of fp8 in blocks of 128 x 128 on each GPU, got "
+NARROW = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 256}
+LATENT = {"model_type": "deepseek_v3", **ARCHITECTURES["deepseek-v3"].config_fields()}
+SPREAD = ("--vllm-enable-expert-parallel",)
+
+
 @pytest.mark.parametrize(
-    ("model", "gpus", "more", "note"),
+    ("model", "gpus", "more", "message"),
     [
         (EXPERTS, 2, (), ""),
-        (EXPERTS, 4, (), "the experts of 768 columns over 4 GPUs, because 768 / 4 is no multiple of"),
-        (EXPERTS, 4, ("--vllm-enable-expert-parallel",), ""),
+        (EXPERTS, 4, (), ""),  # 192 rows of an expert, in blocks of 64
+        (EXPERTS, 4, SPREAD, ""),
+        (EXPERTS | {"moe_intermediate_size": 48}, 4, (), f"{ROWS}48 rows / 4 = 12 in model.layers.0.mlp.experts.0"),
         (DENSE, 4, (), ""),
-        (DENSE, 8, (), "the MLP of 9728 columns over 8 GPUs"),
+        (DENSE, 8, (), f"{ROWS}9728 rows / 8 = 1216 in model.layers.0.mlp.gate_proj; use 4"),
+        (LATENT, 64, SPREAD, f"{ROWS}18432 rows / 64 = 288 in model.layers.0.mlp.gate_proj; use 16"),
+        (LATENT, 16, SPREAD, ""),
+        (DENSE | NARROW, 1, (), "--hf-checkpoint must have whole blocks of 128 in each matrix that vLLM loads"),
+        (DENSE | NARROW, 4, (), f"{ROWS}256 rows / 4 = 64 in .*q_proj; use a checkpoint in bfloat16"),
     ],
 )  # fmt: skip
-def test_a_split_inside_a_block_is_noted(
-    tmp_path: Path, model: dict, gpus: int, more: tuple[str, ...], note: str
+def test_a_split_inside_a_block_is_an_error(
+    tmp_path: Path, model: dict, gpus: int, more: tuple[str, ...], message: str
 ) -> None:
-    """vLLM raises an error when its servers load such a checkpoint."""
-    sizes = (
-        "--rollout-num-gpus",
-        str(gpus),
-        "--rollout-num-gpus-per-engine",
-        str(gpus),
-        "--num-gpus-per-node",
-        "8",
-    )
-    config = parse_config(flags(tmp_path, model | BLOCKS, *sizes, *more))
-    found = [text for text in config.notes if "vLLM will not start an engine" in text]
-    assert len(found) == bool(note)
-    assert not note or (
-        note in found[0] and found[0].endswith("split each layer over at most 2 of them") is (gpus == 4)
-    )
-    assert not [
-        text for text in parse_config(flags(tmp_path, model, *sizes, *more)).notes if "vLLM will not" in text
-    ]
+    """vLLM raises an error when its servers load such a checkpoint, or it loads wrong scales without an error."""
+    gpus_flags = (f"--rollout-num-gpus={gpus}", f"--rollout-num-gpus-per-engine={gpus}")
+    sizes = (*gpus_flags, f"--num-gpus-per-node={max(8, gpus + 1)}")
+
+    def read(hf: dict) -> None:
+        parse_config(flags(tmp_path, hf, *sizes, *more))
+
+    read(model)  # plain weights
+    if not message:
+        read(model | BLOCKS)
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        read(model | BLOCKS)
+    assert "\n" not in str(error.value)
+
+
+def test_an_older_vllm_does_not_refine_the_blocks_of_experts(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("vime.vllm.versions._module_file", lambda module: Path(__file__))
+    sizes = ("--rollout-num-gpus=4", "--rollout-num-gpus-per-engine=4", "--num-gpus-per-node=8")
+    found = f"{ROWS}768 rows / 4 = 192 in .*gate_proj; use 2, or add --vllm-enable-expert-parallel"
+    with pytest.raises(ValueError, match=found):
+        parse_config(flags(tmp_path, EXPERTS | BLOCKS, *sizes))
+    assert parse_config(flags(tmp_path, EXPERTS | BLOCKS, *sizes, *SPREAD))
+
+
+NEXT = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("listed", "plain", "message"),
+    [
+        ([f"{NEXT}", "model.layers.1.mlp.gate_proj"], ("gate_proj", "up_proj"), ""),
+        (["model.layers.1.mlp.gate_up_proj"], ("gate_proj", "up_proj"), ""),
+        ([NEXT], ("up_proj",), "name all or none of model.layers.1.mlp.gate_proj, model.layers.1.mlp.up_proj, which"),
+        (["re:.*mlp.down_proj"], ("down_proj",), "down_proj, which is plain in the files and quantised for vLLM; add"),
+        (["mlp"], ("gate_proj", "up_proj"), "gate_proj, which is plain in the files and quantised for vLLM; add its"),
+        (["model.layers.1.mlp.down_proj"], (), "down_proj, which is quantised in the files and plain for vLLM; remove"),
+    ],
+)  # fmt: skip
+def test_a_list_of_modules_that_vllm_reads_otherwise_is_an_error(
+    tmp_path: Path, listed: list[str], plain: tuple[str, ...], message: str
+) -> None:
+    hf = DENSE | {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 256}
+    hf["quantization_config"] = BLOCKS["quantization_config"] | {"modules_to_not_convert": listed}
+    argv, tensors = flags(tmp_path, hf), dict[str, torch.Tensor]()
+    for layer in engine_layers(hf, 1):
+        for module, rows in zip(layer.modules, layer.rows, strict=True):
+            is_plain = "layers.1.mlp" in module and module.endswith(plain or ("nothing",))
+            tensors[f"{module}.weight"] = torch.zeros(
+                rows, layer.columns, dtype=torch.bfloat16 if is_plain else torch.float8_e4m3fn
+            )
+            if not is_plain:
+                tensors[f"{module}.weight_scale_inv"] = torch.ones(-(-rows // 128), -(-layer.columns // 128))
+    save_file(tensors, tmp_path / "model.safetensors")
+    if not message:
+        parse_config(argv)
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        parse_config(argv)
+    assert "modules_to_not_convert in config.json of --hf-checkpoint must name" in str(error.value)
