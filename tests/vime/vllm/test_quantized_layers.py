@@ -90,10 +90,15 @@ def dense(shape: tuple[int, ...]) -> dict[str, Any]:
 def load_all(rank: int, ranks: int, root: Path) -> None:
     """Loads the layers of all shapes into layers of vLLM. Saves (number of the shape, layer's name) -> whether all
     values of this rank are right."""
+    # With a name per rank, vLLM makes no shared memory, which it would leave behind.
     environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    os.environ |= environment | {"VLLM_DIST_IDENT": f"layers{ranks}", "VLLM_HOST_IP": "127.0.0.1"}
+    os.environ |= environment | {"VLLM_DIST_IDENT": f"rank-{rank}", "VLLM_HOST_IP": "127.0.0.1"}
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
 
     from vime.vllm import patches
 
@@ -108,6 +113,7 @@ def load_all(rank: int, ranks: int, root: Path) -> None:
             for layer in engine_layers(dense(shape), ranks) if shape[2] % ranks == 0 else ():
                 found[number, layer.name] = loads(layer, shape, rank, ranks)
     torch.save(found, root / f"{ranks}-{rank}.pt")
+    cleanup_dist_env_and_memory()
 
 
 def loads(layer: EngineLayer, shape: tuple[int, ...], rank: int, ranks: int) -> bool:
