@@ -139,6 +139,17 @@ def read_index(checkpoint: Path) -> dict[str, str] | None:
     return weight_map
 
 
+def with_own_quantization(hf: Hf, checkpoint: str | Path) -> Hf:
+    """Returns `hf`, the config.json of a model, with `quantization_config` of the checkpoint whose files are read. The
+    files of --ref-load may be plain while those of --hf-checkpoint are quantised, and the reverse. Files without a
+    config.json are as `hf` describes them."""
+    if not (Path(checkpoint) / "config.json").is_file():
+        return hf
+    plain = {key: value for key, value in hf.items() if key != "quantization_config"}
+    own = read_hf_config(checkpoint).get("quantization_config")
+    return plain | ({"quantization_config": own} if own else {})
+
+
 def read_tensor_names(checkpoint: Path) -> set[str] | None:
     """Returns the names of a checkpoint's tensors. Returns None without safetensors files."""
     files = sorted(checkpoint.glob("*.safetensors"))
@@ -153,13 +164,13 @@ def read_tensor_names(checkpoint: Path) -> set[str] | None:
     return names
 
 
-def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
+def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf, flag: str = "--hf-checkpoint") -> None:
     """Raises ValueError for the first file that is missing or truncated, for the first tensor whose shape does not
     match config.json, for missing layers, or for a quantised weight without its scales.
 
-    The function reads safetensors headers only. It checks the parts that every dense decoder has (embedding, MLP,
-    number of layers). The trainer and the engine compare all tensors when they load them. A checkpoint without
-    safetensors files is not checked here.
+    `flag` names the checkpoint. The function reads safetensors headers only. It checks the parts that every dense
+    decoder has (embedding, MLP, number of layers). The trainer and the engine compare all tensors when they load them.
+    A checkpoint without safetensors files is not checked here.
     """
     family = family_for(hf_config)
     scheme = family.scheme(hf_config)
@@ -192,16 +203,16 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf) -> None:
                             f"{name} in {file}",
                             f"have shape {shape}, as in config.json",
                             got,
-                            "the weights and the config of --hf-checkpoint are not of one model",
+                            f"the weights of {flag} and the config.json are not of one model",
                         )
     if files and len(layers) != hf_config.get("num_hidden_layers"):
         raise FlagError(
-            "--hf-checkpoint",
+            flag,
             f"hold {hf_config.get('num_hidden_layers')} layers, as in its config.json",
             f"{len(layers)} in {checkpoint}",
         )
     if scheme is not None:
-        check_quantised_files(headers, scheme)
+        check_quantised_files(headers, scheme, flag)
 
 
 def require_weight_files(checkpoint: str | Path) -> None:

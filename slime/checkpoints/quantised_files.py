@@ -24,9 +24,11 @@ class TensorHeader:
     file: str
 
 
-def check_quantised_files(headers: Mapping[str, TensorHeader], scheme: QuantizationScheme) -> None:
+def check_quantised_files(
+    headers: Mapping[str, TensorHeader], scheme: QuantizationScheme, flag: str = "--hf-checkpoint"
+) -> None:
     """Raises ValueError for the first quantised weight, in the order of names, whose tensors are incomplete or do not
-    have the shapes of the scheme. Files without any quantised weight are an error too."""
+    have the shapes of the scheme. Files without any quantised weight are an error too. `flag` names the checkpoint."""
     found = sorted(quantised_names(set(headers), scheme))
     bare = [name for name, header in headers.items() if header.dtype == _FP8 and name.endswith(".weight")]
     for name in sorted({*found, *bare, *_packed(headers, scheme)}):
@@ -43,7 +45,7 @@ def check_quantised_files(headers: Mapping[str, TensorHeader], scheme: Quantizat
         check_scales(here[scheme.scale].shape, shape, scheme, name)
     if headers and not found:
         raise FlagError(
-            "--hf-checkpoint",
+            flag,
             f"hold weights in {scheme.title}, as quantization_config in its config.json says",
             f"no tensor with the name {scheme.scale}",
             "remove quantization_config if the weights are plain, or download the checkpoint again",

@@ -23,19 +23,11 @@ from slime.checkpoints.checkpoint_files import WRITE_LATEST, advice, damaged_siz
 from slime.config.fields import spelled
 from slime.config.problems import require_value
 from slime.config.schema import Config
-from slime.models import family_for
-from slime.models.decoder import Hf
 from slime.models.lora import sends_adapters
-from slime.models.quantization import QuantizationScheme
-from slime.plan.model_shape import Shape
-from slime.plan.scheme_bytes import check_widths, count_quantised
 from slime.records.errors import FlagError
 from slime.roles import CRITIC, REFERENCE, TEACHER, get_roles
 from slime.roles.critic import resume_folders, saves_to
-from slime.system.extras import IS_CHECKOUT
 from slime.weight_sync.delta.registry import checksum
-
-_READ_ONLY = "no code writes weights in this scheme"
 
 
 def check_directories(c: Config) -> None:
@@ -97,88 +89,6 @@ def check_saving(c: Config) -> None:
             "none",
             "the run removes its own folder",
         )
-
-
-def check_scheme(c: Config, hf: Hf) -> None:
-    """Checks that a quantised checkpoint fits its scheme, and the flags that need equal weights in trainer and
-    engine."""
-    scheme = family_for(hf).scheme(hf)
-    if scheme is None and hf.get("quantization_config"):
-        _check_read_only(c, hf["quantization_config"].get("quant_method"))
-    _check_rounding(c, hf, scheme)
-    if scheme is None:
-        return
-    check_widths(Shape.of(hf))
-    strict = c.kernels.rlk_consistency == "strict" or c.kernels.rlk_bitwise
-    if c.num_engines and strict:
-        flag = "--rlk-bitwise" if c.kernels.rlk_bitwise else "--rlk-consistency"
-        raise FlagError(
-            flag,
-            f"be {'left out' if c.kernels.rlk_bitwise else 'off or audit'} for a checkpoint in {scheme.title}",
-            "it" if c.kernels.rlk_bitwise else "strict",
-            "the engines round weights to this scheme, and the trainer does not",
-        )
-
-
-def _check_rounding(c: Config, hf: Hf, scheme: QuantizationScheme | None) -> None:
-    """Checks that --round-expert-weights can round as the engines do."""
-    if not c.train.round_expert_weights:
-        return
-    flag, shape = "--round-expert-weights (OPEN_TRAINING_INT4_FAKE_QAT_FLAG)", Shape.of(hf)
-    found = count_quantised(shape)
-    if scheme is None or scheme.kind != "int4" or found is None or not found.experts:
-        scheme_title = "plain weights" if scheme is None else scheme.title
-        raise FlagError(
-            flag,
-            "come with a checkpoint whose experts are in int4",
-            f"{scheme_title} in {require_value(c.rollout.hf_checkpoint)}",
-            "leave it out, or quantise the checkpoint that the engines serve",
-        )
-    width = shape.expert_ffn // c.megatron.expert_tensor_parallel
-    if width % scheme.block[1]:
-        raise FlagError(
-            "--expert-tensor-parallel-size",
-            f"leave whole groups of {scheme.block[1]} on each rank with --round-expert-weights",
-            f"{shape.expert_ffn} / {c.megatron.expert_tensor_parallel} = {width:g}",
-            "lower it",
-        )
-
-
-def _check_read_only(c: Config, method: str) -> None:
-    """Checks that nothing has to write weights in a scheme that the family only reads."""
-    checkpoint = require_value(c.rollout.hf_checkpoint)
-    if c.checkpoint.save_hf_format == "checkpoint":
-        raise FlagError("--save-hf-format", f"be bf16 for a checkpoint in {method}", "checkpoint", _READ_ONLY)
-    if not c.debug.debug_train_only:
-        how = (
-            f": python scripts/dequantise.py {checkpoint} OUT_DIR"
-            if IS_CHECKOUT
-            else " with vime's repository"
-        )
-        raise FlagError(
-            "--hf-checkpoint",
-            "hold weights that an update of the engines can bring",
-            f"quant_method {method} in {checkpoint}",
-            f"{_READ_ONLY}: write a copy in bfloat16{how}",
-        )
-
-
-def scheme_notes(c: Config, hf: Hf) -> Iterator[str]:
-    """Yields a note that recommends a correction if the engines keep the scheme of a quantised checkpoint."""
-    scheme = family_for(hf).scheme(hf)
-    if scheme is None or not c.num_engines or not loss_for(c.algorithm).rewarded:
-        return
-    text = (
-        f"the engines keep the weights of --hf-checkpoint in {scheme.title}, and the trainer has them in "
-        f"{c.megatron.params_dtype}, so their log-probs differ, as vime audit measures"
-    )
-    o = c.off_policy
-    if not (o.use_tis or o.use_rs or o.use_rollout_logprobs):
-        text += (
-            "; --use-tis weights the loss by the ratio, and --use-tis --tis-mode mask --tis-clip 5 --tis-clip-low 0.5 "
-            "(IcePop) trains without the tokens that differ most"
-        )
-    yield text
 
 
 def _require_folder(flag_name: str, path: str | None) -> None:

@@ -25,9 +25,7 @@ from slime.rules.algorithm import RULES as ALGORITHM
 from slime.rules.checkpoint import (
     check_directories,
     check_saving,
-    check_scheme,
     check_weight_update,
-    scheme_notes,
 )
 from slime.rules.cluster import (
     check_critic_devices,
@@ -72,6 +70,8 @@ from slime.rules.off_policy import (
 )
 from slime.rules.packages import check_packages
 from slime.rules.prediction import check_prediction
+from slime.rules.weights.scheme import check_scheme, scheme_notes
+from slime.rules.weights.sources import check_sources
 from slime.weight_sync.registry import CHANNELS
 
 Rule = Callable[[Config], None]
@@ -361,6 +361,7 @@ TOGETHER: tuple[Rule, ...] = (
     _replayed_model,
     _with_decoder(lambda c, decoder: check_stages(c.megatron, len(decoder.layers))),
     _with_decoder(lambda c, _: check_scheme(c, _model(c))),
+    _with_decoder(lambda c, _: check_sources(c)),
     _with_decoder(check_expert_flags),
     _with_decoder(check_heads),
     _with_decoder(check_bitwise_model),

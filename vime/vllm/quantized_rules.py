@@ -96,11 +96,7 @@ def check_quantized_checkpoint(config: Config) -> None:
         )
     divisors = (n for n in range(engine.tensor - 1, 0, -1) if engine.tensor % n == 0)
     fits = next(
-        (
-            n
-            for n in divisors
-            if not find_misfit(hf, scheme, Engine(n, engine.data, engine.spreads_experts))
-        ),
+        (n for n in divisors if not find_misfit(hf, scheme, Engine(n, engine.data, engine.spreads_experts))),
         None,
     )
     one_group = engine.tensor == config.cluster.rollout_num_gpus_per_engine

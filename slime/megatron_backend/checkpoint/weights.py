@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from slime.checkpoints.checkpoint_dir import latest, released
 from slime.checkpoints.checkpoint_files import WRITE_LATEST
-from slime.checkpoints.hf_config import read_config_json
+from slime.checkpoints.hf_config import read_config_json, with_own_quantization
 from slime.checkpoints.hf_files import Files, write_shards
 from slime.config.sections.checkpoint import HfFormat
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint
@@ -99,13 +99,14 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> int:
     bytes that were read. Collective over the stages of a pipeline.
 
     Each rank reads only its tensor-parallel slices, its experts and its layers. It dequantises only the blocks that its
-    slices touch. Host memory beyond the parameters is at most one tensor's slices and 64 MiB. Values are cast to the
-    model's dtype. Vocabulary padding is zero. Call it before `build_optimizer`, which copies its fp32 main weights from
-    the parameters (or call `reload_weights` later). Raises ValueError with the tensors that are missing, unexpected or
-    have another shape than in config.json, or with the damaged file.
+    slices touch, by `quantization_config` of that checkpoint. Host memory beyond the parameters is at most one tensor's
+    slices and 64 MiB. Values are cast to the model's dtype. Vocabulary padding is zero. Call it before
+    `build_optimizer`, which copies its fp32 main weights from the parameters (or call `reload_weights` later). Raises
+    ValueError with the tensors that are missing, unexpected or have another shape than in config.json, or with the
+    damaged file.
     """
     parts, files = unwrapped(model), Files(Path(checkpoint_dir))
-    described = parts[0].hf_config
+    described = with_own_quantization(parts[0].hf_config, checkpoint_dir)
     tensors = family_for(described).stored(files, described)
     _check_names(_gather_names(parts), tensors.names(), parts[0], Path(checkpoint_dir))
     for inner in parts:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from config_cases import HF_CONFIG, write_model
+from config_cases import HF_CONFIG, good_argv, write_model
 from safetensors.torch import save_file
 
 from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.models.quantization import quantize, read_scheme
+from slime.rules import parse_args
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 CHANNEL = {
@@ -141,3 +142,47 @@ def test_an_unknown_scheme_is_an_error_with_a_remedy(tmp_path, said):
         check_checkpoint_shapes(tmp_path, read_hf_config(tmp_path))
     assert "\n" not in str(error.value)
     assert "use a checkpoint in bfloat16" in str(error.value)
+
+
+REFERENCE = ("--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-load")
+
+
+@pytest.mark.parametrize("flag", ["--ref-load", "--load"])
+@pytest.mark.parametrize(
+    ("said", "changes", "message"),
+    [
+        (FP8, {}, ""),
+        (INT4, {}, ""),
+        (FP8, {"weight_scale_inv": None}, f"must have {UP}.weight_scale_inv, got none for the weight in"),
+        (
+            {"quant_method": "awq", "bits": 4},
+            {},
+            "FLAG .*: quantization_config in config.json must be fp8 .* awq; use",
+        ),
+    ],
+    ids=["fp8", "int4", "no scales", "awq"],
+)
+def test_weights_beside_a_plain_checkpoint_have_a_scheme_of_their_own(tmp_path, flag, said, changes, message):
+    """A plain --hf-checkpoint comes with a quantised --ref-load, or with first weights of --load."""
+    argv = [
+        *good_argv(tmp_path),
+        *(REFERENCE if flag == "--ref-load" else ("--load",)),
+        str(tmp_path / "other"),
+    ]
+    write_quantised(tmp_path / "other", said if not message or changes else FP8, **changes)
+    write_model(tmp_path / "other", quantization_config=said)
+    if not message:
+        assert parse_args(argv).rollout.hf_checkpoint == str(tmp_path / "model")
+        return
+    with pytest.raises(ValueError, match=message.replace("FLAG", flag)) as error:
+        parse_args(argv)
+    assert "\n" not in str(error.value)
+
+
+def test_plain_reference_weights_come_with_a_quantised_checkpoint(tmp_path):
+    argv = [*good_argv(tmp_path), *REFERENCE, str(tmp_path / "plain")]
+    write_quantised(tmp_path / "model", FP8)
+    write_model(tmp_path / "plain")
+    plain = {f"model.layers.{i}.mlp.up_proj.weight": torch.zeros(384, 128) for i in range(4)}
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    assert parse_args(argv).checkpoint.ref_load == str(tmp_path / "plain")

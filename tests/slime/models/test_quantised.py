@@ -112,9 +112,10 @@ def test_quantised_weights_are_loaded_and_written_plain(tmp_path, said, form):
     assert torch.equal(written[PREDICTION].float(), wanted[PREDICTION])
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     assert all(torch.equal(x, exported[name]) for name, x in export_hf(loaded(tmp_path / "plain")))
-    other = build_model(load_hf_config(tmp_path / "hf"), make_config(), ddp=False)
-    load_hf(other, tmp_path / "plain")  # as with a plain --ref-load
-    assert all(torch.equal(x, exported[name]) for name, x in export_hf(other))
+    for described, files in (("hf", "plain"), ("plain", "hf")):  # --hf-checkpoint and --ref-load of a run
+        other = build_model(load_hf_config(tmp_path / described), make_config(), ddp=False)
+        load_hf(other, tmp_path / files)
+        assert all(torch.equal(x, exported[name]) for name, x in export_hf(other))
 
 
 @pytest.mark.parametrize(("said", "form"), [(FP8, in_fp8), (INT4, in_int4)], ids=["fp8", "int4"])
