@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slime.checkpoints.hf_config import MAPPED_BYTES
+from slime.checkpoints.checkpoint_dir import holds_hf_weights, start_directory
+from slime.checkpoints.hf_config import MAPPED_BYTES, with_own_quantization
 from slime.config import Config
 from slime.models import family_for
 from slime.models.decoder import Hf
@@ -28,7 +29,8 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
     The bytes of a parameter of a quantised checkpoint are the mean over the model. There are no bytes read for tensors
     that are read whole, because their size depends on the files.
     """
-    shape, stored = Shape.of(hf), stored_bytes(c, hf)
+    files = first_files(c, hf)
+    shape, stored = Shape.of(files), stored_bytes(c, hf)
     roles = sorted(
         (role for role in get_roles(c) if not role.of_base(c)), key=lambda role: role is not POLICY
     )
@@ -36,7 +38,7 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
     others, models = [role.name for role in alike[1:]], len(alike)
     twice = f", for the {' and the '.join(others)} too" if others else ""
     kinds = list(rank_params(c, shape))
-    for kind, params, share, ranks, _ in kinds if not reads_whole(hf) else ():
+    for kind, params, share, ranks, _ in kinds if not reads_whole(files) else ():
         each = mean_file_bytes(shape, stored, experts=bool(kind))
         yield Item(f"{kind}weights read", models * params * each, f"{share} x {each:.4g} B{ranks}{twice}")
     size = BYTES[c.megatron.params_dtype]
@@ -46,7 +48,7 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
         for kind, params, share, ranks, _ in own:
             yield Item(f"{kind}{role.name} read", params * stored, f"{share} x {stored} B{ranks}")
         others_bytes += sum(params for _, params, _, _, _ in own) * size
-    elements, name = largest_slice(c, shape, whole=reads_whole(hf))
+    elements, name = largest_slice(c, shape, whole=reads_whole(files))
     weights = sum(params for _, params, _, _, _ in kinds) * size * models + others_bytes
     on_host = weights if c.cluster.device == "cpu" else 0.0
     how = f"{amount(on_host)} of weights + " if on_host else "weights go to the GPU; "
@@ -55,6 +57,17 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
         on_host + elements * stored + MAPPED_BYTES,
         f"{how}one tensor, {name} x {stored} B + {amount(MAPPED_BYTES)} of mapped files",
     )
+
+
+def first_files(c: Config, hf: Hf) -> Hf:
+    """Returns `hf` with the quantisation of the files from which the policy starts: --load, --ref-load or
+    --hf-checkpoint. Megatron's checkpoints are plain."""
+    directory = start_directory(c)
+    if directory == c.rollout.hf_checkpoint:
+        return hf
+    if holds_hf_weights(directory):
+        return with_own_quantization(hf, directory)
+    return {key: value for key, value in hf.items() if key != "quantization_config"}
 
 
 def stored_bytes(c: Config, hf: Hf) -> int:

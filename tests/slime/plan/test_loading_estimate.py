@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from architectures import ARCHITECTURES
 from memory_cases import QWEN3_4B, config
@@ -91,6 +93,18 @@ def test_quantised_files_have_fewer_bytes_for_the_weights_that_the_scheme_quanti
     mean = 2 - (1 - 4 / 128**2) * small / others
     assert fp8["weights read"].bytes / plain["weights read"].bytes == pytest.approx(mean / 2, rel=1e-9)
     assert fp8["host memory"].bytes == 129280 * 7168 / 8 * 2 + 64 * 2**20
+
+
+def test_the_bytes_are_those_of_the_reference_weights(tmp_path):
+    """slime's scripts have a quantised --hf-checkpoint, and first weights in bfloat16 in --ref-load."""
+    fp8 = DEEPSEEK | {"quantization_config": FP8}
+    ranks = {"actor_num_gpus_per_node": 8, "expert_model_parallel_size": 8, "ref_load": str(tmp_path)}
+    converted, plain = planned(fp8, **ranks), planned(DEEPSEEK, **ranks)
+    assert converted["expert weights read"].bytes == plain["expert weights read"].bytes
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text(json.dumps(fp8))
+    quantised = planned(DEEPSEEK, **ranks)
+    assert quantised["expert weights read"].bytes < 0.51 * plain["expert weights read"].bytes
 
 
 def test_files_that_are_read_whole_have_no_estimate_of_bytes():
