@@ -29,7 +29,7 @@ from vime.sglang_api.translate_flags import PREFIX, targets, translate_sglang
 from vime.vllm import fp8
 from vime.vllm import server_flags as flags
 from vime.vllm.peer_names import VLLM_PEER_NAMES
-from vime.vllm.quantized_rules import check_quantized_checkpoint
+from vime.vllm.quantized.rules import check_quantized_checkpoint
 from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.worker.adapter import adapter_name
 

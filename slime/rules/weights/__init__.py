@@ -1,1 +1,1 @@
-"""Rules about the weights in files: their quantisation, and the checkpoints of all models of a run."""
+"""Rules about the weights in files: their quantisation, and the checkpoints that a run reads."""

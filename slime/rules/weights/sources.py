@@ -17,7 +17,7 @@ from slime.roles import POLICY, Role, Source, get_roles
 
 
 def check_sources(c: Config) -> None:
-    """Checks shapes and scales of each quantised directory, by its headers. The trainer checks plain weights when it
+    """Checks the headers of quantised directories for shapes and scales. The trainer checks plain weights when it
     loads them. Nothing is checked for a directory that `check_directories` reports."""
     if c.debug.debug_rollout_only:
         return
@@ -38,7 +38,7 @@ def check_sources(c: Config) -> None:
 
 def _hf_sources(c: Config) -> list[tuple[Role, Source]]:
     """Returns the Hugging Face files that the run reads at its start, as `load_weights` finds them. A model that
-    resumes reads a checkpoint of its own, and with adapters also their base."""
+    resumes reads its checkpoint instead. With adapters, the policy still reads their base."""
     try:
         found = [
             (role, role.source(c))

@@ -32,7 +32,7 @@ REFUSED = {
     "scripts/run-kimi-k2-Instruct.sh": "--hf-checkpoint must be given (a Hugging Face checkpoint directory), got none",
 }
 """Script -> part of the error. slime does not start the first script either, because Megatron divides layers equally.
-vLLM has no layers of one rank beside layers of 64 ranks, as SGLang has for DeepSeek-R1 (--sglang-moe-dense-tp-size).
+For DeepSeek-R1, SGLang computes dense layers on one rank (--sglang-moe-dense-tp-size). vLLM splits them over 64 ranks.
 The last script lacks a backslash, so it passes only five arguments."""
 QUANTISED = {
     "scripts/low_precision/run-kimi-k2-Thinking-int4.sh": "int4 in groups of 32",

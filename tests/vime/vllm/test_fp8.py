@@ -15,7 +15,7 @@ from slime.plan.model_shape import Shape
 from vime.backends import backend_for, parse_config
 from vime.pool.engine_flags import engine_dtype
 from vime.vllm import fp8
-from vime.vllm.quantized_layers import engine_layers
+from vime.vllm.quantized.layers import engine_layers
 from vime.vllm.server_flags import engine_settings
 
 DENSE = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}

@@ -15,8 +15,8 @@ from quantization_cases import FP8, INT4, KIMI_IGNORED
 from rank_processes import on_ranks
 
 from slime.models.quantization import QuantizationScheme, dequantize, quantize, read_scheme
-from vime.vllm.quantized_layers import EngineLayer, EngineReading, engine_layers
-from vime.vllm.quantized_rules import Engine, find_misfit, misfits
+from vime.vllm.quantized.layers import EngineLayer, EngineReading, engine_layers
+from vime.vllm.quantized.rules import Engine, find_misfit, misfits
 
 DENSE = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}
 EXPERTS = {"model_type": "qwen3_moe", "hidden_act": "silu", **ARCHITECTURES["qwen3-30b-a3b"].config_fields()}
@@ -53,7 +53,7 @@ def test_lists_of_modules_are_read_as_vllm_reads_them(model: dict[str, Any], nam
     from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
     def of_vllm(layer: EngineLayer, method: str) -> bool | None:
-        """None means that vLLM reports a layer of which a part is quantised."""
+        """None means that vLLM raises an error, because only a part of the layer is quantised."""
         name = layer.modules[0].rpartition(".0.")[0] if layer.is_expert and method == "fp8" else layer.name
         try:
             if method == "fp8":
@@ -88,7 +88,7 @@ def dense(shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def load_all(rank: int, ranks: int, root: Path) -> None:
-    """Loads the layers of all shapes into layers of vLLM. Saves (number of the shape, layer's name) -> whether all
+    """Loads all shapes into layers of vLLM. Saves (number of the shape, layer's name) -> whether all
     values of this rank are right."""
     # With a name per rank, vLLM makes no shared memory, which it would leave behind.
     environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
@@ -159,7 +159,7 @@ def loads(layer: EngineLayer, shape: tuple[int, ...], rank: int, ranks: int) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_shape_is_refused_if_vllm_cannot_load_it(tmp_path: Path, ranks: int) -> None:
-    """Some of these shapes raise an error in vLLM. Others get wrong scales without an error."""
+    """vLLM raises an error for some shapes. Other shapes get wrong scales without an error."""
     on_ranks(load_all, ranks, tmp_path, ranks=ranks)
     found = [torch.load(tmp_path / f"{ranks}-{rank}.pt") for rank in range(ranks)]
     answers = set()

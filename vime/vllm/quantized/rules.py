@@ -19,7 +19,7 @@ from slime.models.quantization import QuantizationScheme
 from slime.records.errors import FlagError
 from vime.pool.engine_flags import engine_tensor_parallel, requested_parallel
 from vime.vllm import versions
-from vime.vllm.quantized_layers import EngineLayer, EngineReading, engine_layers
+from vime.vllm.quantized.layers import EngineLayer, EngineReading, engine_layers
 
 _SMALLEST_BLOCK = 32
 """The smallest block of fp8 to which vLLM refines the scales of experts."""

@@ -42,7 +42,7 @@ class EngineLayer:
 
 def engine_layers(hf: Hf, ranks: int) -> Iterator[EngineLayer]:
     """Yields the layers of vLLM with `ranks` tensor-parallel ranks: those of the decoder without its routers. The
-    first expert of a layer stands for all of its experts."""
+    first expert stands for all experts of a layer."""
     family, decoder = family_for(hf), read_decoder(hf)
     rows = list(linear_rows(family))
     for number, layer in enumerate(decoder.layers):
@@ -78,7 +78,7 @@ def _has(layer: Layer, row: Row) -> bool:
 def _layers(
     modules: dict[str, tuple[str, ...]], layer: Layer, decoder: Decoder, ranks: int
 ) -> Iterator[EngineLayer]:
-    """Yields the layers of vLLM for the modules of one decoder layer, by the kind of their row."""
+    """Yields the layers of vLLM for one decoder layer. `modules`: kind of a row -> its modules."""
     hidden, experts = decoder.hidden, decoder.experts
     widths = {"mlp": decoder.ffn}
     if experts is not None:

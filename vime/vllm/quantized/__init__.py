@@ -1,0 +1,1 @@
+"""Checks quantised checkpoints before the start: which layers vLLM quantises, and which shapes it loads."""
