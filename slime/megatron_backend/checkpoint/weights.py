@@ -99,11 +99,11 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> int:
     bytes that were read. Collective over the stages of a pipeline.
 
     Each rank reads only its tensor-parallel slices, its experts and its layers. It dequantises only the blocks that its
-    slices touch. The checkpoint's own config.json names their quantisation. Host memory beyond the parameters is at most one tensor's
-    slices and 64 MiB. Values are cast to the model's dtype. Vocabulary padding is zero. Call it before
-    `build_optimizer`, which copies its fp32 main weights from the parameters (or call `reload_weights` later). Raises
-    ValueError with the tensors that are missing, unexpected or have another shape than in config.json, or with the
-    damaged file.
+    slices touch. The checkpoint's own config.json names their quantisation. Host memory beyond the parameters is at
+    most one tensor's slices and 64 MiB. Values are cast to the model's dtype. Vocabulary padding is zero. Call it
+    before `build_optimizer`, which copies its fp32 main weights from the parameters (or call `reload_weights` later).
+    Raises ValueError with the tensors that are missing, unexpected or have another shape than in config.json, or with
+    the damaged file.
     """
     parts, files = unwrapped(model), Files(Path(checkpoint_dir))
     described = with_own_quantization(parts[0].hf_config, checkpoint_dir)

@@ -16,7 +16,7 @@ from rank_processes import on_ranks
 
 from slime.models.quantization import QuantizationScheme, dequantize, quantize, read_scheme
 from vime.vllm.quantized.layers import EngineLayer, EngineReading, engine_layers
-from vime.vllm.quantized.rules import Engine, find_misfit, misfits
+from vime.vllm.quantized.rules import EngineSplit, find_misfit, misfits
 
 DENSE = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}
 EXPERTS = {"model_type": "qwen3_moe", "hidden_act": "silu", **ARCHITECTURES["qwen3-30b-a3b"].config_fields()}
@@ -164,7 +164,7 @@ def test_a_shape_is_refused_if_vllm_cannot_load_it(tmp_path: Path, ranks: int) -
     found = [torch.load(tmp_path / f"{ranks}-{rank}.pt") for rank in range(ranks)]
     answers = set()
     for number, name in found[0]:
-        engine = Engine(ranks, 1, False)
+        engine = EngineSplit(ranks, 1, False)
         (layer,) = (x for x in engine_layers(dense(SHAPES[number]), ranks) if x.name == name)
         fits = not list(misfits(layer, scheme(FP8), engine))
         assert fits is all(rank[number, name] for rank in found), (SHAPES[number], name)
@@ -186,8 +186,8 @@ def test_experts_are_refused_if_vllm_cannot_refine_their_blocks(ranks: int, widt
     loads = whole or refine_fp8_moe_block_shape(sizes, [128, 128]) is not None
     shape = EXPERTS | {"moe_intermediate_size": width, "hidden_size": hidden, "num_hidden_layers": 1}
     (layer, _) = (x for x in engine_layers(shape, ranks) if x.is_expert)
-    assert (not list(misfits(layer, scheme(FP8), Engine(ranks, 1, False)))) is loads
-    assert (not list(misfits(layer, scheme(FP8), Engine(ranks, 1, True)))) is (
+    assert (not list(misfits(layer, scheme(FP8), EngineSplit(ranks, 1, False)))) is loads
+    assert (not list(misfits(layer, scheme(FP8), EngineSplit(ranks, 1, True)))) is (
         width % 128 == 0 or (width % 32 == 0 and hidden % 32 == 0)
     )
 
@@ -195,9 +195,9 @@ def test_experts_are_refused_if_vllm_cannot_refine_their_blocks(ranks: int, widt
 def test_int4_needs_whole_groups_of_columns_on_a_rank() -> None:
     """vLLM does the same check in `verify_group_size_divides_partition` and in its experts."""
     int4 = scheme(INT4)
-    assert find_misfit(dense((128, 64, 4, 2, 192)), int4, Engine(2, 1, False)) is None
-    found = find_misfit(dense((128, 64, 4, 2, 96)), int4, Engine(2, 1, False))
+    assert find_misfit(dense((128, 64, 4, 2, 192)), int4, EngineSplit(2, 1, False)) is None
+    found = find_misfit(dense((128, 64, 4, 2, 96)), int4, EngineSplit(2, 1, False))
     assert str(found) == "96 columns / 2 = 48 in model.layers.0.mlp.down_proj"
     shape = EXPERTS | {"moe_intermediate_size": 96, "num_hidden_layers": 1}
-    assert "experts.0.down_proj" in str(find_misfit(shape, int4, Engine(2, 1, False)))
-    assert find_misfit(shape, int4, Engine(2, 1, True)) is None
+    assert "experts.0.down_proj" in str(find_misfit(shape, int4, EngineSplit(2, 1, False)))
+    assert find_misfit(shape, int4, EngineSplit(2, 1, True)) is None

@@ -139,7 +139,9 @@ class EngineReading:
 
     def __init__(self, scheme: QuantizationScheme) -> None:
         self._scheme = scheme
-        self._ignored, self._targets = (_Names(names, scheme) for names in (scheme.ignored, scheme.targets))
+        self._ignored, self._targets = (
+            _ModuleList(names, scheme) for names in (scheme.ignored, scheme.targets)
+        )
 
     def ignored(self, layer: EngineLayer) -> tuple[bool, ...]:
         """Returns, per module, whether config.json leaves it out of the scheme. vLLM needs one answer per layer."""
@@ -155,7 +157,7 @@ class EngineReading:
         return not any(self.ignored(layer)) and (named or all(map(self._targets.hold, layer.modules)))
 
 
-class _Names:
+class _ModuleList:
     """A list of modules in config.json."""
 
     def __init__(self, names: Iterable[str], scheme: QuantizationScheme) -> None:

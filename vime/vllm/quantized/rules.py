@@ -26,7 +26,7 @@ _SMALLEST_BLOCK = 32
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineSplit:
     """The parallel sizes of an engine that decide how it splits a layer."""
 
     tensor: int
@@ -35,7 +35,7 @@ class Engine:
     """Each rank has whole experts (--vllm-enable-expert-parallel)."""
 
     @classmethod
-    def from_config(cls, config: Config) -> Engine:
+    def from_config(cls, config: Config) -> EngineSplit:
         data = requested_parallel(config, "data_parallel_size") or 1
         spreads = bool(config.engine.backend_args.get("enable_expert_parallel"))
         return cls(engine_tensor_parallel(config), data, spreads)
@@ -81,7 +81,7 @@ def check_quantized_checkpoint(config: Config) -> None:
     scheme = family_for(hf).scheme(hf)
     if scheme is None:
         return
-    engine = Engine.from_config(config)
+    engine = EngineSplit.from_config(config)
     _check_names(hf, scheme, read_tensor_names(Path(checkpoint)))
     misfit = find_misfit(hf, scheme, engine)
     if misfit is None:
@@ -96,7 +96,11 @@ def check_quantized_checkpoint(config: Config) -> None:
         )
     divisors = (n for n in range(engine.tensor - 1, 0, -1) if engine.tensor % n == 0)
     fits = next(
-        (n for n in divisors if not find_misfit(hf, scheme, Engine(n, engine.data, engine.spreads_experts))),
+        (
+            n
+            for n in divisors
+            if not find_misfit(hf, scheme, EngineSplit(n, engine.data, engine.spreads_experts))
+        ),
         None,
     )
     one_group = engine.tensor == config.cluster.rollout_num_gpus_per_engine
@@ -140,13 +144,13 @@ def _check_names(hf: Hf, scheme: QuantizationScheme, names: set[str] | None) -> 
                 )
 
 
-def find_misfit(hf: Hf, scheme: QuantizationScheme, engine: Engine) -> Misfit | None:
+def find_misfit(hf: Hf, scheme: QuantizationScheme, engine: EngineSplit) -> Misfit | None:
     reading = EngineReading(scheme)
     layers = (layer for layer in engine_layers(hf, engine.tensor) if reading.quantizes(layer))
     return next((found for layer in layers for found in misfits(layer, scheme, engine)), None)
 
 
-def misfits(layer: EngineLayer, scheme: QuantizationScheme, engine: Engine) -> Iterator[Misfit]:
+def misfits(layer: EngineLayer, scheme: QuantizationScheme, engine: EngineSplit) -> Iterator[Misfit]:
     """Yields the parts of a layer that are no whole number of blocks on a rank. vLLM needs whole blocks in the axis
     that ranks split. In a fused layer it needs whole blocks of rows, except in the last part of a layer that ranks do
     not split."""
