@@ -104,14 +104,12 @@ def check_quantized_checkpoint(config: Config) -> None:
         None,
     )
     one_group = engine.tensor == config.cluster.rollout_num_gpus_per_engine
-    advice = "use a checkpoint in bfloat16" if fits is None else f"use {fits}"
-    if misfit.is_expert:
-        advice += ", or add --vllm-enable-expert-parallel"
+    more = ", or add --vllm-enable-expert-parallel" if misfit.is_expert else ""
     raise FlagError(
         "--rollout-num-gpus-per-engine" if one_group else "--vllm-tensor-parallel-size",
         f"leave {whole} of {scheme.title} on each GPU",
         str(misfit),
-        advice,
+        f"use {'a checkpoint in bfloat16' if fits is None else fits}{more}",
     )
 
 
