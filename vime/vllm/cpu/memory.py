@@ -54,9 +54,11 @@ async def return_cache(engine: EngineClient) -> None:
 
     Does nothing if a request still has keys and values in the cache, or on a GPU.
     """
+    if not await engine.is_paused():
+        return
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and await engine.is_paused() and await engine.reset_prefix_cache():
+    if current_platform.is_cpu() and await engine.reset_prefix_cache():
         await engine.collective_rpc("return_memory")
 
 
