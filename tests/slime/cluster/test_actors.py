@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from local_ray import local_ray
 
 from slime.cluster.actors import freeze_objects
 from slime.cluster.calls import ActorError, first_failure_or_all
@@ -19,15 +20,8 @@ from slime.config import Config
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2):
+        yield
 
 
 @ray.remote(num_cpus=0, max_concurrency=8)  # a waiting call leaves the actor usable for later tests

@@ -9,6 +9,7 @@ import re
 
 import pytest
 import ray
+from local_ray import local_ray
 from placement_cases import placement_config, with_teachers
 
 from slime.cluster import placement
@@ -39,16 +40,8 @@ def test_cpu_threads(monkeypatch, cores, flags, threads):
 @pytest.fixture(scope="module")
 def cluster():
     """Starts a Ray with four devices, which are 2 CPU cores."""
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=0,
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2, num_gpus=0):
+        yield
 
 
 @ray.remote

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
+from local_ray import local_ray
 from placement_cases import placement_config
 
 from slime.cluster import placement
@@ -19,7 +20,6 @@ from slime.cluster.placement import VISIBLE_VARIABLE, Gpu, Placement, reserve_de
 
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 UUIDS = [f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "beca"]
-QUIET = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
 
 
 @ray.remote
@@ -57,9 +57,8 @@ def names(request) -> Iterator[list[str]]:
         patch.delenv(VISIBLE_VARIABLE, raising=False)
         if given is not None:
             patch.setenv(VISIBLE_VARIABLE, given)
-        ray.init(address="local", num_cpus=2, num_gpus=4, log_to_driver=False, **QUIET)
-        yield names
-        ray.shutdown()
+        with local_ray(num_cpus=2, num_gpus=4):
+            yield names
 
 
 def start(placed: Placement, bundles: list[int]) -> ray.actor.ActorHandle:

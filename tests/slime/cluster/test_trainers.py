@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from local_ray import local_ray
 from trainer_cases import make_config, make_samples, rank_data
 
 from slime.cluster.calls import ActorError, first_failure_or_all
@@ -37,15 +38,8 @@ OWN = PPO | {"critic_devices": "own"}
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=2):
+        yield
 
 
 @pytest.fixture
