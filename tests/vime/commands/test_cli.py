@@ -345,12 +345,11 @@ def test_slime_entry_points(stock):
     with pytest.raises(ValueError, match=r"--colocate must be left out of train_async\.py"):
         async_argv(stock)
     for script, message in (
-        ("train.py", "vime train: --lr must be of type float"),
+        ("train.py", "  1. --lr must be of type float"),
         ("train_async.py", "--colocate must be left out"),
     ):
-        done = subprocess.run(
-            [sys.executable, script, "--lr", "abc", *stock], cwd=ROOT, capture_output=True, text=True
-        )
+        command = [sys.executable, script, "--lr", "abc", "--colocate"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 

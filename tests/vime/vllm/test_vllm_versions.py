@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import multiprocessing
 import os
 import re
 import subprocess
@@ -171,14 +172,16 @@ def test_ranks_of_an_older_engine_meet_in_a_file(monkeypatch):
     if hasattr(network_utils, "get_file_store_init_method"):
         assert vllm_versions.file_init_method(address, 2) == address
     monkeypatch.delattr(network_utils, "get_file_store_init_method", raising=False)
-    program = f"from vime.vllm import versions; print(versions.file_init_method({address!r}, 2))"
-    program = (
-        f"from vllm.utils import network_utils as n; vars(n).pop('get_file_store_init_method', 0); {program}"
-    )
+    fork = multiprocessing.get_context("fork")
+    found = fork.SimpleQueue()
     ranks = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)
+        fork.Process(target=lambda: found.put(vllm_versions.file_init_method(address, 2))) for _ in range(2)
     ]
-    first, second = (rank.communicate()[0].split()[-1] for rank in ranks)
+    for rank in ranks:
+        rank.start()
+    first, second = (found.get() for _ in ranks)
+    for rank in ranks:
+        rank.join()
     assert first == second and first.startswith("file:///") and first.endswith("-5")
     alone = vllm_versions.file_init_method(address, 1)
     assert alone.startswith("file:///") and str(os.getpid()) in alone
