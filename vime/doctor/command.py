@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vime.doctor import gpus, host, network, packages, patches
+from vime.doctor import gpus, host, network, packages, patches, quantization
 from vime.doctor.finding import Finding, WantedRun, one_line, warning
 from vime.doctor.machine import Machine
 from vime.doctor.post_mortem import check_end, verdict
@@ -29,6 +29,7 @@ CHECKS: tuple[Check, ...] = (
     gpus.check_torch_cuda,
     gpus.check_peer_access,
     gpus.check_delta_nets,
+    quantization.check_quantization,
     host.check_cores,
     host.check_numa,
     host.check_memory,

@@ -44,6 +44,7 @@ from vime.run.prompts import plural, prompts
 from vime.start.checks import Inputs, check_run, find_missing_weights, plans_other_machine, read_inputs
 from vime.start.first_prompt import FirstPrompt
 from vime.start.run_start import start_line
+from vime.vllm.quantized.machines import planned_support
 
 
 def routed(shape: Shape) -> str:
@@ -53,13 +54,17 @@ def routed(shape: Shape) -> str:
     return f", of the layers' {count(shape.active)} for a token ({shape.topk} of {shape.experts} experts)"
 
 
-def scheme_lines(hf: Hf) -> Iterator[str]:
-    """Yields the scheme of a quantised checkpoint, and the share of the parameters that it quantises."""
+def scheme_lines(c: Config, hf: Hf) -> Iterator[str]:
+    """Yields the scheme of a quantised checkpoint, the share of the parameters that it quantises, and whether engines
+    of vLLM run it on the devices of the run."""
     scheme, shape = family_for(hf).scheme(hf), Shape.of(hf)
     found = count_quantised(shape)
     if scheme is not None and found is not None:
         share = (found.others + found.experts) / shape.params
         yield f"checkpoint and engines: {scheme.title} ({share:.0%} of the parameters, {found.bytes:.4g} B each)"
+        if c.num_engines and backend_for(c).name == "vllm":
+            support = planned_support(c, hf, scheme)
+            yield support.text if support.runs else f"{support.text}, so engines would not start here"
 
 
 def topology(c: Config) -> Iterator[str]:
@@ -227,7 +232,7 @@ def describe(c: Config, machine: MachineSizes | None = None, data: Sequence[str]
         "Model": [
             f"{hf.get('model_type')}, {count(shape.params)} parameters{routed(shape)}, "
             f"{c.megatron.params_dtype} on {c.cluster.device}",
-            *scheme_lines(hf),
+            *scheme_lines(c, hf),
         ],
         "Start": [start_line(c)],
         "Topology": list(topology(c)),

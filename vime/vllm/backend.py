@@ -29,6 +29,7 @@ from vime.sglang_api.translate_flags import PREFIX, targets, translate_sglang
 from vime.vllm import fp8
 from vime.vllm import server_flags as flags
 from vime.vllm.peer_names import VLLM_PEER_NAMES
+from vime.vllm.quantized.machines import check_cpu
 from vime.vllm.quantized.rules import check_quantized_checkpoint
 from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.worker.adapter import adapter_name
@@ -210,6 +211,7 @@ class VllmBackend:
         checks that engines on CPUs can compute the model."""
         # This check is not in `rules`, because a plan for GPUs can be made on a machine with CPUs only.
         fp8.check_on_cpu(config)
+        check_cpu(config)
         external.require_reachable(config)
 
     def pool(

@@ -7,12 +7,14 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from offline_engine import offline_engine
 from quantise import quantise, quantization_config
 from safetensors.torch import load_file
-from train_fixtures import World, make_world, rows, run, vime
+from train_fixtures import World, make_world, rows, run, samples, vime
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime.checkpoints.hf_files import Files
@@ -48,8 +50,27 @@ def largest_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
     )
 
 
+SAME_ENGINE = 0.02
+"""Largest mean difference of two engines with the same weights, in nats. One computes a response token by token, and
+the other in one pass, both in bfloat16."""
+
+
+def mean_gap(checkpoint: Path, sampled: list[dict[str, Any]], patch: pytest.MonkeyPatch) -> float:
+    """Returns the mean difference of log-probs of responses between the engine that sampled them and a new engine with
+    the files of `checkpoint`."""
+    gaps = []
+    with offline_engine(checkpoint, checkpoint / "weights", patch, dtype="bfloat16") as engine:
+        for sample in sampled:
+            theirs = torch.tensor(sample["rollout_log_probs"])
+            gaps.append((engine.log_probs(list(sample["tokens"]))[-len(theirs) :] - theirs).abs())
+    return torch.cat(gaps).mean().item()
+
+
 @pytest.mark.parametrize(("scheme", "rounding", "gap"), [("fp8", 2**-4, 0.2), ("int4", 0.1, 0.5)])
-def test_train_resume_and_export(world: World, scheme: str, rounding: float, gap: float) -> None:
+def test_train_resume_and_export(
+    world: World, monkeypatch: pytest.MonkeyPatch, scheme: str, rounding: float, gap: float
+) -> None:
+    """The directory of the first rollout has the weights with which the engine of the run samples the second."""
     source = world.root / scheme
     quantise(world.model, source, quantization_config(scheme))
     folder = world.root / f"run-{scheme}"
@@ -66,6 +87,11 @@ def test_train_resume_and_export(world: World, scheme: str, rounding: float, gap
     assert sorted(steps) == [0, 1]
     for row in steps.values():
         assert 1e-5 < row["train/train_rollout_logprob_abs_diff"] < gap
+
+    sampled = samples(folder, 1)[:8]
+    gaps = [mean_gap(path, sampled, monkeypatch) for path in (folder / "hf-0", source)]
+    print(scheme, gaps)
+    assert gaps[0] < SAME_ENGINE < gaps[1]
 
     exported = {}
     for form in ("bf16", "checkpoint"):
@@ -84,9 +110,9 @@ def test_train_resume_and_export(world: World, scheme: str, rounding: float, gap
     assert largest_error(stored, plain) < rounding
     assert trained > 0.001
     saved = load_file(folder / "hf-1" / "model.safetensors")
-    again = load_file(exported["checkpoint"] / "model.safetensors")
-    assert saved.keys() == again.keys()
-    assert all(torch.equal(saved[name].view(torch.uint8), again[name].view(torch.uint8)) for name in saved)
+    written = load_file(exported["checkpoint"] / "model.safetensors")
+    assert saved.keys() == written.keys()
+    assert all(torch.equal(saved[name].view(torch.uint8), written[name].view(torch.uint8)) for name in saved)
     described = [json.loads((path / "config.json").read_text()) for path in (source, exported["checkpoint"])]
     assert described[0] == described[1]
     model = AutoModelForCausalLM.from_pretrained(exported["bf16"])

@@ -45,7 +45,8 @@ def _kernel() -> type[CPUFp8BlockScaledMMKernel]:
         ) -> torch.Tensor:
             block = (self.weight_group_shape.row, self.weight_group_shape.col)
             scheme = QuantizationScheme("fp8", "float8_e4m3fn", block, "float32")
-            stored = {"weight": layer.weight, "weight_scale_inv": layer.weight_scale_inv}
+            scales = getattr(layer, "weight_scale_inv", None)  # compressed-tensors has another name
+            stored = {"weight": layer.weight, "weight_scale_inv": layer.weight_scale if scales is None else scales}
             weight = dequantize(stored, scheme)
             return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 

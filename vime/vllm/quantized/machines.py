@@ -1,0 +1,100 @@
+"""Describes which machines run an engine with the weights of a quantised checkpoint, and with which products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.checkpoints.hf_config import read_hf_config
+from slime.config import Config
+from slime.models import family_for, read_decoder
+from slime.models.decoder import Hf
+from slime.models.quantization import QuantizationScheme
+from slime.records.errors import FlagError
+
+_FP8_PRODUCTS = 8.9
+"""Least compute capability of a GPU with products in fp8."""
+_TILES = "amx_tile"
+"""Flag of a CPU with the matrix instructions that vLLM's kernels for quantised weights need."""
+
+
+@dataclass(frozen=True)
+class EngineSupport:
+    """Whether an engine runs a scheme."""
+
+    runs: bool
+    text: str
+    """The products of the engine, or the reason why it does not start."""
+    slow: bool = False
+    """The engine is for tests and small models."""
+
+
+def gpu_support(scheme: QuantizationScheme, capability: float) -> EngineSupport:
+    """Returns the support by a GPU of a compute capability that the project supports."""
+    if scheme.kind == "int4":
+        return EngineSupport(True, "engines dequantise int4 in vLLM's products with bfloat16")
+    if capability >= _FP8_PRODUCTS:
+        return EngineSupport(True, "engines multiply in fp8")
+    text = f"engines dequantise fp8, because products in fp8 need compute capability {_FP8_PRODUCTS}"
+    return EngineSupport(True, text)
+
+
+def planned_support(config: Config, hf: Hf, scheme: QuantizationScheme) -> EngineSupport:
+    """Returns the support by the devices of a run. The compute capability of its GPUs is unknown."""
+    if config.cluster.device == "cpu":
+        return cpu_support(hf, scheme, read_cpu())
+    found = gpu_support(scheme, _FP8_PRODUCTS)
+    return (
+        found
+        if scheme.kind == "int4"
+        else EngineSupport(True, f"{found.text} from compute capability 8.9 on")
+    )
+
+
+def cpu_support(hf: Hf, scheme: QuantizationScheme, cpu: str) -> EngineSupport:
+    """Returns the support by a CPU. `cpu`: the text of /proc/cpuinfo."""
+    if _TILES in cpu.split():
+        return EngineSupport(
+            True, "engines use vLLM's kernels for CPUs with AMX, which this project has not run"
+        )
+    experts = read_decoder(hf).experts is not None
+    if (
+        scheme.kind != "int4"
+        and scheme.method == "compressed-tensors"
+        and (experts or not _rounds_inputs(hf))
+    ):
+        part = "experts" if experts else "products with unrounded activations"
+        return EngineSupport(
+            False, f"vLLM has no {part} in {scheme.title} (compressed-tensors) for CPUs without AMX"
+        )
+    if scheme.kind == "int4" and not experts:
+        return EngineSupport(True, "engines use vLLM's kernel for int4 on CPUs")
+    return EngineSupport(True, "engines compute in plain PyTorch on a CPU without AMX", slow=True)
+
+
+def _rounds_inputs(hf: Hf) -> bool:
+    """Returns True if each group of compressed-tensors names a form of the activations."""
+    groups: dict[str, Any] = hf["quantization_config"].get("config_groups") or {}
+    return all(group.get("input_activations") for group in groups.values())
+
+
+def read_cpu() -> str:
+    """Returns the text of /proc/cpuinfo, or no text on a system without it."""
+    file = Path("/proc/cpuinfo")
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+
+
+def check_cpu(config: Config) -> None:
+    """Raises ValueError for engines on CPUs that cannot run the scheme of their checkpoint."""
+    if not config.num_engines or config.cluster.device != "cpu":
+        return
+    hf = read_hf_config(config.rollout.hf_checkpoint)
+    scheme = family_for(hf).scheme(hf)
+    if scheme is not None and not (found := planned_support(config, hf, scheme)).runs:
+        raise FlagError(
+            "--hf-checkpoint",
+            "have a scheme that engines of --device cpu run",
+            f"{scheme.title} in {config.rollout.hf_checkpoint}: {found.text}",
+            "use a GPU, or a checkpoint in bfloat16",
+        )
