@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from slime.models.decoder import Hf
+from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -124,7 +125,7 @@ def _matches(module: str, name: str, method: str) -> bool:
 
 
 def read_scheme(hf: Hf) -> QuantizationScheme | None:
-    """Returns the scheme of a config.json, or None for a checkpoint with plain weights. Raises ValueError for an
+    """Returns the scheme of a config.json, or None for a checkpoint with plain weights. Raises FlagError for an
     unknown scheme."""
     said = hf.get("quantization_config")
     if not said:
@@ -132,10 +133,12 @@ def read_scheme(hf: Hf) -> QuantizationScheme | None:
     found = _read(said) if isinstance(said, dict) else None
     if found is None:
         kind = _kind(said) if isinstance(said, dict) else ""
-        raise ValueError(
-            "quantization_config in config.json must be fp8 with a weight_block_size, or compressed-tensors with "
-            f"float-quantized or pack-quantized weights of {BITS} bits in symmetric groups, got {kind or said}; use a "
-            "checkpoint in bfloat16"
+        raise FlagError(
+            "quantization_config in config.json",
+            "be fp8 with a weight_block_size, or compressed-tensors with float-quantized or pack-quantized weights of "
+            f"{BITS} bits in symmetric groups",
+            kind or said,
+            "use a checkpoint in bfloat16",
         )
     return found
 

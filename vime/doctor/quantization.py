@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.models import family_for
+from slime.records.errors import FlagError
 from vime.doctor.finding import Finding, WantedRun, judge, ok, problem
 from vime.doctor.gpus import gpu_rows
 from vime.doctor.machine import Machine
@@ -22,9 +23,8 @@ def check_quantization(machine: Machine, wanted: WantedRun) -> list[Finding]:
         return [ok(_NAME, f"none: plain weights in {wanted.hf_checkpoint}")]
     try:
         scheme = family_for(hf).scheme(hf)
-    except ValueError as error:
-        finding, _, remedy = str(error).rpartition("; ")
-        return [problem(_NAME, finding, remedy)]
+    except FlagError as error:
+        return [problem(_NAME, error.finding, error.advice)]
     if scheme is None:
         method = hf["quantization_config"].get("quant_method")
         return [

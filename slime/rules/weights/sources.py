@@ -13,6 +13,7 @@ from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config,
 from slime.config.problems import require_value
 from slime.config.schema import Config
 from slime.models import family_for
+from slime.records.errors import FlagError
 from slime.roles import POLICY, Role, Source, get_roles
 
 
@@ -31,8 +32,8 @@ def check_sources(c: Config) -> None:
         flag = "--ref-load" if source.directory == c.checkpoint.ref_load else source.flag
         try:
             family_for(described).scheme(described)
-        except ValueError as error:
-            raise ValueError(f"{flag} {directory}: {error}") from error
+        except FlagError as error:
+            raise error.after(f"{flag} {directory}: ") from error
         check_checkpoint_shapes(directory, described, flag)
 
 
