@@ -92,7 +92,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "rollout_task_type": Unsupported("math", _BUFFER),
     "fetch_trajectory_retry_times": Unsupported(-1, _BUFFER),
     "min_batch_collection_ratio": Unsupported(1.0, _BUFFER),
-    "multimodal_keys": Unsupported(None, "images and audio are not supported yet"),
     # algorithm
     "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),
     # debug

@@ -12,7 +12,7 @@ import itertools
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,15 +21,15 @@ from slime.config.schema import read_section
 from slime.config.sections.data import DataConfig
 from slime.config.sections.megatron import MegatronConfig
 from slime.data.columns import COLUMNS
+from slime.data.sharing.prompts import sample_images, shared_prompts
 from slime.data.token_slice import TokenSlice, token_slice
 from slime.models import read_decoder
 from slime.models.decoder import Hf
-from slime.plan.flops import ForwardFlops, PredictionFlops
+from slime.models.vision import Vision
+from slime.plan.flops import ForwardFlops
 from slime.plan.stages import micro_batch_group
 from slime.types import TrainData
-
-if TYPE_CHECKING:
-    from slime.config.schema import Config
+from slime.vision.packing import PackedImages, pack_images
 
 
 @dataclass(frozen=True)
@@ -276,6 +276,8 @@ class MicroBatch:
     """[T] int64 on the host: the tokens of the whole row."""
     predicting: torch.Tensor
     """[R] int64 on the host: the index into `packed` that predicts each response token."""
+    images: PackedImages | None = None
+    """The images of this rank's tokens. None if no sample has an image."""
     routing: Any = None
     """Experts that the layers of this pass take, see `slime.megatron_backend.step.routing_replay`."""
 
@@ -298,14 +300,18 @@ def pack(
     cp_rank: int = 0,
     cp_size: int = 1,
     share_prompts: bool = False,
+    vision: Vision | None = None,
+    has_tower: bool = True,
 ) -> MicroBatch:
     """Concatenates samples of a rank into a MicroBatch whose rows P are a multiple of `multiple`.
 
     With `share_prompts`, the model computes a prompt once for all samples that begin with it. This needs one
-    context-parallel rank. `columns` are names of `slime.data.columns` with kind response or ragged, which `data` has.
+    context-parallel rank. `vision` is the model's vision tower. Only a rank with `has_tower` reads pixels. `columns`
+    are names of `slime.data.columns` with kind response or ragged, which `data` has.
     """
     lengths = [len(data["tokens"][i]) for i in samples]
-    prompts = shared_prompts(data, samples, columns) if share_prompts else ()
+    images = sample_images(data, samples, vision)
+    prompts = shared_prompts(data, samples, columns, images) if share_prompts else ()
     part = token_slice(lengths, rank=cp_rank, size=cp_size, multiple=multiple, prompts=prompts)
     # First, because most of the host's time goes here, and the copies below wait for the device.
     wanted = [COLUMNS[name] for name in columns]
@@ -321,6 +327,7 @@ def pack(
     offset = torch.arange(int(response.sum())) - first_row[sample_of_row]
     predicting = (ends - response - 1)[sample_of_row] + offset
     mine, rows = part.find_rows(predicting)
+    packed_images = pack_images(images, vision, part.tokens, part.rows, read=has_tower)
     return MicroBatch(
         part=part,
         tokens=tokens.to(device),
@@ -337,63 +344,5 @@ def pack(
         of_rows={name: rows.to(device) for name, rows in of_rows.items()},
         packed=packed,
         predicting=predicting,
+        images=None if packed_images is None else packed_images.to(device),
     )
-
-
-def shares_prompts(config: Config, hf_config: Hf) -> bool:
-    """Returns true if the model computes a prompt once for all samples of a micro-batch with this prompt. Layers with a
-    state prevent sharing, because their state after the prompt is not stored."""
-    if read_decoder(hf_config).stateful:
-        return False
-    engine = config.megatron.overrides.get("transformer_impl") == "transformer_engine"
-    return config.data.share_prompts and config.megatron.context_parallel_size == 1 and not engine
-
-
-def shared_prompts(data: TrainData, samples: list[int], columns: Sequence[str]) -> list[tuple[int, int]]:
-    """Returns a pair for each sample: the index of the first sample with the same prompt, and the number of tokens that
-    the sample takes from it. The number is the length of the prompt, or 0 for the first sample.
-
-    Two prompts are the same if their tokens and their rows in the ragged `columns` are equal. The experts that the
-    engine used for a prompt may differ between samples. Such samples do not share.
-    """
-    ragged = [COLUMNS[name].to_rows for name in columns]
-    first: dict[tuple[bytes, ...], int] = {}
-    found = []
-    for index, i in enumerate(samples):
-        tokens = data["tokens"][i]
-        length = len(tokens) - data["response_lengths"][i]
-        rows = [rows_of(data, [i], token_slice([len(tokens)]))[:length] for rows_of in ragged if rows_of]
-        of = first.setdefault(tuple(x.numpy().tobytes() for x in (tokens[:length], *rows)), index)
-        found.append((of, 0 if of == index else length))
-    return found
-
-
-def prediction_flops(data: TrainData, hf_config: Hf) -> float:
-    """Returns the FLOPs of a training pass through the layers of multi-token prediction, over a rank's samples."""
-    flops = PredictionFlops(hf_config)
-    samples = (i for batch in data["micro_batch_indices"] for i in batch)
-    return sum(flops(data["total_lengths"][i], data["response_lengths"][i]) for i in samples)
-
-
-def forward_flops(
-    data: TrainData,
-    columns: Sequence[str],
-    hf_config: Hf,
-    *,
-    share_prompts: bool,
-    first_step: bool = True,
-) -> float:
-    """Returns the FLOPs of a forward pass over a rank's samples. A prompt that a micro-batch shares counts once.
-
-    `columns` are the columns that the micro-batches carry, as in `pack`. With `first_step`, the samples of the first
-    step count, too.
-    """
-    flops = ForwardFlops(hf_config)
-    total = 0.0
-    for samples in data["micro_batch_indices"][0 if first_step else data["num_microbatches"][0] :]:
-        lengths = ((data["total_lengths"][i], data["response_lengths"][i]) for i in samples)
-        total += sum(flops(n, response) for n, response in lengths)
-        if share_prompts:
-            taken = (n for _, n in shared_prompts(data, samples, columns))
-            total -= sum(flops(n, 0) for n in taken)
-    return total

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from slime.models.rope import Hf as Hf
 from slime.models.rope import Rope
+
+if TYPE_CHECKING:
+    from slime.models.vision import Vision
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,8 @@ class Decoder:
     """Dtype of the delta nets' state in an engine. "" means the engine's dtype."""
     predictions: tuple[Layer, ...] = ()
     """Layers of multi-token prediction, which follow `layers`."""
+    vision: Vision | None = None
+    """Tower that computes the embeddings of image tokens. None for a text model."""
     core: Mapping[str, object] = field(default_factory=dict)
     """Further fields of megatron-core's TransformerConfig."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def _pattern(megatron: str) -> re.Pattern[str]:
     """Returns a pattern that matches the Megatron names of a row."""
     pattern = re.escape(megatron)
-    for letter in "ie":
+    for letter in "ieb":
         pattern = pattern.replace(re.escape(f"{{{letter}}}"), rf"(?P<{letter}>\d+)")
     return re.compile(pattern)
 
@@ -94,6 +94,8 @@ class Family:
     run does not train them."""
     prediction: Prediction | None = None
     """Layers of multi-token prediction. None for a family that cannot train them."""
+    tower: tuple[Row, ...] = ()
+    """Weight table of the vision tower (`Decoder.vision`), with "{b}" for the number of a block."""
     stored: Callable[[Tensors, Hf], Tensors] = dequantised
     """Converts tensors that the files store in another form, such as quantised."""
     scheme: Callable[[Hf], QuantizationScheme | None] = read_scheme
@@ -109,7 +111,7 @@ class Family:
     def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:
         """Returns the row of a Megatron parameter, and its HF names with the numbers filled in. Raises KeyError without
         a row."""
-        for row in self.rows + (self.prediction.rows if self.prediction else ()):
+        for row in self.rows + self.tower + (self.prediction.rows if self.prediction else ()):
             if match := _pattern(row.megatron).fullmatch(parameter):
                 return row, tuple(name.format(**match.groupdict()) for name in row.hf)
         raise KeyError(f"{parameter} has no row in the {self.model_type} table")
@@ -143,6 +145,12 @@ class Family:
         """
         prefixes = self.predicted(hf)
         return [name for name in names if name.startswith(prefixes)]
+
+    def tower_names(self, names: Iterable[str], hf: Hf) -> list[str]:
+        """Returns the tensor names in `names` that belong to the vision tower. The trainer builds the tower only for
+        runs with images."""
+        vision = self.read(hf).vision
+        return [] if vision is None else [name for name in names if name.startswith(vision.files)]
 
     def first_prediction(self, hf: Hf) -> int:
         """Returns the number of the first layer of multi-token prediction in the names of files."""

@@ -41,10 +41,10 @@ FLAGS: tuple[tuple[str, Callable[[Hf], object]], ...] = (
 
 
 def rope(hf: Hf, head_dim: int) -> Rope:
-    """Returns the rotary embedding, which rotates a quarter of a head. Text tokens have one position, so the sections
-    for images change nothing."""
+    """Returns the rotary embedding, which rotates a quarter of a head. The axes of image positions alternate."""
+    only(rope_record(hf), mrope_interleaved=True)
     record = {key: value for key, value in rope_record(hf).items() if key != "mrope_interleaved"}
-    return read_rope(hf, head_dim, fraction=0.25, record=record)
+    return read_rope(hf, head_dim, fraction=0.25, record=record, alternating=(11, 11, 10))
 
 
 def read_delta(hf: Hf) -> DeltaNet:

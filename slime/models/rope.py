@@ -8,7 +8,7 @@ The kinds and their formulas are those of transformers' ROPE_INIT_FUNCTIONS, aga
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -51,6 +51,10 @@ class Rope:
     """Settings of this kind."""
     interleaved: bool = False
     """Dimension 2 k is paired with dimension 2 k + 1. Otherwise k is paired with k + size / 2."""
+    sections: tuple[int, ...] = ()
+    """Number of frequencies that turn with each axis of the position: time, height, width. Empty for one axis."""
+    sections_alternate: bool = False
+    """The axes alternate from frequency to frequency. Otherwise the frequencies of an axis follow each other."""
 
     @property
     def amplitude(self) -> float:
@@ -111,9 +115,20 @@ class Rope:
         ramped: torch.Tensor = plain / self.settings["factor"] * ramp + plain * (1 - ramp)
         return ramped
 
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Returns the axis of the position for each frequency: 0 time, 1 height, 2 width."""
+        half = self.size // 2
+        if not self.sections_alternate:
+            return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))
+        ends = [3 * count for count in self.sections]
+        return tuple(k % 3 if k < ends[k % 3] else 0 for k in range(half))
+
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps positions [P] int64 to (cos, sin), each fp32 [P, 1, size / 2]."""
-        turned = positions.float()[:, None, None] * self.frequencies(positions.device)
+        """Maps positions to (cos, sin), each fp32 [P, 1, size / 2]. The positions are [P] int64, or [3, P] for an
+        embedding with `sections`."""
+        turns = positions[list(self.axes)].t() if positions.dim() == 2 else positions[:, None]
+        turned = turns.float()[:, None] * self.frequencies(positions.device)
         return turned.cos() * self.amplitude, turned.sin() * self.amplitude
 
 
@@ -138,11 +153,13 @@ def read_rope(
     whole: bool = False,
     interleaved: bool = False,
     record: Hf | None = None,
+    alternating: tuple[int, ...] = (),
 ) -> Rope:
     """Returns the rotary embedding in config.json (or in `record`, for a model with several).
 
     `fraction` is the rotated part of a head if config.json does not have it. `whole`: the family rotates whole heads
-    only. Raises ValueError for an unknown kind or setting, a missing setting, or an odd part of a head.
+    only. `alternating`: the axes of image positions alternate, with these `sections` if config.json has none. Raises
+    ValueError for an unknown kind or setting, a missing setting, or an odd part of a head.
     """
     settings = dict(rope_record(hf) if record is None else record)
     kind = settings.get("rope_type", settings.get("type", "default"))
@@ -170,7 +187,23 @@ def read_rope(
         )
     size = _rotated(settings.get("partial_rotary_factor", fraction), head_dim, whole)
     kept = {key: settings[key] for key in (*needed, *optional) if settings.get(key) is not None}
-    return Rope(float(settings["rope_theta"]), size, kind, kept, interleaved)
+    return Rope(
+        *(float(settings["rope_theta"]), size, kind, kept, interleaved),
+        sections=_sections(settings.get("mrope_section"), size) or alternating,
+        sections_alternate=bool(alternating),
+    )
+
+
+def _sections(sections: Sequence[int] | None, size: int) -> tuple[int, ...]:
+    """Returns the number of frequencies per axis of image positions. Raises ValueError unless they add up."""
+    if sections is None:
+        return ()
+    if len(sections) != 3 or sum(sections) != size // 2:
+        raise ValueError(
+            f"mrope_section in config.json must have three numbers with the sum {size // 2}, got {sections}; the "
+            "checkpoint is incomplete"
+        )
+    return tuple(sections)
 
 
 def _rotated(fraction: float, head_dim: int, whole: bool) -> int:

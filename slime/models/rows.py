@@ -3,6 +3,7 @@ right."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -108,3 +109,8 @@ def later_predictions(layer: Iterable[Row]) -> Prediction:
         (HF + "shared_head.head.weight", "lm_head.weight"),
     )
     return Prediction(rows, copies=copies)
+
+
+def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Returns `rows` with `prefix` instead of "model." in the names of files."""
+    return tuple(replace(row, hf=tuple(re.sub(r"^model\.", prefix, name) for name in row.hf)) for row in rows)

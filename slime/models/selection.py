@@ -1,5 +1,5 @@
-"""Selects the parameters that a run trains, by Megatron's names: --only-train-params-name-list and
---freeze-params-name-list."""
+"""Selects the parameters that a run trains, by Megatron's names: --only-train-params-name-list,
+--freeze-params-name-list and --train-vision."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from slime.config import Config
 from slime.config.fields import spelled
+from slime.models.vision import PREFIX as VISION
+from slime.models.vision import sees_images
 from slime.records.errors import FlagError
 
 ADAPTERS = r"^adapters\."
@@ -24,22 +26,29 @@ class Selection:
     only: tuple[str, ...] = ()
     """If not empty: a parameter that matches no expression here is frozen."""
     frozen: tuple[str, ...] = ()
+    tower: bool = True
+    """False: the vision tower is frozen."""
 
     @classmethod
     def of(cls, config: Config) -> Selection:
-        """Returns the selection of a run. With --lora-rank, it selects the adapters."""
+        """Returns the selection of a run. With --lora-rank, it selects the adapters. The vision tower is frozen without
+        --train-vision, unless --only-train-params-name-list decides about it."""
         if config.lora.lora_rank:
             return cls(only=(ADAPTERS,))
+        only = tuple(config.train.only_train_params_name_list or ())
         return cls(
-            tuple(config.train.only_train_params_name_list or ()),
+            only,
             tuple(config.train.freeze_params_name_list or ()),
+            tower=bool(only) or config.train.train_vision or not sees_images(config),
         )
 
     def __bool__(self) -> bool:
-        return bool(self.only or self.frozen)
+        return bool(self.only or self.frozen) or not self.tower
 
     def trains(self, name: str) -> bool:
         """Returns whether the parameter `name` is trained."""
+        if not self.tower and name.startswith(VISION):
+            return False
         if self.only and not any(re.search(pattern, name) for pattern in self.only):
             return False
         return not any(re.search(pattern, name) for pattern in self.frozen)

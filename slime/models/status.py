@@ -43,11 +43,13 @@ _DELTA = "bfloat16"
 
 STATUS: dict[str, SupportStatus] = {
     "qwen2": SupportStatus("Qwen", "qwen2.5-7b", larger="Qwen2.5-0.5B with random weights"),
+    "qwen2_5_vl": SupportStatus("Qwen", "qwen2.5-vl-7b", steps=False),
     "qwen2_moe": SupportStatus("Qwen", "qwen1.5-moe-a2.7b", gpu=_TINY),
     "qwen3": SupportStatus("Qwen", "qwen3-4b", gpu="Qwen3-4B, random weights (H200)"),
     "qwen3_moe": SupportStatus(
         "Qwen", "qwen3-30b-a3b", gpu="Qwen3-30B-A3B, whole, random weights (four H100)"
     ),
+    "qwen3_vl": SupportStatus("Qwen", "qwen3-vl-4b", steps=False),
     "qwen3_next": SupportStatus("Qwen", "qwen3-next-80b-a3b", _DELTA),
     "qwen3_5": SupportStatus("Qwen", "qwen3.5-9b", _DELTA, steps=False),
     "qwen3_5_text": SupportStatus("Qwen", "qwen3.5-9b", _DELTA),

@@ -26,8 +26,9 @@ from slime.config import Config
 from slime.config.hook_calls import Hooks
 from slime.data import columns
 from slime.data.drawing.position import state_path
-from slime.data.packing import forward_flops, prediction_flops, shares_prompts
 from slime.data.rank_data import RankData, mark_saved_samples
+from slime.data.sharing.flops import forward_flops, prediction_flops
+from slime.data.sharing.prompts import shares_prompts
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import check_samples, checked_data, held_out_data, scheduled
 from slime.hooks import load_function

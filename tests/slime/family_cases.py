@@ -30,6 +30,8 @@ _HYBRID = {
     "rms_norm_eps": 1e-4,  # the first tokens' outputs are tiny, and a norm would make their rounding large
 }
 
+_AXES = {"rope_type": "default", "rope_theta": 1e4}
+
 TINY: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 32},  # not hidden / heads, as in the real Qwen3-0.6B
@@ -79,6 +81,11 @@ TINY: dict[str, dict[str, Any]] = {
     # With another rms_norm_eps, transformers and vLLM differ (tests/slime/megatron_backend/model/test_latent.py).
     "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "rms_norm_eps": 1e-6},
     "qwen3_next": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
+    "qwen2_5_vl": {"rope_parameters": {**_AXES, "mrope_section": [2, 3, 3]}},
+    "qwen3_vl": {
+        "head_dim": 32,
+        "rope_parameters": {**_AXES, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+    },
     "qwen3_5": _HYBRID,
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
@@ -98,16 +105,34 @@ MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 OLD = {"original_max_position_embeddings": 16}
 
 
-MULTIMODAL = ("qwen3_5", "qwen3_5_moe")
-"""Families whose checkpoints also have a vision tower."""
+_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {**_TOWER, "depth": 2, "fullatt_block_indexes": [1], "window_size": 56},
+    "qwen3_vl": {
+        **_TOWER,
+        "depth": 3,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 2],
+    },
+    "qwen3_5": {**_TOWER, "depth": 1, "num_position_embeddings": 16},
+    "qwen3_5_moe": {**_TOWER, "depth": 1, "num_position_embeddings": 16},
+}
+"""Families whose checkpoints also have a vision tower, each with the tower of its tiny model."""
+IMAGE_ID, VIDEO_ID, VISION_START_ID, VISION_END_ID = 95, 96, 97, 98
 
 
-def multimodal(text: dict[str, Any]) -> dict[str, Any]:
+def multimodal(kind: str, text: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a multimodal model with the text model `text`."""
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
-    vision |= {"num_position_embeddings": 16, "out_hidden_size": text["hidden_size"]}
     tied = text["tie_word_embeddings"]
-    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+    return {
+        "text_config": text,
+        "vision_config": {**MULTIMODAL[kind], "out_hidden_size": text["hidden_size"]},
+        "tie_word_embeddings": tied,
+        "image_token_id": IMAGE_ID,
+        "video_token_id": VIDEO_ID,
+        "vision_start_token_id": VISION_START_ID,
+        "vision_end_token_id": VISION_END_ID,
+    }
 
 
 BUILT_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
@@ -168,6 +193,8 @@ CASES: dict[str, FamilyCase] = {
     "qwen3-next": FamilyCase(
         "qwen3_next", {"tie_word_embeddings": False, "mlp_only_layers": [0]}, True, "bfloat16"
     ),
+    "qwen2-5-vl": FamilyCase("qwen2_5_vl"),
+    "qwen3-vl": FamilyCase("qwen3_vl", {"tie_word_embeddings": False}),
     "qwen3-5": FamilyCase("qwen3_5", {}, True, "bfloat16"),
     "qwen3-5-text": FamilyCase("qwen3_5_text", {"tie_word_embeddings": False}, True, "bfloat16"),
     "qwen3-5-moe": FamilyCase("qwen3_5_moe", {"tie_word_embeddings": False}, True, "bfloat16"),

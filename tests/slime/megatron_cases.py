@@ -61,7 +61,7 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
     }
     load: Any = transformers.AutoModelForCausalLM
     if kind in MULTIMODAL:
-        load, values = transformers.AutoModelForImageTextToText, multimodal(values)
+        load, values = transformers.AutoModelForImageTextToText, multimodal(kind, values)
     config = transformers.AutoConfig.for_model(BUILT_AS.get(kind, kind), **values)
     torch.manual_seed(0)
     model: Any = load.from_config(config).eval()
@@ -125,10 +125,11 @@ def hf_gradients(hf: nn.Module, directory: Path) -> dict[str, Tensor]:
 
 
 def trained(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a checkpoint except those that the trainer does not build: prediction layers, a vision
-    tower."""
+    """Returns the tensors of a checkpoint except those that the trainer of a text run does not build: prediction
+    layers, a vision tower."""
     hf_config = read_hf_config(directory)
-    others = set(family_for(hf_config).prediction_names(tensors, hf_config))
+    family = family_for(hf_config)
+    others = {*family.prediction_names(tensors, hf_config), *family.tower_names(tensors, hf_config)}
     return {name: tensor for name, tensor in tensors.items() if name not in others}
 
 

@@ -29,6 +29,9 @@ class DataConfig:
         range=UNIT,
     )
     input_key: str = flag("input", "column of the prompt")
+    multimodal_keys: dict[str, object] | None = flag(  # noqa: RUF009
+        None, 'columns of images and videos, as JSON: {"image": "images"}'
+    )
     label_key: str | None = flag(None, "column of the label; a.b means field b of column a")
     chosen_key: str = flag("chosen", "column of the preferred response of a pair: text or chat messages")
     rejected_key: str = flag("rejected", "column of the other response of a pair")

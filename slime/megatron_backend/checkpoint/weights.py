@@ -2,8 +2,8 @@
 gathering.
 
 A tensor of a checkpoint that is missing, unexpected or of the wrong shape is an error that names the tensor. Loading
-and export are bitwise inverses if the dtypes agree. Layers of multi-token prediction are loaded and exported if the
-model has them. Otherwise, a written directory has a copy from the source directory.
+and export are bitwise inverses if the dtypes agree. Layers of multi-token prediction and the vision tower are loaded
+and exported if the model has them. Otherwise, a written directory has a copy from the source directory.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, che
         extra -= family.prediction_copies(found, inner.hf_config).keys()
     else:
         extra -= set(family.prediction_names(found, inner.hf_config))
+    if not inner.has_tower:
+        extra -= set(family.tower_names(found, inner.hf_config))
     if inner.share_embeddings_and_output_weights:
         # Some tied checkpoints store the head again. HF ignores that tensor too.
         extra.discard("lm_head.weight")
@@ -250,8 +252,9 @@ def save_hf(
     safetensors files of at most `max_shard_bytes` (a single tensor may exceed this). Rank 0 holds one file in host
     memory; the other ranks hold one tensor beyond their shard. `read` is as in `export_hf`. With the form "checkpoint",
     weights are stored as in `source_dir`: quantised by its scheme, or in its dtypes. The layers of multi-token
-    prediction in `source_dir` are copied unchanged if the model lacks them. config.json is written last, so a directory
-    with a config.json is complete. Raises ValueError, which names `flag`, if the disk has no room.
+    prediction and the vision tower in `source_dir` are copied unchanged if the model lacks them. config.json is written
+    last, so a directory with a config.json is complete. Raises ValueError, which names `flag`, if the disk has no
+    room.
     """
     source_dir, out_dir = Path(source_dir), Path(out_dir)
     tensors = chain(_with_copies(last_part(model), export_hf(model, read), source_dir), _score(model, read))
@@ -265,7 +268,7 @@ def save_hf(
             (out_dir / "config.json").unlink(missing_ok=True)
             inner = last_part(model)
             shaped = _in_form(form, inner, tensors, source_dir)
-            carried = _prediction_tensors(inner, source_dir, raw=form == "checkpoint")
+            carried = _carried_tensors(inner, source_dir, raw=form == "checkpoint")
             write_shards(chain(shaped, carried), out_dir, max_shard_bytes)
             _copy_config(inner, written, source_dir, out_dir, form)
     dist.barrier()
@@ -302,18 +305,20 @@ def _score(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:
     yield "score.weight", weight
 
 
-def _prediction_tensors(
-    inner: HiddenGPTModel, source_dir: Path, *, raw: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """Returns tensors of the layers of multi-token prediction in `source_dir`, if the model does not train them. This
-    call opens the files, so they may be replaced before the tensors are read. `raw`: as the files store them."""
-    family = family_for(inner.hf_config)
-    if inner.config.mtp_num_layers or not family.predicted(inner.hf_config):
-        return iter(())
+def _carried_tensors(inner: HiddenGPTModel, source_dir: Path, *, raw: bool) -> Iterator[tuple[str, Tensor]]:
+    """Returns the tensors in `source_dir` of the parts that the model does not build: layers of multi-token prediction
+    and the vision tower. This call opens the files, so they may be replaced before the tensors are read. `raw`: as the
+    files store them."""
+    hf, family = inner.hf_config, family_for(inner.hf_config)
+
+    def carried(names: set[str]) -> list[str]:
+        predicting = [] if inner.config.mtp_num_layers else family.prediction_names(names, hf)
+        return sorted(predicting + ([] if inner.has_tower else family.tower_names(names, hf)))
+
     files = Files(source_dir)
-    stored = files if raw else family.stored(files, inner.hf_config)
-    names = family.prediction_names(sorted(stored.names()), inner.hf_config)
-    files.open(family.prediction_names(files.names(), inner.hf_config))
+    stored = files if raw else family.stored(files, hf)
+    names = carried(stored.names())
+    files.open(carried(files.names()))
     return ((name, stored.get(name)[...]) for name in names)
 
 

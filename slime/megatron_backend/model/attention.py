@@ -36,6 +36,7 @@ from slime.megatron_backend.model.attention_scores import (
     varlen_attention,
 )
 from slime.megatron_backend.model.rows import GatheredRows, take
+from slime.vision.packing import PackedImages
 
 # Longest divided by shortest sequence of a bucket. This ratio limits the padding and the number of buckets.
 _BUCKET_RATIO = 1.5
@@ -70,7 +71,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     None and the keys are those of the rank's tokens. `gathered` [T] int64 maps the row's tokens to the concatenated
     rows of the group. `routing`: the experts of the tokens, see `slime.megatron_backend.step.routing_replay`. None if
     the routers choose. `longest`: P of the longest micro-batch among the ranks that exchange tokens of experts, 0 if
-    all have the same P.
+    all have the same P. `images`: the images of the rank's tokens, None without images. The first
+    layers add `deep` to their output at the rows `deep_rows` (slime.megatron_backend.model.vision.embeddings).
     """
 
     own: int = 0
@@ -87,6 +89,9 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     keys: GatheredRows | None = None
     routing: Any = None
     longest: int = 0
+    images: PackedImages | None = None
+    deep_rows: Tensor | None = None
+    deep: tuple[Tensor, ...] = ()
 
     @functools.cached_property
     def sequences(self) -> tuple[Tensor, list[Bucket]]:

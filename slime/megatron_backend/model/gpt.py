@@ -32,10 +32,13 @@ from slime.megatron_backend.model.norms import RMSNorm
 from slime.megatron_backend.model.parameter_names import freeze
 from slime.megatron_backend.model.prediction_layer import prediction_spec
 from slime.megatron_backend.model.value_head import ValueHead
+from slime.megatron_backend.model.vision.embeddings import embed_images
+from slime.megatron_backend.model.vision.towers import build_tower
 from slime.megatron_backend.parallel import built
 from slime.models import Decoder, family_for, read_decoder
 from slime.models.layouts import Sizes
 from slime.models.rope import Rope
+from slime.models.vision import sees_images
 
 Angles = Callable[[Rope, Tensor], tuple[Tensor, Tensor]]
 """Maps (rotary embedding, positions [P]) to cos and sin, fp32 [P, 1, R/2]."""
@@ -48,7 +51,8 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
     the sizes for weight layouts. `virtual` is the index of the virtual stage on this rank. None if the rank has one
     stage. `value`: a critic, whose last stage has a `value_head` instead of the output layer. `mtp` has the layers of
     multi-token prediction, in a model that trains them. `forward` does not run them,
-    `slime.megatron_backend.step.prediction` does.
+    `slime.megatron_backend.step.prediction` does. `has_tower`: the first
+    stage has the vision tower, `vision_model`.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
         virtual: int | None = None,
         *,
         value: bool = False,
+        has_tower: bool = False,
     ) -> None:
         described = read_decoder(hf_config)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual)
@@ -89,6 +94,10 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
             self.embedding.register_forward_hook(_scaled(described.embedding_scale))
         # Megatron moves its own matrices to the device, but leaves torch's norms on the host in fp32
         self.to(torch.cuda.current_device(), core.params_dtype)
+        self.has_tower = has_tower and described.vision is not None
+        self.vision_model: nn.Module | None = None
+        if has_tower and described.vision is not None and self.pre_process:
+            self.vision_model = build_tower(described.vision, core.params_dtype)
 
     def forward(
         self,
@@ -100,11 +109,31 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
     ) -> Tensor:
         """Maps input_ids [1, P] to hidden states [P, 1, H] of this stage, or this rank's [P / TP, 1, H] with sequence
         parallelism. Stages after the first read their input from `set_input_tensor`, not from `input_ids`."""
-        packed_seq_params.rotary = self.rotary(packed_seq_params.positions)
+        layout = packed_seq_params
+        images = layout.images
+        axes = None if images is None else images.positions
+        layout.rotary = self.rotary(layout.positions if axes is None else axes)
+        embedded = self._embed(input_ids, layout) if self.pre_process else None
         hidden: Tensor = super().forward(
-            input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params
+            input_ids, position_ids, attention_mask, decoder_input=embedded, packed_seq_params=layout
         )
         return hidden
+
+    def _embed(self, input_ids: Tensor, layout: PackedLayout) -> Tensor | None:
+        """Returns the embeddings with images. Returns None for a model without a tower, which embeds tokens itself."""
+        if self.vision_model is None:
+            if layout.images is not None:
+                raise ValueError(
+                    "samples must have no images in a run without --multimodal-keys, got images; give the flag, and "
+                    "the trainer builds the vision tower of --hf-checkpoint"
+                )
+            return None
+        assert self.described.vision is not None
+        embedded = self.embedding(input_ids=input_ids, position_ids=None)
+        parallel = self.config.sequence_parallel
+        return embed_images(
+            embedded, layout, self.described.vision, self.vision_model, sequence_parallel=parallel
+        )
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -141,6 +170,7 @@ def build_model(
     ddp: bool = True,
     predicts: bool = False,
     value: bool = False,
+    has_tower: bool | None = None,
     adapt: Callable[[list[nn.Module]], None] | None = None,
 ) -> nn.Module:
     """Returns the model of a checkpoint on this rank, with uninitialised parameters. Fill them with `load_hf` or
@@ -150,7 +180,8 @@ def build_model(
     DistributedDataParallel, which sums (and does not average) its fp32 gradient buffers over data-parallel ranks.
     Parameters that are frozen by name have no gradient buffer.
     Without `ddp`, the model has no gradients (reference model). `predicts`: with its layers of multi-token prediction.
-    `value`: with a value head instead of logits (critic). `adapt` adds adapters to the parts. With virtual stages, the
+    `value`: with a value head instead of logits (critic). `has_tower`: with the vision tower (default: if the run's
+    prompts have images). `adapt` adds adapters to the parts. With virtual stages, the
     result is `Parts`, and each part has its own wrapper. Call `init_parallel` first; `destroy_parallel` empties the
     model.
     """
@@ -161,11 +192,13 @@ def build_model(
     padded = flags.padded_vocab_size or padded_vocab_size(vocab, flags.make_vocab_size_divisible_by, tp)
     delta = read_decoder(hf_config).delta
     sizes = Sizes(core.num_query_groups, core.kv_channels, vocab=vocab, padded_vocab=padded, delta=delta)
+    if has_tower is None:
+        has_tower = sees_images(config)
     stages = core.virtual_pipeline_model_parallel_size
     # Megatron's schedule reads the number of virtual stages here. Only the model's layers determine it.
     parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)
     parts: list[nn.Module] = [
-        HiddenGPTModel(hf_config, core, sizes, virtual, value=value)
+        HiddenGPTModel(hf_config, core, sizes, virtual, value=value, has_tower=has_tower)
         for virtual in (range(stages) if stages else (None,))
     ]
     scheme = family_for(hf_config).scheme(hf_config)

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 
 from slime.megatron_backend.model.activations import Gated, geglu, swiglu
 from slime.megatron_backend.model.norms import RMSNorm
+from slime.megatron_backend.model.vision.deep import add_deep
 
 
 class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]  # megatron-core has no types
@@ -129,7 +130,8 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has
         """Runs the layer. A recomputed layer calls this in the backward too, with its own micro-batch."""
         if self.is_moe_layer:
             self.mlp.prepare(packed_seq_params)
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        hidden, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        return add_deep(hidden, packed_seq_params, self.layer_number - 1), context
 
 
 def after(norm: RMSNorm, add: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,10 +7,12 @@ from typing import Any
 
 from slime.config import Config
 from slime.data import columns
-from slime.data.packing import MicroBatch, pack, shares_prompts
+from slime.data.packing import MicroBatch, pack
 from slime.data.rank_data import RankData
+from slime.data.sharing.prompts import shares_prompts
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.routing_replay import Replay
+from slime.models import read_decoder
 from slime.tracking.timers import Timers
 
 
@@ -29,6 +31,7 @@ class Batches:
         self._config, self._info, self._timers = config, info, timers
         self._replay = replay
         self._share_prompts = shares_prompts(config, hf_config)
+        self._vision = read_decoder(hf_config).vision
         self.begin(0)
 
     def pack(self, data: RankData, samples: list[int], *, training: bool, policy: bool = True) -> MicroBatch:
@@ -87,4 +90,6 @@ class Batches:
             cp_rank=info.cp_rank,
             cp_size=info.cp_size,
             share_prompts=self._share_prompts,
+            vision=self._vision,
+            has_tower=info.pp_rank == 0,
         )

@@ -96,7 +96,7 @@ def _schedule(
         batch = next(iterator)
         with timers.measure("forward"):
             layout = packed_layout(batch.part, batch.tokens.device, info.cp_group)
-            layout.routing = batch.routing
+            layout.routing, layout.images = batch.routing, batch.images
             output = stage_output(part, batch.tokens, layout)
 
         def loss(output: Tensor) -> tuple[Tensor, int, T]:

@@ -19,6 +19,7 @@ from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.step.heads import lm_head
 from slime.megatron_backend.step.routing_replay import Replay
 from slime.megatron_backend.step.scorers import compute_column, make_log_probs
+from slime.models import read_decoder
 from slime.types import Sample, TrainData
 
 Layout = list[list[int]]
@@ -56,10 +57,11 @@ def replay_log_probs(
                 temperature=config.rollout.rollout_temperature,
             )
             replay, found = Replay(config, info), {}
+            vision = read_decoder(load_hf_config(weights)).vision
 
             def packed(row: list[int]) -> MicroBatch:
                 carried = columns.carried(data, config, training=False, policy=True)
-                batch = pack(data, row, carried, device=info.device)
+                batch = pack(data, row, carried, device=info.device, vision=vision)
                 replay.attach(batch, training=False)
                 return batch
 

@@ -1,6 +1,6 @@
-"""Qwen3.5 and Qwen3.6, the text model, dense and with experts: Qwen3-Next's layers with other projections in files.
+"""Qwen3.5 and Qwen3.6, dense and with experts: Qwen3-Next's layers with other projections in files.
 
-Published checkpoints are multimodal. vime trains their text model, and an export has a copy of the vision tower.
+Published checkpoints have a vision tower, which is that of Qwen3-VL without rows for the first decoder layers.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, cast
 from slime.models.decoder import Decoder, Experts, Hf
 from slime.models.families.qwen2_moe import SHARED_WITH_GATE
 from slime.models.families.qwen2_moe import experts as shared_experts
+from slime.models.families.qwen3_vl import FILES, TEXT, TOWER, read_tower
 from slime.models.family import Family
 from slime.models.hybrid import FLAGS, SHARED_WIDTH, hybrid_rows, read_hybrid
 from slime.models.layouts import Row
 from slime.models.quantised import dequantised
 from slime.models.reading import expert_count, need, only
-from slime.models.rows import EXPERTS, MLP
+from slime.models.rows import EXPERTS, MLP, under
 from slime.models.slices import Stored, Tensors, Where
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-TEXT = "model.language_model."
-"""Prefix of the text model in multimodal checkpoints. Checkpoints with only the text model have "model."."""
 
 
 def experts(hf: Hf) -> Experts:
@@ -56,9 +54,8 @@ def read_moe(hf: Hf) -> Decoder:
 
 
 def carried(hf: Hf) -> tuple[str, ...]:
-    """Returns the prefixes of the layers of multi-token prediction and the vision tower. These are not trained, and an
-    export copies them."""
-    return "mtp.", "model.visual."
+    """Returns the prefix of the layers of multi-token prediction. These are not trained, and an export copies them."""
+    return ("mtp.",)
 
 
 class TextTensors:
@@ -74,7 +71,7 @@ class TextTensors:
         self._source: dict[str, tuple[str, int, str]] = {}
         for stored in tensors.names():
             name = stored
-            if not stored.startswith(carried(hf)):
+            if not stored.startswith((*carried(hf), FILES)):
                 name = re.sub(r"^model\.(language_model\.)?", prefix, stored)
             layer, fused, projection = name.rpartition(".mlp.experts.")
             if not fused or projection not in ("gate_up_proj", "down_proj"):
@@ -121,24 +118,27 @@ def text_tensors(prefix: str) -> Callable[[Tensors, Hf], Tensors]:
     return lambda tensors, hf: TextTensors(dequantised(tensors, hf), hf, prefix)
 
 
-def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Returns `rows` with `prefix` instead of "model." in the names of files."""
-    return tuple(replace(row, hf=tuple(re.sub(r"^model\.", prefix, name) for name in row.hf)) for row in rows)
-
-
 COMMON = hybrid_rows(("qkv", "z", "b", "a"), ((0, 1, 2), (3,), (4,), (5,)))
 
 
-def family(model_type: str, title: str, models: str, rows: tuple[Row, ...], prefix: str) -> Family:
+def family(
+    model_type: str, title: str, models: str, rows: tuple[Row, ...], prefix: str, tower: tuple[Row, ...] = ()
+) -> Family:
     reader = read if rows is MLP else read_moe
+
+    def read_with_tower(hf: Hf) -> Decoder:
+        decoder = reader(hf)
+        return replace(decoder, vision=read_tower(hf, model_type)) if hf.get("vision_config") else decoder
+
     return Family(
         model_type,
         title,
         models,
         under(prefix, COMMON + rows),
-        reader,
+        read_with_tower if tower else reader,
         predicted=carried,
         stored=text_tensors(prefix),
+        tower=tower,
         flags=(*FLAGS, ("ffn_hidden_size", width)),
     )
 
@@ -146,9 +146,9 @@ def family(model_type: str, title: str, models: str, rows: tuple[Row, ...], pref
 _DENSE, _MOE = "0.8B, 2B, 4B, 9B, 27B", "35B-A3B, 122B-A10B, 397B-A17B"
 _SPARSE = EXPERTS + SHARED_WITH_GATE
 
-QWEN3_5 = family("qwen3_5", "Qwen3.5 and 3.6, dense, text only", _DENSE, MLP, TEXT)
+QWEN3_5 = family("qwen3_5", "Qwen3.5 and 3.6, dense", _DENSE, MLP, TEXT, TOWER)
 QWEN3_5_TEXT = family("qwen3_5_text", "Qwen3.5 and 3.6, dense, without vision tower", _DENSE, MLP, "model.")
-QWEN3_5_MOE = family("qwen3_5_moe", "Qwen3.5 and 3.6, experts, text only", _MOE, _SPARSE, TEXT)
+QWEN3_5_MOE = family("qwen3_5_moe", "Qwen3.5 and 3.6, experts", _MOE, _SPARSE, TEXT, TOWER)
 QWEN3_5_MOE_TEXT = family(
     "qwen3_5_moe_text", "Qwen3.5 and 3.6, experts, without vision tower", _MOE, _SPARSE, "model."
 )

@@ -14,7 +14,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from slime.data.packing import build_dp_schedule, karmarkar_karp, pack, prediction_flops
+from slime.data.packing import build_dp_schedule, karmarkar_karp, pack
+from slime.data.sharing.flops import prediction_flops
 from slime.plan.flops import ForwardFlops, PredictionFlops
 
 HF = {

@@ -98,7 +98,7 @@ def test_weights_are_exported_as_they_were_loaded(tiny, note, tmp_path):
     note("one_bits", 1)
     save_hf(model, directory, tmp_path)
     known = json.loads((tmp_path / "config.json").read_text())["model_type"] in transformers.CONFIG_MAPPING
-    again = transformers.AutoModelForCausalLM.from_pretrained(
+    again = type(hf).from_pretrained(
         tmp_path,
         config=None if known else hf.config,
         attn_implementation=hf.config._attn_implementation,

@@ -16,7 +16,9 @@ from torch import Tensor
 from trainer_cases import make_checkpoints, make_config, make_samples, rank_data
 
 from slime.checkpoints.hf_config import read_hf_config
-from slime.data.packing import forward_flops, pack, shares_prompts
+from slime.data.packing import pack
+from slime.data.sharing.flops import forward_flops
+from slime.data.sharing.prompts import shares_prompts
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.model.attention import PackedAttention, packed_layout
 from slime.megatron_backend.model.rows import GatheredRows, take

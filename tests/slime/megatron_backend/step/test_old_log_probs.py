@@ -12,7 +12,7 @@ from trainer_cases import exported, make_checkpoints, make_config, make_samples,
 
 from slime.algo.needs import before_first_step
 from slime.checkpoints.hf_config import read_hf_config
-from slime.data.packing import forward_flops
+from slime.data.sharing.flops import forward_flops
 from slime.megatron_backend.step import scorers
 from slime.megatron_backend.step.trainer import MegatronTrainer
 

@@ -1,0 +1,116 @@
+"""Builds the vision towers. A tower is transformers' own module, so its weights have the names of the files.
+
+    inputs of a micro-batch's images -> tower -> features, which replace the embeddings of image tokens
+
+Shapes: N patches of all images, F rows of features (one per image token of the distinct images), H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from slime.models.vision import Vision
+
+
+class Features(Protocol):
+    """The output of a Qwen tower."""
+
+    pooler_output: Tensor
+
+
+@dataclass(frozen=True)
+class TowerOutput:
+    """The output of a tower. `rows` [F, H] replace embeddings, and `deep` [F, H] are added to the outputs of the first
+    decoder layers."""
+
+    rows: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class TowerKind:
+    """A kind of towers."""
+
+    build: Callable[[Vision], nn.Module]
+    """Returns the tower with uninitialised parameters in float32."""
+    run: Callable[[nn.Module, Mapping[str, Tensor]], TowerOutput]
+    """Computes the output from the tensors of the model's processor."""
+
+
+def build_tower(vision: Vision, dtype: torch.dtype) -> nn.Module:
+    """Returns the tower with uninitialised parameters in `dtype`. Its frequencies stay in float32."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        tower = TOWERS[vision.kind].build(vision)
+    for parameter in tower.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return tower.to(torch.cuda.current_device())
+
+
+def run_tower(vision: Vision, tower: nn.Module, inputs: Mapping[str, Tensor]) -> TowerOutput:
+    """Returns the tower's output for the images of a micro-batch."""
+    return TOWERS[vision.kind].run(tower, inputs)
+
+
+def _build_qwen2_5_vl(vision: Vision) -> nn.Module:
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as made_by
+
+    return _from_settings(
+        made_by.Qwen2_5_VisionTransformerPretrainedModel, made_by.Qwen2_5_VLVisionConfig, vision
+    )
+
+
+def _build_qwen3_vl(vision: Vision) -> nn.Module:
+    from transformers.models.qwen3_vl import modeling_qwen3_vl as made_by
+
+    return _from_settings(made_by.Qwen3VLVisionModel, made_by.Qwen3VLVisionConfig, vision)
+
+
+def _build_qwen3_vl_moe(vision: Vision) -> nn.Module:
+    from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as made_by
+
+    return _from_settings(made_by.Qwen3VLMoeVisionModel, made_by.Qwen3VLMoeVisionConfig, vision)
+
+
+def _build_qwen3_5(vision: Vision) -> nn.Module:
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as made_by
+
+    return _from_settings(made_by.Qwen3_5VisionModel, made_by.Qwen3_5VisionConfig, vision)
+
+
+def _build_qwen3_5_moe(vision: Vision) -> nn.Module:
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as made_by
+
+    return _from_settings(made_by.Qwen3_5MoeVisionModel, made_by.Qwen3_5MoeVisionConfig, vision)
+
+
+def _from_settings(tower: Any, config: Any, vision: Vision) -> nn.Module:
+    """Returns transformers' `tower` for the record in config.json."""
+    built: nn.Module = tower._from_config(config(**vision.settings))
+    return built
+
+
+def _run_qwen(tower: nn.Module, inputs: Mapping[str, Tensor]) -> TowerOutput:
+    """Runs a tower whose images have grids. Images and videos are one sequence of patches for it."""
+    weight = next(tower.parameters())
+    found = [name for name in ("pixel_values", "pixel_values_videos") if name in inputs]
+    pixels = torch.cat([inputs[name].to(weight.dtype) for name in found])
+    grids = torch.cat([inputs[name] for name in ("image_grid_thw", "video_grid_thw") if name in inputs])
+    output = tower(pixels, grid_thw=grids)
+    return TowerOutput(output.pooler_output, tuple(getattr(output, "deepstack_features", ())))
+
+
+TOWERS: dict[str, TowerKind] = {
+    "qwen2_5_vl": TowerKind(_build_qwen2_5_vl, _run_qwen),
+    "qwen3_vl": TowerKind(_build_qwen3_vl, _run_qwen),
+    "qwen3_vl_moe": TowerKind(_build_qwen3_vl_moe, _run_qwen),
+    "qwen3_5": TowerKind(_build_qwen3_5, _run_qwen),
+    "qwen3_5_moe": TowerKind(_build_qwen3_5_moe, _run_qwen),
+}
+"""Maps `Vision.kind` to the kind of towers."""
