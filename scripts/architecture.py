@@ -28,10 +28,19 @@ class Architecture:
     experts: tuple[int, int, int] | None = None
     more: dict[str, Any] = field(default_factory=dict)
     rotary: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any] = field(default_factory=dict)
+    """Fields of a model with vision tower beside those of its text model."""
 
-    def config_fields(self) -> dict[str, Any]:
-        """The fields of config.json. Three special tokens have consecutive ids: end of text, start and end of a
-        turn."""
+    def config_fields(self, **changed: Any) -> dict[str, Any]:
+        """The fields of config.json, with `changed` fields of the text model. Three special tokens have consecutive
+        ids: end of text, start and end of a turn."""
+        text = self._text_fields() | changed
+        if not self.vision:
+            return text
+        shared = {name: text[name] for name in ("tie_word_embeddings", "dtype")}
+        return {"text_config": text, **shared, **self.vision}
+
+    def _text_fields(self) -> dict[str, Any]:
         rows, first_special = self.vocab
         keys = EXPERT_KEYS.get(self.family, ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
         routed = dict(zip(keys, self.experts, strict=True)) | {"norm_topk_prob": True} if self.experts else {}

@@ -39,6 +39,7 @@ from arithmetic import write_data
 from quantise import SCHEMES, find_routers, quantise, quantization_config
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from vision_architectures import VISION_ARCHITECTURES
 
 from slime.checkpoints.hf_files import write_tensors
 
@@ -59,11 +60,11 @@ CHAT_TEMPLATE = (
 
 def build_config(arch: str, dtype: str | None = None, layers: int | None = None) -> PretrainedConfig:
     """Returns config.json of an architecture. `dtype` and `layers` replace the values of the table."""
-    row = ARCHITECTURES[arch]
+    row = {**ARCHITECTURES, **VISION_ARCHITECTURES}[arch]
     given = {"dtype": dtype, "num_hidden_layers": layers}
     changed = {name: value for name, value in given.items() if value is not None}
     family, _ = NOT_IN_TRANSFORMERS.get(row.family, (row.family, ""))
-    return AutoConfig.for_model(family, **row.config_fields() | changed)
+    return AutoConfig.for_model(family, **row.config_fields(**changed))
 
 
 def word(number: int) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from make_model import ARCHITECTURES, build_config
+from make_model import ARCHITECTURES, VISION_ARCHITECTURES, build_config
 
 from slime.checkpoints.checkpoint_dir import HF_INDEX
 from slime.checkpoints.hf_config import read_hf_config
@@ -33,6 +33,8 @@ from vime.vllm.memory import engine_memory, engine_verdict
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LAYOUTS, AFTER = "planned", "planned algorithms"
 """Names of the two tables in their marks."""
+MODELS = {**ARCHITECTURES, **VISION_ARCHITECTURES}
+"""Shapes of all models with examples."""
 ALGORITHMS = {
     "curriculum": "config.yaml",
     "dapo": "config.yaml",
@@ -77,7 +79,7 @@ class Planned:
 
 def files() -> list[Path]:
     """Returns every layout, sorted by model."""
-    return sorted(path for path in EXAMPLES.glob("*/*.yaml") if path.parent.name in ARCHITECTURES)
+    return sorted(path for path in EXAMPLES.glob("*/*.yaml") if path.parent.name in MODELS)
 
 
 def flags(file: Path, model: Path) -> list[str]:

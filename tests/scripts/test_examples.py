@@ -7,7 +7,6 @@ from pathlib import Path
 import plan_examples
 import pytest
 import yaml
-from architectures import ARCHITECTURES
 
 from slime.models.status import STATUS
 from vime.backends import parse_config, public_rows
@@ -34,7 +33,11 @@ def test_every_model_has_both_modes_and_large_ones_gb200():
         assert (plan_examples.EXAMPLES / model / "README.md").is_file()
         if model not in PREPARED:
             continue
-        large = float(ARCHITECTURES[model].published[0]) > 5 if ARCHITECTURES[model].published else True
+        large = (
+            float(plan_examples.MODELS[model].published[0]) > 5
+            if plan_examples.MODELS[model].published
+            else True
+        )
         assert ("gb200" in found) == large, model
     assert {"colocated-r3", "disaggregated-r3", "gb200-r3"} <= names["qwen3-30b-a3b"]
 
@@ -61,7 +64,7 @@ def test_a_layout_repeats_nothing_of_the_shared_flags():
     shared = yaml.safe_load((plan_examples.EXAMPLES / "grpo.yaml").read_text())
     for file in plan_examples.files():
         own = yaml.safe_load(file.read_text())
-        fits = ARCHITECTURES[file.parent.name].context > shared["rollout-max-response-len"]
+        fits = plan_examples.MODELS[file.parent.name].context > shared["rollout-max-response-len"]
         # the learning rate of adapters is ten times the one of whole weights
         adapters = {"lr"} if "lora-rank" in own else set()
         assert shared.keys() & own.keys() == adapters | (set() if fits else {"rollout-max-response-len"}), (

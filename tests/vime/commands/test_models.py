@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from architectures import ARCHITECTURES
 from family_cases import CASES
+from vision_architectures import VISION_ARCHITECTURES
 
 from slime.models import FAMILIES, family_for
 from slime.models.status import STATUS
@@ -40,7 +41,7 @@ def test_the_status_says_what_the_tests_run() -> None:
 def test_every_family_has_configurations() -> None:
     """tests/scripts/test_examples.py plans them."""
     for name, status in STATUS.items():
-        family = ARCHITECTURES[status.example].family
+        family = {**ARCHITECTURES, **VISION_ARCHITECTURES}[status.example].family
         assert (EXAMPLES / status.example / "README.md").is_file(), name
         assert family.removesuffix("_text") == name.removesuffix("_text"), name
 

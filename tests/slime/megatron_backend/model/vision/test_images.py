@@ -10,7 +10,7 @@ import torch
 from family_cases import CASES, MULTIMODAL
 from megatron_cases import assert_gradients_equal, hf_gradients, make_config, sum_loss, tiny_checkpoint
 from safetensors.torch import load_file
-from vision_cases import KEYS, image_hidden, image_logits, make_samples, read_vision
+from tower_cases import KEYS, image_hidden, image_logits, make_samples, read_vision
 
 from slime.data.packing import pack
 from slime.data.sharing.prompts import sample_images, shared_prompts

@@ -1,0 +1,52 @@
+"""Shapes of published models with vision tower, for plans: one row per model, with the source of its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from architecture import Architecture
+from architectures import HUB, QWEN_LARGE_VOCAB, QWEN_VOCAB
+
+_IDS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
+_WINDOWS = {
+    **{"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14},
+    **{"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2},
+}
+"""The tower of Qwen2.5-VL."""
+
+
+def _deep(hidden: int, ffn: int, depth: int, layers: list[int]) -> dict[str, Any]:
+    """Returns a tower of Qwen3-VL, whose `layers` give rows to the first decoder layers."""
+    return {
+        **{"depth": depth, "hidden_size": hidden, "intermediate_size": ffn, "num_heads": 16},
+        **{"patch_size": 16, "num_position_embeddings": 2304, "deepstack_visual_indexes": layers},
+    }
+
+
+def _axes(sections: list[int], *, alternating: bool) -> dict[str, Any]:
+    return {"mrope_section": sections, **({"mrope_interleaved": True} if alternating else {})}
+
+
+VISION_ARCHITECTURES: dict[str, Architecture] = {
+    "qwen2.5-vl-7b": Architecture(
+        *("qwen2_5_vl", 3584, 18944, 28, (28, 4), 128, QWEN_LARGE_VOCAB, 1e6, 128000, False),
+        *("bfloat16", HUB.format("Qwen2.5-VL-7B-Instruct")),
+        rotary=_axes([16, 24, 24], alternating=False),
+        vision={**_IDS, "vision_config": {**_WINDOWS, "out_hidden_size": 3584}},
+    ),
+    "qwen3-vl-4b": Architecture(
+        *("qwen3_vl", 2560, 9728, 36, (32, 8), 128, QWEN_VOCAB, 5e6, 262144, True),
+        *("bfloat16", HUB.format("Qwen3-VL-4B-Instruct")),
+        rotary=_axes([24, 20, 20], alternating=True),
+        vision={
+            **_IDS,
+            "vision_config": {**_deep(1024, 4096, 24, [5, 11, 17]), "out_hidden_size": 2560},
+        },
+    ),
+}
+"""Name -> shape."""
