@@ -1,0 +1,97 @@
+"""The folder with the processed images. Each distinct image is processed once per processor, and stored under its key.
+
+A file is complete when it has its name, because the writer renames it. Two processes that process one image at the same
+time write the same content.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime.vision.inputs import MediaFile, MediaKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SUFFIX = ".safetensors"
+_IN_USE_S = 3600.0
+"""Seconds after its last use in which a file is never removed. A rollout and its training step are shorter."""
+
+
+class MediaStore:
+    """Processed images in a folder of at most `most_bytes` bytes.
+
+    The files that were not used for the longest time are removed first. A file that was used in the last hour stays,
+    so the folder can be larger than the limit for a while.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        self._folder, self._most_bytes = folder, most_bytes
+        folder.mkdir(parents=True, exist_ok=True)
+        self._written = 0
+
+    def find(self, key: str) -> MediaFile | None:
+        """Returns the processed image with this key, or None. Marks the file as used."""
+        path = self._path(key)
+        try:
+            os.utime(path)
+            return read_item(path)
+        except FileNotFoundError:
+            return None
+
+    def write(
+        self, kind: MediaKind, key: str, tensors: Mapping[str, Tensor], *, tokens: int, grid: tuple[int, ...]
+    ) -> MediaFile:
+        """Stores the tensors of one image and returns their reference."""
+        from safetensors.torch import save_file
+
+        path = self._path(key)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        item = MediaFile(kind, key, str(path), tokens, grid, size)
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_name(f"{key}.{os.getpid()}-{threading.get_ident()}.partial")
+        try:
+            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(whole, str(partial), metadata={"media": json.dumps(asdict(item))})
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        self._written += size
+        if self._written > self._most_bytes // 8:
+            self.trim()
+        return item
+
+    def trim(self) -> None:
+        """Removes the files that were not used for the longest time until the folder has room."""
+        self._written = 0
+        now, found = time.time(), []
+        for path in self._folder.glob(f"??/*{_SUFFIX}"):
+            try:
+                facts = path.stat()
+            except FileNotFoundError:
+                continue
+            found.append((facts.st_mtime, facts.st_size, path))
+        excess = sum(size for _, size, _ in found) - self._most_bytes
+        for used, size, path in sorted(found):
+            if excess <= 0 or now - used < _IN_USE_S:
+                return
+            path.unlink(missing_ok=True)
+            excess -= size
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key[:2] / f"{key}{_SUFFIX}"
+
+
+def read_item(path: Path) -> MediaFile:
+    """Returns the reference to a file, from the file's own header."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    fields = json.loads(header["__metadata__"]["media"])
+    return MediaFile(**{**fields, "path": str(path), "grid": tuple(fields["grid"])})
