@@ -25,10 +25,10 @@ def parameter_names(hf: Hf) -> list[str]:
     rows = [row.megatron for row in family.rows]
     rows += [row.megatron for row in family.prediction.rows] if family.prediction else []
     layers = [row.replace("{i}", str(i)) for row in rows for i in range(shape.layers) if "{i}" in row]
-    vision = read_decoder(hf).vision
-    for row in family.tower if vision is not None else ():
-        numbers = range(vision.depth) if "{b}" in row.megatron else (0,)
-        layers += [row.megatron.replace("{b}", str(number)) for number in numbers]
+    if (vision := read_decoder(hf).vision) is not None:
+        for row in family.tower:
+            numbers = range(vision.depth) if "{b}" in row.megatron else (0,)
+            layers += [row.megatron.replace("{b}", str(number)) for number in numbers]
     names = [row for row in rows if "{i}" not in row] + layers
     return [
         name.replace("{e}", str(e))

@@ -92,7 +92,7 @@ def _part(
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors.items():
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return Medium(kind, digest.hexdigest(), tokens, grid, partial(dict, tensors), seconds)
 
 

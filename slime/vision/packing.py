@@ -63,7 +63,8 @@ class SampleImages:
             return cls((), (), tokens)
         media = list_media(inputs, vision)
         runs = find_runs(tokens, media, vision, name)
-        wanted = sum(int((tokens[:prompt] == token).sum()) for token in (vision.image_id, vision.video_id))
+        ids = [token for token in (vision.image_id, vision.video_id) if token is not None]
+        wanted = int(torch.isin(tokens[:prompt], torch.tensor(ids)).sum())
         got = sum(run.length for run in runs if run.start < prompt)
         if wanted != got:
             raise ValueError(

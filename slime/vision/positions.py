@@ -39,19 +39,19 @@ def find_runs(tokens: Tensor, media: Sequence[Medium], vision: Vision, name: str
         of_kind = [number for number, medium in enumerate(media) if medium.kind == kind]
         if not of_kind:
             continue
-        places = torch.nonzero(tokens == token)[:, 0].tolist()
+        indices = torch.nonzero(torch.eq(tokens, -1 if token is None else token))[:, 0].tolist()
         cursor = 0
         for number in of_kind:
             first = 0
             for length in _lengths(media[number], vision):
-                found = _next_run(places, cursor, length)
+                found = _next_run(indices, cursor, length)
                 if found is None:
                     raise ValueError(
                         f"{name} must have {length} neighbouring tokens {token} for its {kind} {number + 1}, got "
-                        f"{len(places)} such tokens in all; the processor that made the tokens differs from "
+                        f"{len(indices)} such tokens in all; the processor that made the tokens differs from "
                         "the checkpoint's"
                     )
-                runs.append(ImageRun(number, places[found], length, first))
+                runs.append(ImageRun(number, indices[found], length, first))
                 cursor, first = found + length, first + length
     return sorted(runs, key=lambda run: run.start)
 
@@ -65,10 +65,10 @@ def _lengths(medium: Medium, vision: Vision) -> Iterator[int]:
         yield medium.tokens
 
 
-def _next_run(places: Sequence[int], cursor: int, length: int) -> int | None:
-    """Returns the index in `places` at which the next `length` neighbouring positions begin."""
-    for index in range(cursor, len(places) - length + 1):
-        if places[index + length - 1] - places[index] == length - 1:
+def _next_run(indices: Sequence[int], cursor: int, length: int) -> int | None:
+    """Returns the index in `indices` at which the next `length` neighbouring positions begin."""
+    for index in range(cursor, len(indices) - length + 1):
+        if indices[index + length - 1] - indices[index] == length - 1:
             return index
     return None
 

@@ -39,7 +39,9 @@ except ImportError as error:
 def test_images_work_and_videos_name_the_missing_package(tmp_path: Path, kind: str) -> None:
     settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    video = {"video_processor_type": "Qwen2VLVideoProcessor" if kind == "Qwen2_5_VL" else f"{kind}VideoProcessor"}
+    video = {
+        "video_processor_type": "Qwen2VLVideoProcessor" if kind == "Qwen2_5_VL" else f"{kind}VideoProcessor"
+    }
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(video))
     model_type = {"Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl"}[kind]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))

@@ -52,12 +52,12 @@ def embed_images(
 
 def _nothing(vision: Vision, tower: nn.Module) -> Tensor:
     """Returns 0 that depends on all parameters of the tower."""
-    output = run_tower(vision, tower, vision_inputs_of_one_image(vision, torch.cuda.current_device()))
+    output = run_tower(vision, tower, make_one_image(vision, torch.cuda.current_device()))
     total: Tensor = sum(part.sum() for part in (output.rows, *output.deep))  # type: ignore[assignment]
     return 0 * total
 
 
-def vision_inputs_of_one_image(vision: Vision, device: Any) -> dict[str, Tensor]:
+def make_one_image(vision: Vision, device: int) -> dict[str, Tensor]:
     """Returns the tower's inputs for the smallest image, with zeros as pixels."""
     side = vision.merge
     return {
