@@ -89,8 +89,9 @@ MODEL_ARGS = {
         FlagSpec("apply_layernorm_1p", bool, False, "norms store their weight minus 1"),
         FlagSpec("no_position_embedding", bool, False, "no learned position embedding"),
         FlagSpec("rotary_interleaved", bool, False, "rotary pairs are neighbours, not halves"),
-        FlagSpec("use_rope_scaling", bool, False, "Llama 3's scaling of the rotary frequencies"),
-        FlagSpec("rope_scaling_factor", float, None, "factor of Llama 3's rotary scaling"),
+        FlagSpec("quick_geglu", bool, False, "gated MLP with the sigmoid approximation of GELU"),
+        FlagSpec("use_rope_scaling", bool, False, "scaling of the rotary frequencies"),
+        FlagSpec("rope_scaling_factor", float, None, "factor of the rotary scaling"),
         FlagSpec("multi_latent_attention", bool, False, "latent attention (MLA)"),
         FlagSpec("q_lora_rank", int, None, "latent width of queries"),
         FlagSpec("kv_lora_rank", int, None, "latent width of keys and values"),
@@ -141,6 +142,7 @@ HISTORICAL = {
     "ddp_bucket_size": Historical(
         "bucket_size", spec=FlagSpec("ddp_bucket_size", int, None, "", range=COUNT)
     ),
+    "grad_reduce_in_bf16": Historical("grad_reduce_in_fp32", False),
     "no_bias_dropout_fusion": Historical("bias_dropout_fusion", False),
     "no_bias_gelu_fusion": Historical("bias_activation_fusion", False),
     "no_bias_swiglu_fusion": Historical("bias_activation_fusion", False),

@@ -48,6 +48,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "sapo": "give grpo with --pg-loss-type sapo",
         "reinforce": "give reinforce_plus_plus, or grpo with --pg-loss-type reinforce",
         "remax": "give rloo: there is no greedy response to subtract",
+        "on_policy_distillation": "give grpo with --use-opd --opd-type sglang (docs/algorithms.md)",
     },
     "pg_loss_type": {
         "grpo": "give clip, or leave the flag out",

@@ -145,6 +145,7 @@ _TEXT = {
     "moe_token_drop_policy": "every token reaches its experts",
     "train_memory_margin_bytes": "a run measures the free memory of its GPUs",
     "model_name": "the model family is read from the checkpoint's config.json",
+    "ref_micro_batch_size": "all passes use --micro-batch-size or --max-tokens-per-gpu",
     "seq_length": "sequences are packed at their own length",
     "megatron_to_hf_mode": "one table per family (slime/models) converts weights in both directions",
 }
@@ -164,6 +165,7 @@ _BARE = {
     "enable_experimental": "no experimental function of megatron-core is used",
     "use_flash_attn": "--attention-backend decides",
     "log_throughput": "tokens per second are always reported as perf/*",
+    "int4_params_rollout": "the engines keep the scheme of --hf-checkpoint",
     "no_one_logger": "no such logger is used",
     "manual_gc": "garbage collection is always under the trainer's control",
     "allgather_cp": "context parallelism always gathers keys and values",

@@ -111,6 +111,7 @@ READERS: dict[str, Reader] = {
     # in latent attention: the norms of the compressed queries, keys and values
     "qk_layernorm": lambda hf: _latent(hf) or _from_decoder(lambda decoder: bool(decoder.qk_norm))(hf),
     "swiglu": _from_decoder(lambda decoder: decoder.activation == "swiglu"),
+    "quick_geglu": _from_family,
     "disable_bias_linear": _from_decoder(lambda decoder: not decoder.core.get("add_bias_linear", False)),
     "add_qkv_bias": _from_decoder(lambda decoder: decoder.qkv_bias),
     "normalization": lambda hf: "RMSNorm" if "rms_norm_eps" in hf else "LayerNorm",

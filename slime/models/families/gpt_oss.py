@@ -148,7 +148,11 @@ def stacked(name: str, tensor: Tensor, hf: Hf) -> Written:
     return Written(f"{one[1]}.{one[3]}", _turned(tensor), int(one[2]), expert_count(hf))
 
 
-_FLAGS: tuple[tuple[str, Callable[[Hf], object]], ...] = (("disable_bias_linear", lambda hf: False),)
+_FLAGS: tuple[tuple[str, Callable[[Hf], object]], ...] = (
+    ("disable_bias_linear", lambda hf: False),
+    ("quick_geglu", lambda hf: True),
+    ("use_rope_scaling", lambda hf: bool(hf.get("rope_scaling"))),  # YaRN
+)
 
 GPT_OSS = Family(
     "gpt_oss",

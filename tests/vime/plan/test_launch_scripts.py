@@ -1,0 +1,194 @@
+"""Gives launch scripts of slime and upstream vime, as they stand, to `vime plan`: the plan accepts a script, or refuses
+it in one line per problem.
+
+`launch_scripts.toml` has the flags and values of the scripts. The test makes small stand-ins for the files that they
+name: config.json from the model's facts, a tokenizer, rows of prompts, modules of hooks, converted checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from rollout_double import make_tokenizer
+
+from slime.rules.parser import check_flags
+from vime.backends import BACKENDS
+from vime.cli import main
+
+ROOT = Path(__file__).parents[3]
+DATA = tomllib.loads(Path(__file__).with_name("launch_scripts.toml").read_text())
+SCRIPTS: dict[str, dict[str, Any]] = {script["name"]: script for script in DATA["scripts"]}
+REFUSED = {
+    "examples/delta_weight_sync/run-glm4.7-30B-A3B-delta.sh": [
+        "--pipeline-model-parallel-size must deal the model's layers out equally, got 2 stages for 47 layers"
+    ],
+    "examples/geo3k_vlm/run_geo3k_vlm.sh": [
+        "--multimodal-keys must be left out in this version",
+        "--load must hold model.safetensors",  # the stand-in has no weights
+        "model_type in config.json must be one of .*, got 'qwen3_vl'",
+    ],
+    "examples/on_policy_distillation/run-qwen3-8B-opd.sh": [
+        "--advantage-estimator must be one of .*, got on_policy_distillation; give grpo with --use-opd"
+    ],
+    "examples/reproducibility/run-qwen2.5-0.5B-gsm8k.sh": [
+        "--n-samples-per-prompt must be above 1 with --advantage-estimator grpo, got 1"
+    ],
+    "scripts/low_precision/run-qwen3-4b-fp8.sh": [
+        "--load must name a folder that exists, or that of --save, got .*/qwen3-4b_cp8_fp8"
+    ],
+    "scripts/run-deepseek-r1.sh": [
+        "--rollout-num-gpus-per-engine must leave whole blocks of 128 of fp8 .* use 16"
+    ],
+    "scripts/run-gemma4-26B-A4B-gsm8k.sh": [
+        "--custom-model-provider-path must be left out in this version",
+        "model_type in config.json must be one of .*, got 'gemma4'",
+    ],
+    "scripts/run-glm5-744B-A40B.sh": ["model_type in config.json must be one of .*, got 'glm_moe_dsa'"],
+    "scripts/run-gpt-oss-20B.sh": [
+        r"--sglang-dp-attention must be left out: .* did you mean --sglang-enable-dp-attention\?",
+        "--sglang-tp must be left out; GPUs of one engine: --rollout-num-gpus-per-engine 1",
+    ],
+    "scripts/run-kimi-k2-Instruct.sh": ["--hf-checkpoint must be given", *[".*"] * 5],
+    "slime_plugins/rollout_buffer/rollout_buffer_example.sh": [
+        "--rollout-buffer-url must be left out in this version",
+        "--keep-old-actor must be left out in this version",
+    ],
+}
+"""The scripts that a plan refuses -> all of its problems. docs/from-slime.md has the reasons."""
+ROW = {"prompt": "1+1?", "label": "2", "answer": "2", "problem": "1+1?", "text": "1+1?", "index": "0"}
+ROW |= {"metadata": {"a": 1}, "reward_model": {"ground_truth": {"target": ["2"]}}, "images": ["a"]}
+TURNS = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+PATHS = r"--(custom-.*-path|.*-function-path|.*-filter-path|rollout-sample-hook-path)"
+LOCAL = r"HOME/|/\w|[\w.-]+/\S+\.(jsonl|parquet|json)(@\[.*)?$"
+"""Paths that become paths below the test's folder."""
+FILES = ("--custom-config-path", "--eval-config", "--sglang-config")
+AWAITED = ("--custom-generate-function-path", "--custom-rm-path")
+DATASETS = (
+    "eval:\n  datasets:\n    - {name: aime, path: ROOT/aime-2024/aime-2024.jsonl, rm_type: deepscaler}\n"
+)
+
+
+def words(script: dict[str, Any]) -> list[str]:
+    """The argv of a script."""
+    argv = shlex.split(script["argv"])
+    if "model" in script:
+        at = argv.index("MODEL")
+        argv[at : at + 1] = shlex.split(DATA["models"][script["model"]]["flags"])
+    return argv
+
+
+def write_rows(path: Path, prompts_only: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [ROW | {"messages": TURNS[:1] if prompts_only else TURNS}] * 512
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_hook(folder: Path, flag: str, path: str) -> None:
+    *packages, module, function = path.split(".")
+    if packages[:1] == ["slime"]:
+        return
+    place = folder.joinpath(*packages)
+    place.mkdir(parents=True, exist_ok=True)
+    word = "async " if flag in AWAITED else ""
+    with open(place / f"{module}.py", "a") as file:
+        file.write(f"{word}def {function}(*args, **kwargs):\n    return None\n\n\n")
+
+
+def flags_with_values(argv: list[str]) -> Iterator[tuple[str, int, int]]:
+    """Yields each flag, and the range of its values in `argv`."""
+    starts = [i for i, word in enumerate(argv) if word.startswith("--")]
+    for start, end in zip(starts, [*starts[1:], len(argv)], strict=True):
+        yield argv[start], start + 1, end
+
+
+def write_stand_in(flag: str, value: str, config: str, root: Path) -> None:
+    """Makes the file or folder that a flag names, except for rows of data."""
+    path = Path(value)
+    if flag == "--hf-checkpoint":
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(DATA["configs"][config])
+        make_tokenizer().save_pretrained(path)
+    elif flag in FILES:
+        write_rows(root / "aime-2024/aime-2024.jsonl", True)
+        path.write_text(DATASETS.replace("ROOT", str(root)) if flag == "--eval-config" else "max_turns: 2\n")
+    elif re.fullmatch(PATHS, flag):
+        write_hook(root / "hooks", flag, value)
+    elif flag in ("--ref-load", "--load", "--opd-teacher-load") and "torch_dist" in value:
+        (path / "release").mkdir(parents=True, exist_ok=True)
+        (path / "latest_checkpointed_iteration.txt").write_text("release")
+        for name in (".metadata", "common.pt"):
+            (path / "release" / name).touch()
+
+
+def stand_ins(script: dict[str, Any], root: Path) -> list[str]:
+    """Makes the files that the script names below `root`, and returns its argv with their paths."""
+    argv = words(script)
+    for flag, first, end in flags_with_values(argv):
+        for i in range(first, end):
+            if re.match(LOCAL, argv[i]):
+                argv[i] = f"{root}/{argv[i].removeprefix('HOME/').lstrip('/')}"
+        if flag in FILES:
+            argv[first] = str(root / Path(argv[first]).name)
+        if flag in ("--prompt-data", "--eval-prompt-data"):
+            for path in (word for word in argv[first:end] if word.startswith(str(root))):
+                write_rows(Path(path.split("@")[0]), prompts_only="sft_loss" not in argv)
+        elif first < end:
+            write_stand_in(flag, argv[first], script["config"], root)
+    return argv
+
+
+def problems(text: str) -> list[str]:
+    """The problems in what a plan printed: one line, or the lines of a numbered list."""
+    numbered = re.findall(r"^  \d+\. (.*)$", text, re.M)
+    return numbered or [text.strip().splitlines()[-1].removeprefix("vime plan: ")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_planned_or_refused_by_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = stand_ins(SCRIPTS[name], tmp_path)
+    (tmp_path / "hooks").mkdir(exist_ok=True)
+    monkeypatch.syspath_prepend(tmp_path / "hooks")
+    monkeypatch.chdir(tmp_path)
+    code = main(["plan", *argv])
+    printed = capsys.readouterr()
+    if name not in REFUSED:
+        assert code == 0, printed.err
+        assert "GiB" in printed.out
+        return
+    found = problems(printed.err)
+    assert code == 2 and len(found) == len(REFUSED[name]), found
+    for problem, wanted in zip(found, REFUSED[name], strict=True):
+        assert re.match(wanted, problem), problem
+
+
+def test_only_the_flags_of_refused_scripts_are_unknown() -> None:
+    """Reads one value of each flag. The slow test reads the scripts, and the files that they name."""
+    found: dict[str, list[str]] = {}
+    for name in SCRIPTS.keys() - REFUSED.keys():
+        argv = words(SCRIPTS[name])
+        found |= {flag: argv[first - 1 : end] for flag, first, end in flags_with_values(argv)}
+    del found["--custom-config-path"], found["--eval-config"]  # their files have more flags
+    assert len(found) > 170
+    check_flags([word for group in found.values() for word in group], BACKENDS)
+
+
+def test_the_page_counts_the_scripts() -> None:
+    page = (ROOT / "docs/from-slime.md").read_text()
+    assert f"{len(SCRIPTS) - len(REFUSED)} of {len(SCRIPTS)} scripts" in page
+    rows = re.findall(r"^\| `([\w.-]+\.sh)` \|", page, re.M)
+    assert sorted(rows) == sorted(Path(name).name for name in REFUSED)
