@@ -47,9 +47,7 @@ def search(text: str, messages: Sequence[ErrorMessage]) -> list[ErrorMessage]:
     A message that the text holds as a whole comes before all others. A symptom whose printed part the text holds comes
     next.
     """
-    whole = sorted(
-        (m for m in messages if m.constant >= 8 and m.pattern.search(text)), key=lambda m: -m.constant
-    )
+    whole = sorted((m for m in messages if m.constant >= 8 and m.is_in(text)), key=lambda m: -m.constant)
     seen = [m for m in messages if m not in whole and m.is_quoted_in(text)]
     if whole:
         return [*whole, *seen]

@@ -37,18 +37,31 @@ class ErrorMessage:
         return frozenset(split_words(f"{self.rule} {self.remedy}"))
 
     @cached_property
+    def longest_part(self) -> str:
+        """The longest text between two values: a line without it cannot hold the message."""
+        return max(self.rule.split(HOLE), key=len)
+
+    def is_in(self, text: str) -> bool:
+        """Return True if the text holds the whole message with its values."""
+        return self.longest_part in text and self.pattern.search(text) is not None
+
+    @cached_property
     def pattern(self) -> re.Pattern[str]:
         """Matches a line of a log that holds this message with its values."""
         parts = (re.escape(part) for part in self.rule.split(HOLE))
         return re.compile(".+?".join(parts), re.DOTALL)
 
+    @cached_property
+    def phrases(self) -> tuple[str, ...]:
+        """The words of the printed parts that have several words. One word is no proof."""
+        return tuple(phrase for part in self.quoted if " " in (phrase := " ".join(split_words(part))))
+
     def is_quoted_in(self, text: str) -> bool:
-        """Return True if the text has a printed part of this symptom, or is such a part. One word is no proof."""
+        """Return True if the text has a printed part of this symptom, or is such a part."""
+        if not self.phrases:
+            return False
         wanted = " ".join(split_words(text))
-        phrases = (" ".join(split_words(part)) for part in self.quoted)
-        return any(
-            " " in phrase and (phrase in wanted or (" " in wanted and wanted in phrase)) for phrase in phrases
-        )
+        return any(phrase in wanted or (" " in wanted and wanted in phrase) for phrase in self.phrases)
 
     @cached_property
     def constant(self) -> int:
