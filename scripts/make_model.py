@@ -9,7 +9,7 @@ curves.
 write these files to OUT_DIR: config.json, safetensors files (with an index if there are several), a fast tokenizer with
 a chat template, generation_config.json, and make_model.json, which describes the model. With --arithmetic, they also
 write OUT_DIR/arithmetic (see arithmetic.py). The shapes are rows of architectures.py. --layers makes a model with fewer
-layers and no other difference. --quantize stores the linear layers in fp8 or int4 (see quantise.py).
+layers and no other difference. --quantize stores the linear layers in fp8 or int4 (see quantize.py).
 
 Nothing is downloaded, so the script makes a tokenizer. It has one token per byte, the special tokens at the ids of the
 published model, and an invented word for every other id up to vocab_size. Therefore every token of a random model is
@@ -36,7 +36,7 @@ import torch
 from architecture import NOT_IN_TRANSFORMERS, STACKED, STORED_AS
 from architectures import ARCHITECTURES
 from arithmetic import write_data
-from quantise import SCHEMES, find_routers, quantise, quantization_config
+from quantize import SCHEMES, find_routers, quantization_config, quantize_checkpoint
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from vision_architectures import VISION_ARCHITECTURES
@@ -225,7 +225,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--arithmetic", action="store_true", help="also write addition data to OUT_DIR/arithmetic"
     )
     parser.add_argument(
-        "--quantize", choices=sorted(SCHEMES), help="quantise the linear layers, as quantise.py does"
+        "--quantize", choices=sorted(SCHEMES), help="quantise the linear layers, as quantize.py does"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     args = parser.parse_args(argv)
@@ -278,7 +278,9 @@ def main(argv: list[str] | None = None) -> None:
             if args.quantize:
                 plain = partial.rename(partial.with_name(f"{partial.name}-plain"))
                 stack.callback(shutil.rmtree, plain)
-                quantise(plain, partial, quantization_config(args.quantize, routers=find_routers(plain)))
+                quantize_checkpoint(
+                    plain, partial, quantization_config(args.quantize, routers=find_routers(plain))
+                )
         if args.arithmetic:
             write_data(partial / "arithmetic", args.seed)
         partial.rename(folder)

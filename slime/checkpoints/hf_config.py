@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.checkpoints.checkpoint_dir import HF_INDEX
 from slime.checkpoints.hub import is_hub_name
-from slime.checkpoints.quantised_files import TensorHeader, check_quantised_files
+from slime.checkpoints.quantized_headers import TensorHeader, check_quantized_headers
 from slime.models import family_for
 from slime.models.decoder import Hf
 from slime.records.errors import FlagError
@@ -212,7 +212,7 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf, flag: str = "
             f"{len(layers)} in {checkpoint}",
         )
     if scheme is not None:
-        check_quantised_files(headers, scheme, flag)
+        check_quantized_headers(headers, scheme, flag)
 
 
 def require_weight_files(checkpoint: str | Path) -> None:

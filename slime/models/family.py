@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from slime.models.decoder import Decoder, Hf
 from slime.models.layouts import Row
-from slime.models.quantised import dequantised
 from slime.models.quantization import QuantizationScheme, read_scheme
+from slime.models.quantized_checkpoint import dequantized
 from slime.models.slices import Tensors
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Family:
     """Layers of multi-token prediction. None for a family that cannot train them."""
     tower: tuple[Row, ...] = ()
     """Weight table of the vision tower (`Decoder.vision`), with "{b}" for the number of a block."""
-    stored: Callable[[Tensors, Hf], Tensors] = dequantised
+    stored: Callable[[Tensors, Hf], Tensors] = dequantized
     """Converts tensors that the files store in another form, such as quantised."""
     scheme: Callable[[Hf], QuantizationScheme | None] = read_scheme
     """Returns the scheme in which engines keep the weights, and in which updates must bring them. None means plain

@@ -14,7 +14,7 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the codes 0 to 7. Codes 8 to 15 are the same values with a minus sign."""
 
 
-def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
+def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     """Returns `values[codes] * 2 ** (scales - 127)`: blocks uint8 [..., B, 16] (the lower four bits are the earlier
     code) and scales uint8 [..., B] -> bfloat16 [..., 32 B]. bfloat16 represents all these numbers, so there is no
     rounding."""

@@ -96,7 +96,7 @@ class QuantizationScheme:
 
     def converts(self, module: str) -> bool:
         """Returns True if the linear layer `module` (name without ".weight") is quantised according to config.json. The
-        files decide where both differ: `quantised_names`."""
+        files decide where both differ: `quantized_names`."""
         names = (module, fused_name(module))
         if module.endswith(_NEVER) or any(
             _matches(x, name, self.method) for x in names for name in self.ignored
@@ -156,12 +156,37 @@ def _read(said: Hf) -> QuantizationScheme | None:
 
 
 def _read_fp8(said: Hf) -> QuantizationScheme | None:
-    block = said.get("weight_block_size")
-    if said.get("fmt") not in (None, "e4m3") or not _are_sizes(block, 2):
+    block, activations = said.get("weight_block_size"), said.get("activation_scheme")
+    if (
+        said.get("fmt") not in (None, "e4m3")
+        or activations not in (None, "dynamic")
+        or not _are_sizes(block, 2)
+    ):
         return None
-    ignored = said.get("ignored_layers") or said.get("modules_to_not_convert") or ()
+    ignored = _read_names(said, "ignored_layers") or _read_names(said, "modules_to_not_convert")
     power = said.get("scale_fmt") == "ue8m0"
-    return QuantizationScheme("fp8", "float8_e4m3fn", (block[0], block[1]), "float32", power, tuple(ignored))
+    return QuantizationScheme("fp8", "float8_e4m3fn", (block[0], block[1]), "float32", power, ignored)
+
+
+def _read_names(said: Hf, key: str) -> tuple[str, ...]:
+    """Returns a list of modules. Raises ValueError for an entry that is neither a name nor a valid pattern."""
+    names = said.get(key) or ()
+    wrong = [name for name in names if not _is_name(name)] if isinstance(names, (list, tuple)) else [names]
+    if not wrong:
+        return tuple(names)
+    raise FlagError(
+        f"{key} of quantization_config in config.json",
+        'be a list of names of modules, and of valid patterns that begin with "re:"',
+        wrong[0],
+        "correct the entry, or download config.json again",
+    )
+
+
+def _is_name(name: object) -> bool:
+    try:
+        return isinstance(name, str) and (not name.startswith("re:") or bool(re.compile(name[3:])))
+    except re.error:
+        return False
 
 
 def _read_compressed(said: Hf) -> QuantizationScheme | None:
@@ -176,13 +201,13 @@ def _read_compressed(said: Hf) -> QuantizationScheme | None:
     what = first.get("num_bits"), first.get("type")
     if form == "pack-quantized" and what == (BITS, "int") and first.get("strategy") == "group":
         kind: Literal["int4", "float8_e4m3fn"] = "int4"
-    elif form == "float-quantized" and what == (8, "float"):
+    elif form == "float-quantized" and what == (8, "float") and first.get("strategy") != "group":
         kind = "float8_e4m3fn"
     else:
         return None
-    targets = tuple(name for group in groups for name in group.get("targets") or ("Linear",))
+    targets = tuple(name for group in groups for name in _read_names(group, "targets") or ("Linear",))
     return QuantizationScheme(
-        *("compressed-tensors", kind, block, "bfloat16", False, tuple(said.get("ignore") or ()), targets)
+        *("compressed-tensors", kind, block, "bfloat16", False, _read_names(said, "ignore"), targets)
     )
 
 
@@ -203,7 +228,7 @@ def _are_sizes(found: object, count: int) -> TypeGuard[Sequence[int]]:
     )
 
 
-def quantised_names(names: set[str], scheme: QuantizationScheme) -> Iterator[str]:
+def quantized_names(names: set[str], scheme: QuantizationScheme) -> Iterator[str]:
     """Yields the names, such as "model.layers.0.mlp.up_proj.weight", of the weights that `names` has in quantised
     form."""
     for name in names:

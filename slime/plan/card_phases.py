@@ -19,7 +19,7 @@ from slime.config import Config
 from slime.plan.communicators import communicator_bytes, engine_communicator_bytes
 from slime.plan.memory_estimate import BYTES, Estimate, Item
 from slime.plan.model_shape import Params, Shape
-from slime.plan.scheme_bytes import count_quantised
+from slime.plan.scheme_bytes import count_quantized
 from slime.plan.units import GIB, amount, count
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, SAVING, TRAINING
 
@@ -191,7 +191,7 @@ def engine_weights(c: Config, shape: Shape) -> Item:
     if facts.weight_bytes is not None:
         parts = [(layers, facts.weight_bytes), (ends, size)]
         size = facts.weight_bytes
-    elif (found := count_quantised(shape)) is not None:
+    elif (found := count_quantized(shape)) is not None:
         small = found.others + (0 if experts else found.experts)
         parts = [(small, found.bytes), (layers + ends - small, size)]
         size += (found.bytes - size) * found.experts / max(1, whole.experts)  # the mean of all layers

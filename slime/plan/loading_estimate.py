@@ -17,7 +17,7 @@ from slime.models.decoder import Hf
 from slime.plan.memory_estimate import BYTES, Item, role_shape
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params
-from slime.plan.scheme_bytes import count_quantised
+from slime.plan.scheme_bytes import count_quantized
 from slime.plan.units import amount, count
 from slime.roles import POLICY, get_roles
 
@@ -81,7 +81,7 @@ def mean_file_bytes(shape: Shape, plain: float, *, experts: bool) -> float:
     """Returns the mean bytes of a parameter in the files, for the routed experts or for all other parameters. `plain`:
     bytes of an element of a tensor that is not quantised."""
     whole = shape.count_params(shape.kinds, 1 if shape.tied else 2)
-    found = count_quantised(shape)
+    found = count_quantized(shape)
     if found is None:
         return plain
     small, of = (found.experts, whole.experts) if experts else (found.others, whole.total - whole.experts)

@@ -14,7 +14,7 @@ _ATTENTION, _SHARED, _DENSE, _EXPERTS = "attention", "shared expert", "MLP", "ex
 
 
 @dataclass(frozen=True)
-class QuantisedParams:
+class QuantizedParams:
     """The number of parameters that a scheme quantises in all layers, and the bytes of a parameter with its share of
     the scale."""
 
@@ -24,7 +24,7 @@ class QuantisedParams:
     bytes: float
 
 
-def count_quantised(shape: Shape) -> QuantisedParams | None:
+def count_quantized(shape: Shape) -> QuantizedParams | None:
     """Returns the parameters that the checkpoint's scheme quantises. None for plain weights."""
     family = family_for(shape.hf)
     scheme = family.scheme(shape.hf)
@@ -40,7 +40,7 @@ def count_quantised(shape: Shape) -> QuantisedParams | None:
             continue
         others += 3 * shape.hidden * shape.shared_ffn if _SHARED in parts else 0
         experts += shape.layer(kind).experts if _EXPERTS in parts else 0
-    return QuantisedParams(others, experts, scheme.bytes_per_weight)
+    return QuantizedParams(others, experts, scheme.bytes_per_weight)
 
 
 def check_widths(shape: Shape) -> None:

@@ -172,7 +172,7 @@ def hf_download_dataset(full_name: str, local_dir: str | None = None) -> None:
 
 def fp8_cast_bf16(path_src: str, path_dst: str) -> None:
     """Writes a copy of a quantised checkpoint with bfloat16 weights. An existing copy is kept."""
-    script = repo_base_dir / "scripts" / "dequantise.py"
+    script = repo_base_dir / "scripts" / "dequantize.py"
     if Path(path_dst).exists():
         print(f"{path_dst} exists and is kept")
         return

@@ -10,23 +10,21 @@ scale of a block belongs to the rank with the block's first element. A group of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from slime.checkpoints.hf_files import Files
 from slime.models.quantization import (
     QuantizationScheme,
     block_maxima,
     check_groups,
-    quantised_names,
     quantize,
     scales_from,
     to_fp8,
 )
+from slime.models.quantized_checkpoint import QuantizedWeights
 from slime.weight_sync.channel import Export, Named
 from slime.weight_sync.ranks import everywhere
 from slime.weight_sync.slices import Slice, SlicePosition, Where
@@ -34,89 +32,60 @@ from slime.weight_sync.slices import Slice, SlicePosition, Where
 _PER_WORD = 8
 
 
-@dataclass(frozen=True)
-class QuantizedWeights:
-    """The weights that a served checkpoint has in quantised form."""
+def quantize_slices(slices: Iterable[Slice], weights: QuantizedWeights) -> Iterator[Slice]:
+    """Returns the quantised form of this rank's slices. Collective."""
+    mine = list(slices)
+    shared = _shared_maxima(_find_unaligned(mine, weights), weights.scheme)
+    return (part for each in mine for part in _parts(each, shared, weights))
 
-    scheme: QuantizationScheme
-    names: frozenset[str]
-    """HF names of the weights, such as "model.layers.0.mlp.up_proj.weight"."""
-    scale_dtype: str
 
-    @classmethod
-    def of(cls, checkpoint: str | Path, scheme: QuantizationScheme) -> QuantizedWeights:
-        """Reads the names of a checkpoint's tensors, and the dtype of one scale. Raises ValueError for a checkpoint
-        without scales."""
-        files = Files(Path(checkpoint))
-        names = sorted(quantised_names(files.names(), scheme))
-        if not names:
+def _find_unaligned(mine: list[Slice], weights: QuantizedWeights) -> list[Slice]:
+    """Returns the slices with a part of a block. Raises ValueError for a part of a group of int4."""
+    found, scheme = [], weights.scheme
+    for each in mine:
+        if each.position.name not in weights.names:
+            continue
+        check_groups(each.position.shape, scheme, each.position.name)
+        if _is_aligned(each.position, scheme):
+            continue
+        if scheme.kind == "int4":
             raise ValueError(
-                f"--hf-checkpoint must have tensors {scheme.scale} for {scheme.title}, got none in {checkpoint}; "
-                "download the checkpoint again"
+                f"{each.position.name} must have whole groups of {scheme.block[1]} on each trainer rank, got "
+                f"columns {list(each.position.where[1])} of {each.position.shape[1]}; lower "
+                "--expert-tensor-parallel-size or --tensor-model-parallel-size"
             )
-        scale = files.get(f"{names[0].removesuffix('weight')}{scheme.scale}")[...]
-        return cls(scheme, frozenset(names), str(scale.dtype).removeprefix("torch."))
+        found.append(each)
+    return found
 
-    def quantized(self, name: str, tensor: Tensor) -> Iterator[Named]:
-        """Yields the tensors of a whole weight as the checkpoint has them."""
-        if name not in self.names:
-            yield name, tensor
-            return
-        for last, found in quantize(tensor, self.scheme, name=name, scale_dtype=self.scale_dtype).items():
-            yield f"{name.removesuffix('weight')}{last}", found
 
-    def slices(self, slices: Iterable[Slice]) -> Iterator[Slice]:
-        """Returns the quantised form of this rank's slices. Collective."""
-        mine = list(slices)
-        shared = _shared_maxima(self._unaligned(mine), self.scheme)
-        return (part for each in mine for part in self._parts(each, shared))
-
-    def _unaligned(self, mine: list[Slice]) -> list[Slice]:
-        """Returns the slices with a part of a block. Raises ValueError for a part of a group of int4."""
-        found = []
-        for each in mine:
-            if each.position.name not in self.names:
-                continue
-            check_groups(each.position.shape, self.scheme, each.position.name)
-            if _is_aligned(each.position, self.scheme):
-                continue
-            if self.scheme.kind == "int4":
-                raise ValueError(
-                    f"{each.position.name} must have whole groups of {self.scheme.block[1]} on each trainer rank, got "
-                    f"columns {list(each.position.where[1])} of {each.position.shape[1]}; lower "
-                    "--expert-tensor-parallel-size or --tensor-model-parallel-size"
-                )
-            found.append(each)
-        return found
-
-    def _parts(self, each: Slice, shared: dict[str, Tensor]) -> Iterator[Slice]:
-        position = each.position
-        if position.name not in self.names:
-            yield each
-            return
-        found = _QuantizedSlice(each, self.scheme, self.scale_dtype, shared.get(position.name))
-        module = position.name.removesuffix("weight")
-        (top, bottom), (left, right) = position.where
-        packed = _PER_WORD if self.scheme.kind == "int4" else 1
+def _parts(each: Slice, shared: dict[str, Tensor], weights: QuantizedWeights) -> Iterator[Slice]:
+    position, scheme = each.position, weights.scheme
+    if position.name not in weights.names:
+        yield each
+        return
+    found = _QuantizedSlice(each, scheme, weights.scale_dtype, shared.get(position.name))
+    module = position.name.removesuffix("weight")
+    (top, bottom), (left, right) = position.where
+    packed = _PER_WORD if scheme.kind == "int4" else 1
+    yield Slice(
+        SlicePosition(
+            f"{module}{scheme.weight}",
+            "int32" if packed > 1 else scheme.kind,
+            (position.shape[0], position.shape[1] // packed),
+            ((top, bottom), (left // packed, right // packed)),
+        ),
+        found.codes,
+    )
+    where = _slice_scales(position, scheme)
+    if all(start < end for start, end in where):
+        grid = scheme.grid(position.shape)
         yield Slice(
-            SlicePosition(
-                f"{module}{self.scheme.weight}",
-                "int32" if packed > 1 else self.scheme.kind,
-                (position.shape[0], position.shape[1] // packed),
-                ((top, bottom), (left // packed, right // packed)),
-            ),
-            found.codes,
+            SlicePosition(f"{module}{scheme.scale}", weights.scale_dtype, grid, where),
+            partial(found.scales, where),
         )
-        where = _slice_scales(position, self.scheme)
-        if all(start < end for start, end in where):
-            grid = self.scheme.grid(position.shape)
-            yield Slice(
-                SlicePosition(f"{module}{self.scheme.scale}", self.scale_dtype, grid, where),
-                partial(found.scales, where),
-            )
-        if packed > 1 and top == left == 0:
-            shape = torch.tensor(position.shape, dtype=torch.int64)
-            yield Slice(SlicePosition(f"{module}weight_shape", "int64", (2,), ((0, 2),)), lambda: shape)
+    if packed > 1 and top == left == 0:
+        shape = torch.tensor(position.shape, dtype=torch.int64)
+        yield Slice(SlicePosition(f"{module}weight_shape", "int64", (2,), ((0, 2),)), lambda: shape)
 
 
 class _QuantizedSlice:
@@ -160,18 +129,18 @@ class _QuantizedSlice:
         return to_fp8(values, scales, _whole(position, scheme), _offset(position, scheme)), scales
 
 
-def quantized(export: Export, weights: QuantizedWeights) -> Export:
+def quantize_export(export: Export, weights: QuantizedWeights) -> Export:
     """Returns the quantised form of the weights that a rank publishes."""
     whole, own = export.whole, export.own
     return Export(
         None if whole is None else lambda: _whole_tensors(whole(), weights),
-        None if own is None else lambda: weights.slices(own()),
+        None if own is None else lambda: quantize_slices(own(), weights),
     )
 
 
 def _whole_tensors(tensors: Iterable[Named], weights: QuantizedWeights) -> Iterator[Named]:
     for name, tensor in tensors:
-        yield from weights.quantized(name, tensor)
+        yield from weights.quantize(name, tensor).items()
 
 
 def _shared_maxima(unaligned: list[Slice], scheme: QuantizationScheme) -> dict[str, Tensor]:

@@ -45,13 +45,15 @@ def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums
     """Trains each model in a child process. It saves the log-probs before and after a step of plain gradient descent,
     and both published updates. A model that fails has its traceback instead."""
     from slime.checkpoints.hf_config import read_hf_config
+    from slime.checkpoints.hf_files import Files
     from slime.data.token_slice import token_slice
     from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
     from slime.megatron_backend.model.attention import packed_layout
     from slime.megatron_backend.model.gpt import build_model, compute_logits, stage_output, unwrap
     from slime.megatron_backend.parallel import init_parallel
     from slime.models import family_for
-    from slime.weight_sync.quantized import QuantizedWeights
+    from slime.models.quantized_checkpoint import QuantizedWeights
+    from slime.weight_sync.quantized import quantize_slices
 
     config = make_config()
     device = init_parallel(0, 1, config, init_method=f"file://{root}/store").device
@@ -73,7 +75,7 @@ def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums
             values = log_probs(model)
             slices = whole_slices(export_hf(model))
             if scheme is not None:
-                slices = QuantizedWeights.of(root / name, scheme).slices(slices)
+                slices = quantize_slices(slices, QuantizedWeights.from_files(Files(root / name), scheme))
             update = channel.publish(slices, version, checksums=checksums)
             made.append((values.detach().cpu(), update))
             values.sum().backward()

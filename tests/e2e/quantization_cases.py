@@ -43,15 +43,20 @@ FP8_ROWS: dict[str, Any] = {
 """GLM's FP8 checkpoints."""
 
 
+def with_fp8(**weights: object) -> dict[str, Any]:
+    """Returns FP8_ROWS with other values for its weights."""
+    group = FP8_ROWS["config_groups"]["group_0"]
+    return FP8_ROWS | {"config_groups": {"group_0": group | {"weights": group["weights"] | weights}}}
+
+
 def with_rounded_inputs(**weights: object) -> dict[str, Any]:
     """Returns FP8_ROWS with dynamic activations in fp8, which engines on CPUs need, and other values for its
     weights."""
-    group = FP8_ROWS["config_groups"]["group_0"]
+    group = with_fp8(**weights)["config_groups"]["group_0"]
     inputs = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
     if weights:
         inputs |= {"strategy": "group", "group_size": 128}
-    group = group | {"weights": group["weights"] | weights, "input_activations": inputs}
-    return FP8_ROWS | {"config_groups": {"group_0": group}}
+    return FP8_ROWS | {"config_groups": {"group_0": group | {"input_activations": inputs}}}
 
 
 COMPRESSED = {

@@ -14,10 +14,10 @@ from family_engine import TOKENS, train, trained_models, versions_of
 from fp8_cases import layer
 from megatron_cases import tiny_checkpoint
 from offline_engine import offline_engine
-from quantise import find_routers, quantise, quantization_config
+from quantize import find_routers, quantization_config, quantize_checkpoint
 from rank_processes import on_ranks
 
-from vime.vllm.worker.live_quantised import quantised_pieces
+from vime.vllm.worker.live_quantized import quantized_pieces
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def test_compiled_codes_are_the_nearest() -> None:
     """vLLM compiles its quantisation. Another order of products and divisions must still give the nearest values."""
     weight = torch.randn(1000, 1300, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     linear = torch.compile(layer, dynamic=True)(weight.bfloat16(), [1000])
-    (piece,) = quantised_pieces(linear, [1000])
+    (piece,) = quantized_pieces(linear, [1000])
     assert piece.holds(weight)
     linear.weight.view(torch.uint8)[700, 600] += 1
     assert not piece.holds(weight)
@@ -73,7 +73,7 @@ def test_an_engine_keeps_the_scheme(
     """Updates have checksums, so the engine loads each update twice and compares all live tensors."""
     tiny_checkpoint(tmp_path / "plain", kind, **shape)
     given = quantization_config(scheme, routers=find_routers(tmp_path / "plain"))
-    quantise(tmp_path / "plain", tmp_path / "tiny", given)
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "tiny", given)
     on_ranks(train, tmp_path, ["tiny"], "bfloat16", True, ranks=1)
     trained = tmp_path, torch.load(tmp_path / "trained.pt", weights_only=False)
     (before, first), (after, second) = versions_of(trained, "tiny")

@@ -24,7 +24,7 @@ from vime.audit.prefill import PrefillEngine
 from vime.audit.report import LogProbDifference, active, as_json, compare, draw, table
 from vime.audit.source import AuditSource, find_weights, one_rank, read_config, read_source
 from vime.pool.engine_flags import engine_dtype
-from vime.vllm.fp8 import quantises
+from vime.vllm.fp8 import quantizes
 
 TRAINING, DECODE = "trainer, training rows", "engine decode"
 MOST_ALONE = 64  # most requests that run one by one
@@ -126,7 +126,7 @@ def report(
         f"rollout {source.rollout_id}, weights version {source.version} ({weights}), {len(source.samples)} samples in "
         f"{len(source.micro_batches)} micro-batches, {config.megatron.params_dtype} on {config.cluster.device}"
     )
-    if quantises(config.engine.backend_args):
+    if quantizes(config.engine.backend_args):
         print(f"the engine computed in {engine_dtype(config)}: the difference has its rounding")
     if left_out:
         print(f"not comparable, in no number below: {left_out} tokens")

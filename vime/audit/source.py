@@ -21,7 +21,7 @@ from slime.rollout.facts import first_difference, replay_template, sample_facts
 from slime.types import Sample
 from vime.pool.control import CHECKPOINT_VERSION
 from vime.pool.engine_flags import engine_dtype
-from vime.vllm.fp8 import quantises
+from vime.vllm.fp8 import quantizes
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
         "sampling": {},
         # for a quantised engine, the audit measures the effect of its precision
         "dtype": engine_dtype(config)
-        if quantises(config.engine.backend_args)
+        if quantizes(config.engine.backend_args)
         else config.megatron.params_dtype,
         "tokenizer": tokenizer_fingerprint(checkpoint),
     }

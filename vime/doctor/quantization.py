@@ -30,7 +30,7 @@ def check_quantization(machine: Machine, wanted: WantedRun) -> list[Finding]:
         return [
             problem(
                 *(_NAME, f"{method}: no update of the engines can bring weights in this scheme"),
-                f"write a copy in bfloat16: python scripts/dequantise.py {wanted.hf_checkpoint} OUT_DIR",
+                f"write a copy in bfloat16: python scripts/dequantize.py {wanted.hf_checkpoint} OUT_DIR",
             )
         ]
     if wanted.device == "cpu":

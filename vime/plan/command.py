@@ -18,7 +18,7 @@ from slime.plan.loading_estimate import loading
 from slime.plan.memory_decision import TOO_SMALL
 from slime.plan.memory_estimate import adapters_sent
 from slime.plan.model_shape import Shape
-from slime.plan.scheme_bytes import count_quantised
+from slime.plan.scheme_bytes import count_quantized
 from slime.plan.stages import build_stages, micro_batch_group
 from slime.plan.units import count
 from slime.roles import describe_step
@@ -58,7 +58,7 @@ def scheme_lines(c: Config, hf: Hf) -> Iterator[str]:
     """Yields the scheme of a quantised checkpoint, the share of the parameters that it quantises, and whether engines
     of vLLM run it on the devices of the run."""
     scheme, shape = family_for(hf).scheme(hf), Shape.of(hf)
-    found = count_quantised(shape)
+    found = count_quantized(shape)
     if scheme is not None and found is not None:
         share = (found.others + found.experts) / shape.params
         yield f"checkpoint and engines: {scheme.title} ({share:.0%} of the parameters, {found.bytes:.4g} B each)"

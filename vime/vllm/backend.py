@@ -92,8 +92,8 @@ def engine_facts(backend_args: Mapping[str, Any]) -> EngineFacts:
         memory_share=backend_args.get("gpu_memory_utilization", ENGINE_SHARE),
         cache_bytes=backend_args.get("kv_cache_memory_bytes"),
         dtype=backend_args.get("dtype"),
-        weight_bytes=fp8.WEIGHT_BYTES if fp8.quantises(backend_args) else None,
-        invariant=not fp8.quantises(backend_args)
+        weight_bytes=fp8.WEIGHT_BYTES if fp8.quantizes(backend_args) else None,
+        invariant=not fp8.quantizes(backend_args)
         and not backend_args.get("speculative_config")
         and all((backend_args.get(name) or 1) == 1 for name in _CONTEXT_PARALLEL),
         drafts=(backend_args.get("speculative_config") or {}).get("method") == "mtp",
@@ -139,7 +139,7 @@ class VllmBackend:
         check_concurrency,
         *engine_rules,
         flags.check_weight_channel,
-        fp8.check_quantisation,
+        fp8.check_quantization,
         external.check_addresses,
         external.check_weights,
     )

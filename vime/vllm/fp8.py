@@ -23,7 +23,7 @@ WEIGHT_BYTES = 1 + 4 / 128**2
 _DTYPES = ("bfloat16", "float16", "half", "auto")
 
 
-def quantises(backend_args: Mapping[str, object]) -> bool:
+def quantizes(backend_args: Mapping[str, object]) -> bool:
     """Returns true if engines with these flags of vLLM (`EngineConfig.backend_args`) quantise their weights."""
     return backend_args.get("quantization") is not None
 
@@ -36,7 +36,7 @@ def in_blocks(argv: Sequence[str]) -> list[str]:
     ]
 
 
-def check_quantisation(config: Config) -> None:
+def check_quantization(config: Config) -> None:
     """Checks the flag's value, the dtype of activations, and --check-weight-update-equal."""
     quantization = config.engine.backend_args.get("quantization")
     if quantization is None or not config.num_engines:
@@ -90,7 +90,7 @@ def _check_model(config: Config, quantization: str) -> None:
 def check_on_cpu(config: Config) -> None:
     """Raises ValueError for a model with experts on CPUs, because vLLM's CPU kernels for fp8 experts need AMX
     instructions."""
-    if not config.num_engines or config.cluster.device != "cpu" or not quantises(config.engine.backend_args):
+    if not config.num_engines or config.cluster.device != "cpu" or not quantizes(config.engine.backend_args):
         return
     if read_decoder(read_hf_config(config.rollout.hf_checkpoint)).experts:
         raise FlagError(

@@ -33,7 +33,7 @@ experts on CPUs         CPUFusedMOE packs them at each load a kernel and a route
                                                                                                 `cpu_experts`, too
 drafts on CPUs          its forms are bound at the import   registered by a worker              `cpu_draft`, in the
                                                                                                 newer version only
-fp8 in plain PyTorch    has no such kernel                  BlockWiseTorchFP8...Kernel          `live_quantised`
+fp8 in plain PyTorch    has no such kernel                  BlockWiseTorchFP8...Kernel          `live_quantized`
 experts in fp8 with a   an error                            refines the blocks to 32 or more    `refines_expert_blocks`
 part of a block
 error of a refused      ValueError                          not a ValueError                    `refusals`

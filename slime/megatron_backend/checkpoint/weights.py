@@ -39,7 +39,7 @@ from slime.megatron_backend.checkpoint.torch_dist import load_torch_dist
 from slime.megatron_backend.model.gpt import HiddenGPTModel, last_part, unwrapped
 from slime.models import family_for
 from slime.models.layouts import Row
-from slime.models.quantised import StoredForm
+from slime.models.quantized_checkpoint import StoredForm
 from slime.models.slices import Piece, Tensors, pieces
 from slime.system.disk_space import DiskSpaceGuard
 

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 
 from slime.checkpoints.hf_config import read_hf_config
+from slime.checkpoints.hf_files import Files
 from slime.config import Config
 from slime.config.hook_calls import Hooks
 from slime.config.sections.checkpoint import HfFormat
@@ -21,12 +22,13 @@ from slime.megatron_backend.checkpoint.weights import export_hf, live, save_hf
 from slime.megatron_backend.step.models import Models
 from slime.models import family_for
 from slime.models.lora import sends_adapters
+from slime.models.quantized_checkpoint import QuantizedWeights
 from slime.protocols import CHECKPOINT, FULL, WeightSet, WeightUpdate
 from slime.roles import POLICY
 from slime.weight_sync.channel import Export, TrainerSettings
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.publisher import Publisher, Written
-from slime.weight_sync.quantized import QuantizedWeights, quantized
+from slime.weight_sync.quantized import quantize_export
 
 
 class Outputs:
@@ -138,7 +140,7 @@ class Outputs:
             lambda: own(merged(main.model, main.residence.read)),
         )
         weights = self._scheme()
-        return export if weights is None else quantized(export, weights)
+        return export if weights is None else quantize_export(export, weights)
 
     def _scheme(self) -> QuantizedWeights | None:
         """Returns the form in which engines keep the weights of a quantised --hf-checkpoint."""
@@ -147,7 +149,7 @@ class Outputs:
         scheme = family_for(hf).scheme(hf)
         if scheme is None or not self.config.num_engines:
             return None
-        return QuantizedWeights.of(checkpoint, scheme)
+        return QuantizedWeights.from_files(Files(Path(checkpoint)), scheme)
 
     def _save_hf(self, rollout_id: int) -> None:
         flags, model = self.config.checkpoint, self.models.main.model

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 from slime.models.decoder import Decoder, Experts, Hf
 from slime.models.family import Family, Written
 from slime.models.layouts import Direct, GateUpTensor, Row, cat
-from slime.models.mxfp4 import dequantised
+from slime.models.mxfp4 import dequantized
 from slime.models.reading import alternating_windows, expert_count, need, only, read_decoder
 from slime.models.rows import ATTENTION, ENDS, HF, IGNORED, MG, NORMS, OUTPUT_BIAS
 from slime.models.slices import Stored, Tensors, Where
@@ -76,7 +76,7 @@ class OneByOne:
 
     def __init__(self, files: Tensors, hf: Hf) -> None:
         self.files, self.count = files, expert_count(hf)
-        self.quantised = any(name.endswith("_blocks") for name in files.names())
+        self.quantized = any(name.endswith("_blocks") for name in files.names())
 
     def names(self) -> set[str]:
         """Returns the names. A tensor in MXFP4 has one name here. Its scales must be in the files too, because `get`
@@ -93,9 +93,9 @@ class OneByOne:
         if not (one := _ONE.fullmatch(name)):
             return self.files.get(name)
         stacked, expert, fused = f"{one[1]}.{one[3]}", int(one[2]), "gate_up" in name
-        if self.quantised and not name.endswith("_bias"):
+        if self.quantized and not name.endswith("_bias"):
             ends = "_blocks", "_scales"
-            weight = dequantised(*(self.files.get(stacked + end)[expert] for end in ends))
+            weight = dequantized(*(self.files.get(stacked + end)[expert] for end in ends))
             return weight.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if fused else weight
         return GptOssExpert(self.files.get(stacked), expert, fused)
 

@@ -17,7 +17,7 @@ from slime.models.families.qwen3_vl import FILES, TEXT, TOWER, read_tower
 from slime.models.family import Family
 from slime.models.hybrid import FLAGS, SHARED_WIDTH, hybrid_rows, read_hybrid
 from slime.models.layouts import Row
-from slime.models.quantised import dequantised
+from slime.models.quantized_checkpoint import dequantized
 from slime.models.reading import expert_count, need, only
 from slime.models.rows import EXPERTS, MLP, under
 from slime.models.slices import Stored, Tensors, Where
@@ -115,7 +115,7 @@ class Qwen35Expert:
 
 
 def text_tensors(prefix: str) -> Callable[[Tensors, Hf], Tensors]:
-    return lambda tensors, hf: TextTensors(dequantised(tensors, hf), hf, prefix)
+    return lambda tensors, hf: TextTensors(dequantized(tensors, hf), hf, prefix)
 
 
 COMMON = hybrid_rows(("qkv", "z", "b", "a"), ((0, 1, 2), (3,), (4,), (5,)))

@@ -11,7 +11,7 @@ from slime.models import family_for
 from slime.models.decoder import Hf
 from slime.models.quantization import QuantizationScheme
 from slime.plan.model_shape import Shape
-from slime.plan.scheme_bytes import check_widths, count_quantised
+from slime.plan.scheme_bytes import check_widths, count_quantized
 from slime.records.errors import FlagError
 from slime.system.extras import IS_CHECKOUT
 
@@ -44,7 +44,7 @@ def _check_rounding(c: Config, hf: Hf, scheme: QuantizationScheme | None) -> Non
     if not c.train.round_expert_weights:
         return
     flag, shape = "--round-expert-weights (OPEN_TRAINING_INT4_FAKE_QAT_FLAG)", Shape.of(hf)
-    found = count_quantised(shape)
+    found = count_quantized(shape)
     if scheme is None or scheme.kind != "int4" or found is None or not found.experts:
         scheme_title = "plain weights" if scheme is None else scheme.title
         raise FlagError(
@@ -70,7 +70,7 @@ def _check_read_only(c: Config, method: str) -> None:
         raise FlagError("--save-hf-format", f"be bf16 for a checkpoint in {method}", "checkpoint", _READ_ONLY)
     if not c.debug.debug_train_only:
         how = (
-            f": python scripts/dequantise.py {checkpoint} OUT_DIR"
+            f": python scripts/dequantize.py {checkpoint} OUT_DIR"
             if IS_CHECKOUT
             else " with vime's repository"
         )

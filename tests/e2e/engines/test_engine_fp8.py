@@ -55,7 +55,7 @@ def check_deltas(
     engine.take(updates[1])
 
 
-def test_updates_are_quantised_on_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_are_quantized_on_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The live weights are the trainer's weights rounded to fp8, with their own scales: before an update, after it,
     and after the first weights again. The log-probs follow. Blocks are ragged here: 128 x 128 of 256 x 128, 192 x
     128 and 128 x 96."""

@@ -17,8 +17,8 @@ import torch
 from family_engine import TOKENS, train, versions_of
 from megatron_cases import tiny_checkpoint
 from offline_engine import OfflineEngine, offline_engine
-from quantise import find_routers, quantise, quantization_config
 from quantization_cases import COMPRESSED
+from quantize import find_routers, quantization_config, quantize_checkpoint
 from rank_processes import on_ranks
 from safetensors.torch import load_file, save_file
 
@@ -48,7 +48,7 @@ MOE: dict[str, Any] = DENSE | {"moe_intermediate_size": 128, "num_experts": 8, "
 SHAPES = {"qwen3": DENSE, "qwen3_moe": MOE}
 
 
-def quantised_checkpoint(
+def quantized_checkpoint(
     directory: Path, kind: str, scheme: str, shape: dict[str, Any] | None = None
 ) -> None:
     """Writes a tiny checkpoint. With experts, int4 quantises only experts, as in Kimi-K2-Thinking."""
@@ -59,7 +59,7 @@ def quantised_checkpoint(
         given = COMPRESSED[scheme] | {"ignore": ["lm_head"]}
     else:
         given = quantization_config(scheme, experts_only=experts_only, routers=find_routers(plain))
-    quantise(plain, directory, given)
+    quantize_checkpoint(plain, directory, given)
     shutil.rmtree(plain)
 
 
@@ -68,7 +68,7 @@ def served(
     root: Path, kind: str, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[OfflineEngine, list[Any]]]:
     """Yields an engine with a tiny checkpoint, and (log-probs, update) of the trainer before and after a step."""
-    quantised_checkpoint(root / "tiny", kind, scheme)
+    quantized_checkpoint(root / "tiny", kind, scheme)
     on_ranks(train, root, ["tiny"], "float32", True, ranks=1)
     versions = versions_of((root, torch.load(root / "trained.pt", weights_only=False)), "tiny")
     with offline_engine(root / "tiny", root / "tiny-weights", monkeypatch, dtype="bfloat16") as engine:
@@ -135,9 +135,9 @@ def test_engines_keep_the_scheme(
     with served(tmp_path, kind, scheme, monkeypatch) as (engine, ((before, first), (after, second))):
         stored, brought = load_file(tmp_path / "tiny" / "model.safetensors"), load_file(first.info["path"])
         codes = "weight_packed" if scheme == "int4" else "weight"
-        quantised = [name for name in stored if name.endswith(codes) and stored[name].dtype != torch.float32]
-        assert quantised and all(brought[name].dtype == stored[name].dtype for name in quantised)
-        same = [(stored[name].view(torch.uint8) == brought[name].view(torch.uint8)) for name in quantised]
+        quantized = [name for name in stored if name.endswith(codes) and stored[name].dtype != torch.float32]
+        assert quantized and all(brought[name].dtype == stored[name].dtype for name in quantized)
+        same = [(stored[name].view(torch.uint8) == brought[name].view(torch.uint8)) for name in quantized]
         assert torch.cat([each.flatten() for each in same]).float().mean() > 0.999
         agrees = FP8_INPUTS if scheme == "rows" else AGREES
         start = engine.log_probs(TOKENS)

@@ -11,7 +11,7 @@ import torch
 from family_engine import TOKENS, train, versions_of
 from offline_engine import offline_engine
 from rank_processes import on_ranks
-from test_engine_quantized import AGREES, MOE, ROUNDED, check_deltas, quantised_checkpoint
+from test_engine_quantized import AGREES, MOE, ROUNDED, check_deltas, quantized_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -43,10 +43,10 @@ def damage(worker: Any) -> None:
         ("int4", True, (4, 256, 16)),
     ],
 )
-def test_two_ranks_share_a_quantised_checkpoint(
+def test_two_ranks_share_a_quantized_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, by_experts: bool, local: tuple[int, ...]
 ) -> None:
-    quantised_checkpoint(tmp_path / "tiny", "qwen3_moe", scheme, SHAPE)
+    quantized_checkpoint(tmp_path / "tiny", "qwen3_moe", scheme, SHAPE)
     on_ranks(train, tmp_path, ["tiny"], "float32", True, ranks=1)
     (before, first), (after, second) = versions_of(
         (tmp_path, torch.load(tmp_path / "trained.pt", weights_only=False)), "tiny"

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from offline_engine import offline_engine
-from quantise import quantise, quantization_config
+from quantize import quantization_config, quantize_checkpoint
 from safetensors.torch import load_file
 from train_fixtures import World, make_world, rows, run, samples, vime
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime.checkpoints.hf_files import Files
-from slime.models.quantised import dequantised
+from slime.models.quantized_checkpoint import dequantized
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -38,7 +38,7 @@ def world() -> Iterator[World]:
 
 def read_plain(folder: Path) -> dict[str, torch.Tensor]:
     """Returns the weights of a directory in float32, dequantised if they are quantised."""
-    tensors = dequantised(Files(folder), json.loads((folder / "config.json").read_text()))
+    tensors = dequantized(Files(folder), json.loads((folder / "config.json").read_text()))
     return {name: tensors.get(name)[...].float() for name in tensors.names()}
 
 
@@ -72,7 +72,7 @@ def test_train_resume_and_export(
 ) -> None:
     """The directory of the first rollout has the weights with which the engine of the run samples the second."""
     source = world.root / scheme
-    quantise(world.model, source, quantization_config(scheme))
+    quantize_checkpoint(world.model, source, quantization_config(scheme))
     folder = world.root / f"run-{scheme}"
     flags = [*world.grpo(folder.name, rollouts=1), "--colocate", "--actor-num-gpus-per-node", "1"]
     flags[flags.index("--hf-checkpoint") + 1] = str(source)

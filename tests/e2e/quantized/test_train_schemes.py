@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from quantise import main as quantise
+from quantize import main as quantize
 from train_fixtures import World, make_world, rows, run, vime
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 def world() -> Iterator[World]:
     for world in make_world(arch="qwen3-moe-blocks-tiny"):
         for scheme in ("fp8", "int4"):
-            quantise(["--scheme", scheme, "--experts-only", str(world.model), str(world.root / scheme)])
-        quantise(["--scheme", "fp8", str(world.model), str(world.root / "fp8-all")])
+            quantize(["--scheme", scheme, "--experts-only", str(world.model), str(world.root / scheme)])
+        quantize(["--scheme", "fp8", str(world.model), str(world.root / "fp8-all")])
         yield world
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import transformers
-from dequantise import dequantise
+from dequantize import dequantize_checkpoint
 from megatron_cases import hf_logits, make_config, packed_logits, sequences, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -15,14 +15,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from slime.megatron_backend.checkpoint.weights import load_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import check_hf_config, load_hf_config
-from slime.models.mxfp4 import dequantised
+from slime.models.mxfp4 import dequantized
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
 HIDDEN, WIDTH, EXPERTS = 64, 32, 6
 
 
-def quantised(shape, seed):
+def quantized(shape, seed):
     """Returns random codes and scales of a weight [E, outputs, inputs]."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (*shape[:-1], shape[-1] // 32, 16), generator=generator, dtype=torch.uint8)
@@ -43,7 +43,7 @@ def checkpoints(tmp_path_factory):
             ("down_proj", (EXPERTS, HIDDEN, WIDTH)),
         ):
             path = f"model.layers.{layer}.mlp.experts.{name}"
-            blocks, scales = quantised(shape, layer)
+            blocks, scales = quantized(shape, layer)
             plain[path] = convert_moe_packed_tensors(blocks, scales).float()
             assert plain[path].shape == tensors.pop(path).shape
             tensors |= {f"{path}_blocks": blocks, f"{path}_scales": scales}
@@ -59,13 +59,13 @@ def checkpoints(tmp_path_factory):
 def test_every_code_and_scale():
     """Code 2 is 1, code 15 is -6, and scale 126 is a half."""
     blocks = torch.tensor([[[0xF2] * 16, [0x21] * 16]], dtype=torch.uint8)
-    values = dequantised(blocks, torch.tensor([[126, 128]], dtype=torch.uint8))
+    values = dequantized(blocks, torch.tensor([[126, 128]], dtype=torch.uint8))
     assert values.dtype == torch.bfloat16
     assert values.tolist() == [[0.5, -3.0] * 16 + [1.0, 2.0] * 16]
     every = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16)
     scales = torch.arange(100, 116, dtype=torch.uint8).view(1, 16, 1)
     theirs = convert_moe_packed_tensors(every, scales).transpose(1, 2)
-    assert torch.equal(dequantised(every, scales), theirs)
+    assert torch.equal(dequantized(every, scales), theirs)
 
 
 def test_the_trainer_reads_them_as_transformers_does(checkpoints):
@@ -79,16 +79,16 @@ def test_the_trainer_reads_them_as_transformers_does(checkpoints):
 
 def test_a_copy_in_bfloat16_is_an_ordinary_checkpoint(checkpoints, tmp_path):
     folder, hf = checkpoints
-    dequantise(folder, tmp_path / "plain")
+    dequantize_checkpoint(folder, tmp_path / "plain")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
     assert not hasattr(again.config, "quantization_config")
     for name, tensor in hf.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
     with pytest.raises(ValueError, match="DIR must hold a quantised checkpoint"):
-        dequantise(tmp_path / "plain", tmp_path / "twice")
+        dequantize_checkpoint(tmp_path / "plain", tmp_path / "twice")
 
 
-def test_another_quantisation_is_an_error(checkpoints):
+def test_another_quantization_is_an_error(checkpoints):
     config = load_hf_config(checkpoints[0]) | {"quantization_config": {"quant_method": "fp8"}}
     with pytest.raises(ValueError, match="quant_method in config.json must be mxfp4"):
         check_hf_config(config)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
-from quantization_cases import FP8, FP8_ROWS, INT4, KIMI_IGNORED, with_int4
+from quantization_cases import FP8, FP8_ROWS, INT4, KIMI_IGNORED, with_fp8, with_int4
 
 from slime.models.quantization import (
     QuantizationScheme,
     block_maxima,
     dequantize,
     pack,
-    quantised_names,
     quantize,
+    quantized_names,
     read_scheme,
     scales_from,
     to_fp8,
@@ -85,11 +85,37 @@ def test_modules_that_are_left_out(module: str, fp8: bool, int4: bool) -> None:
         (with_int4(actorder="group"), "got compressed-tensors pack-quantized;"),
         (INT4 | {"format": "nvfp4-pack-quantized"}, "got compressed-tensors nvfp4-pack-quantized;"),
         (INT4 | {"config_groups": {}}, "got compressed-tensors pack-quantized;"),
+        (FP8 | {"activation_scheme": "static"}, "got fp8;"),
+        (with_fp8(strategy="group", group_size=128), "got compressed-tensors float-quantized;"),
     ],
 )
 def test_unknown_schemes_are_errors(said: object, got: str) -> None:
     with pytest.raises(ValueError, match=f"quantization_config in config.json must be fp8 .*{got} use a"):
         read_scheme({"quantization_config": said})
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (
+            FP8 | {"modules_to_not_convert": "lm_head"},
+            "modules_to_not_convert of .* must be a list .* got lm_head;",
+        ),
+        (INT4 | {"ignore": ["lm_head", 3]}, "ignore of quantization_config .* must be a list of names"),
+        (INT4 | {"ignore": ["re:.*(self_attn"]}, r"got re:\.\*\(self_attn; correct the entry"),
+        (FP8 | {"ignored_layers": {"a": 1}}, "ignored_layers of quantization_config"),
+    ],
+)
+def test_lists_of_modules_with_a_wrong_entry_are_errors(form: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_scheme({"quantization_config": form})
+
+
+def test_a_list_may_name_the_layers_of_an_engine() -> None:
+    form = scheme(INT4 | {"ignore": ["re:.*qkv_proj", "model.layers.0.mlp.gate_up_proj"]})
+    left_out = ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    assert not any(form.converts(f"model.layers.0.{module}") for module in left_out)
+    assert form.converts("model.layers.0.mlp.down_proj") and form.converts("model.layers.1.mlp.up_proj")
 
 
 def test_packing_equals_that_of_compressed_tensors() -> None:
@@ -183,4 +209,4 @@ def test_missing_tensors_are_named() -> None:
 
 def test_names_of_files_decide() -> None:
     names = {"a.weight", "a.weight_scale_inv", "norm.weight"}
-    assert list(quantised_names(names, scheme(FP8))) == ["a.weight"]
+    assert list(quantized_names(names, scheme(FP8))) == ["a.weight"]

@@ -75,7 +75,7 @@ INT4 = {
 DEEPSEEK = {"model_type": "deepseek_v3", **ARCHITECTURES["deepseek-v3"].config_fields()}
 
 
-def test_quantised_files_have_fewer_bytes_for_the_weights_that_the_scheme_quantises():
+def test_quantized_files_have_fewer_bytes_for_the_weights_that_the_scheme_quantizes():
     """The routed experts of DeepSeek-V3 are 58 x 256 x 3 x 7168 x 2048 parameters. Embedding, head and routers are in
     bfloat16."""
     ranks = {"actor_num_gpus_per_node": 8, "tensor_model_parallel_size": 8, "sequence_parallel": True}
@@ -103,13 +103,13 @@ def test_the_bytes_are_those_of_the_reference_weights(tmp_path):
     assert converted["expert weights read"].bytes == plain["expert weights read"].bytes
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text(json.dumps(fp8))
-    quantised = planned(DEEPSEEK, **ranks)
-    assert quantised["expert weights read"].bytes < 0.51 * plain["expert weights read"].bytes
+    quantized = planned(DEEPSEEK, **ranks)
+    assert quantized["expert weights read"].bytes < 0.51 * plain["expert weights read"].bytes
 
 
 def test_files_that_are_read_whole_have_no_estimate_of_bytes():
     """gpt-oss has two tensors per layer for all experts, in MXFP4."""
     hf = {"model_type": "gpt_oss", **ARCHITECTURES["gpt-oss-20b"].config_fields()}
     assert "weights read" in planned(hf)
-    quantised = planned(hf | {"quantization_config": {"quant_method": "mxfp4"}})
-    assert list(quantised) == ["host memory"]
+    quantized = planned(hf | {"quantization_config": {"quant_method": "mxfp4"}})
+    assert list(quantized) == ["host memory"]

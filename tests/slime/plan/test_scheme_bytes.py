@@ -10,7 +10,7 @@ from memory_cases import config
 
 from slime.plan.card_phases import engine_weights
 from slime.plan.model_shape import Shape
-from slime.plan.scheme_bytes import QuantisedParams, count_quantised
+from slime.plan.scheme_bytes import QuantizedParams, count_quantized
 
 QWEN3_30B = {"model_type": "qwen3_moe", **ARCHITECTURES["qwen3-30b-a3b"].config_fields()}
 ATTENTION = 48 * (2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128)
@@ -35,22 +35,22 @@ def int4(*ignored: str) -> dict[str, object]:
     ("said", "found"),
     [
         ({}, None),
-        (fp8(), QuantisedParams(ATTENTION, EXPERTS, FP8)),
+        (fp8(), QuantizedParams(ATTENTION, EXPERTS, FP8)),
         (
             fp8(modules_to_not_convert=[f"model.layers.{i}.self_attn" for i in range(48)]),
-            QuantisedParams(0, EXPERTS, FP8),
+            QuantizedParams(0, EXPERTS, FP8),
         ),
         (
             fp8(modules_to_not_convert=["model.layers.0.self_attn.q_proj", "model.layers.47.mlp"]),
-            QuantisedParams(ATTENTION // 48 * 47, EXPERTS // 48 * 47, FP8),
+            QuantizedParams(ATTENTION // 48 * 47, EXPERTS // 48 * 47, FP8),
         ),
-        (int4("lm_head"), QuantisedParams(ATTENTION, EXPERTS, INT4)),
-        (int4("lm_head", "re:.*self_attn.*"), QuantisedParams(0, EXPERTS, INT4)),
-        (int4("re:.*experts.*"), QuantisedParams(ATTENTION, 0, INT4)),
+        (int4("lm_head"), QuantizedParams(ATTENTION, EXPERTS, INT4)),
+        (int4("lm_head", "re:.*self_attn.*"), QuantizedParams(0, EXPERTS, INT4)),
+        (int4("re:.*experts.*"), QuantizedParams(ATTENTION, 0, INT4)),
     ],
 )
-def test_parameters_that_a_scheme_quantises(said, found):
-    assert count_quantised(Shape.of(QWEN3_30B | said)) == found
+def test_parameters_that_a_scheme_quantizes(said, found):
+    assert count_quantized(Shape.of(QWEN3_30B | said)) == found
 
 
 def test_an_engine_keeps_the_scheme_of_its_checkpoint():

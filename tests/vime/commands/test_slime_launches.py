@@ -112,7 +112,7 @@ def read(name: str, root: Path) -> Config:
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_a_quantised_checkpoint_keeps_its_scheme(name, tmp_path, hooks):
+def test_a_quantized_checkpoint_keeps_its_scheme(name, tmp_path, hooks):
     config = read(name, tmp_path)
     (note,) = [note for note in config.notes if "keep the weights of --hf-checkpoint in" in note]
     assert note.startswith(

@@ -32,7 +32,7 @@ from vime.vllm.cpu import draft as cpu_draft
 from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.server_flags import VLLM, VLLM_RESERVED, vllm_parser
 from vime.vllm.versions import installed
-from vime.vllm.worker.live_quantised import _PLAIN_KERNELS
+from vime.vllm.worker.live_quantized import _PLAIN_KERNELS
 
 KEY = "k"
 FOLDER = Path(vllm.__file__).parent

@@ -139,7 +139,7 @@ _OURS = {
 }
 _OWN_OPTIONS = {"batch_invariant", "pd_disaggregation", "server_concurrency", "weight_sync_mode"}
 """Flags with vLLM's prefix that are not flags of its server."""
-_LIVE = ("live_weights", "live_experts", "live_quantised", "weight_views", "draft", "weight_receiver")
+_LIVE = ("live_weights", "live_experts", "live_quantized", "weight_views", "draft", "weight_receiver")
 """This project's modules that read a live model, whose parts have no types."""
 
 

@@ -30,7 +30,7 @@ def with_plain_kernel(kernels: dict[PlatformEnum, list[type]]) -> dict[PlatformE
 def _kernel() -> type[CPUFp8BlockScaledMMKernel]:
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 
-    class DequantisedOnCpu(CPUFp8BlockScaledMMKernel):
+    class DequantizedOnCpu(CPUFp8BlockScaledMMKernel):
         """`x @ dequantize(weight, weight_scale_inv).T + bias`."""
 
         @classmethod
@@ -46,8 +46,11 @@ def _kernel() -> type[CPUFp8BlockScaledMMKernel]:
             block = (self.weight_group_shape.row, self.weight_group_shape.col)
             scheme = QuantizationScheme("fp8", "float8_e4m3fn", block, "float32")
             scales = getattr(layer, "weight_scale_inv", None)  # compressed-tensors has another name
-            stored = {"weight": layer.weight, "weight_scale_inv": layer.weight_scale if scales is None else scales}
+            stored = {
+                "weight": layer.weight,
+                "weight_scale_inv": layer.weight_scale if scales is None else scales,
+            }
             weight = dequantize(stored, scheme)
             return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
-    return DequantisedOnCpu
+    return DequantizedOnCpu

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from slime.models import Hf, family_for
-from vime.vllm.worker.live_quantised import Quantised
+from vime.vllm.worker.live_quantized import Quantized
 from vime.vllm.worker.live_weights import cut_shard, holds, live_tensors
 
 
@@ -58,7 +58,7 @@ def differing_draft_tensors(
 
 def live_draft_tensors(
     draft: Any, target: nn.Module, update: Collection[str]
-) -> Iterator[tuple[str, object, torch.Tensor | Quantised]]:
+) -> Iterator[tuple[str, object, torch.Tensor | Quantized]]:
     """Yields the live tensors of a model's draft, as `live_tensors` does. Embedding and head, which the draft shares
     with the model, have other names."""
     if not hasattr(draft, "packed_modules_mapping"):

@@ -22,7 +22,7 @@ from vime.vllm.worker.live_experts import (
     list_remote_experts,
     packed_positions,
 )
-from vime.vllm.worker.live_quantised import Quantised, is_quantised, quantised_pieces
+from vime.vllm.worker.live_quantized import Quantized, is_quantized, quantized_pieces
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
@@ -62,9 +62,9 @@ def differing_tensors(
     return sorted(wrong)
 
 
-def holds(live: torch.Tensor | Quantised, want: torch.Tensor) -> bool:
+def holds(live: torch.Tensor | Quantized, want: torch.Tensor) -> bool:
     """Returns True if a live value equals the update's value, cast to the live dtype or quantised."""
-    if isinstance(live, Quantised):
+    if isinstance(live, Quantized):
         return live.holds(want)
     return torch.equal(live, want.to(live.device, live.dtype))
 
@@ -82,7 +82,7 @@ def names_elsewhere(model: nn.Module, update: Collection[str]) -> set[str]:
 
 def live_tensors(
     model: nn.Module, update: Collection[str]
-) -> Iterator[tuple[str, object, torch.Tensor | Quantised]]:
+) -> Iterator[tuple[str, object, torch.Tensor | Quantized]]:
     """Yields (HF name, object with the tensor-parallel rank, value on this rank) of every weight that the model
     computes with.
 
@@ -95,7 +95,7 @@ def live_tensors(
     known = {*update, *files}
     shared = "shared_expert" if any(".shared_expert." in name for name in update) else "shared_experts"
     for path, module in model.named_modules(remove_duplicate=False):
-        found: Iterable[tuple[str, object, torch.Tensor | Quantised]]
+        found: Iterable[tuple[str, object, torch.Tensor | Quantized]]
         if has_experts(module):
             found = expert_tensors(path, module, known, files)
         else:
@@ -107,7 +107,7 @@ def live_tensors(
 
 def _module_tensors(
     path: str, module: Any, fused: list[str] | None, update: Collection[str]
-) -> Iterator[tuple[str, object, torch.Tensor | Quantised]]:
+) -> Iterator[tuple[str, object, torch.Tensor | Quantized]]:
     """Yields the tensors of a module without experts, whose path in files is `path`. `fused`: the names in files of the
     parts that vLLM fuses in the module."""
     if hasattr(module, "W_UK_T"):
@@ -125,13 +125,13 @@ def _module_tensors(
 
 def _pieces(
     module: nn.Module, kind: str, parameter: nn.Parameter, parts: list[str]
-) -> Iterator[tuple[str, object, torch.Tensor | Quantised]]:
+) -> Iterator[tuple[str, object, torch.Tensor | Quantized]]:
     """Yields (part, holder, value) for each part of a parameter. The scales of a quantised weight come with the
     weight."""
-    if is_quantised(module) and kind.startswith("weight"):
+    if is_quantized(module) and kind.startswith("weight"):
         if kind == "weight":
-            quantised = quantised_pieces(module, _rows(module, parts))
-            yield from ((part, module, found) for part, found in zip(parts, quantised, strict=True))
+            quantized = quantized_pieces(module, _rows(module, parts))
+            yield from ((part, module, found) for part, found in zip(parts, quantized, strict=True))
         return
     for value in used_values(module, kind, parameter):
         for part, (holder, piece) in zip(parts, _split(module, value, parts), strict=True):

@@ -26,13 +26,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from slime.weight_sync.channel import Part
 from vime.vllm.worker.bitwise.layers import METHODS
 from vime.vllm.worker.live_experts import keeps_plain_experts
-from vime.vllm.worker.live_quantised import Quantised
+from vime.vllm.worker.live_quantized import Quantized
 from vime.vllm.worker.live_weights import cut_shard, holds
 
 # vLLM's own logger prints the messages of loggers below it.
 logger = logging.getLogger("vllm.vime.weight_views")
 
-Live = tuple[str, object, Tensor | Quantised]
+Live = tuple[str, object, Tensor | Quantized]
 """HF name, object with the tensor-parallel rank, value on this rank."""
 Shapes = dict[str, list[int]]
 _PLAIN_METHODS = (*METHODS, *METHODS.values())

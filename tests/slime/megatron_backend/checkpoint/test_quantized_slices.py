@@ -9,21 +9,23 @@ from typing import Any
 import pytest
 import torch
 from megatron_cases import tiny_checkpoint
-from quantise import quantise
+from quantize import quantize_checkpoint
 from rank_processes import in_layouts, on_ranks
 from safetensors.torch import load_file
 
+from slime.checkpoints.hf_files import Files
 from slime.megatron_backend.checkpoint.own_slices import OwnSlices
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.models import family_for
+from slime.models.quantized_checkpoint import QuantizedWeights
 from slime.weight_sync.channel import Export, TrainerSettings
 from slime.weight_sync.delta.local_copy import CopyVersion, LocalCopy
 from slime.weight_sync.delta.snapshot import Snapshot
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.publisher import Publisher
-from slime.weight_sync.quantized import QuantizedWeights, quantized
+from slime.weight_sync.quantized import quantize_export
 
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -54,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def make(root: Path, name: str, **shape: Any) -> Path:
     kind, said = MODELS[name]
     tiny_checkpoint(root / f"{name}-plain", kind, **shape)
-    quantise(root / f"{name}-plain", root / name, said)
+    quantize_checkpoint(root / f"{name}-plain", root / name, said)
     return root / name
 
 
@@ -65,7 +67,7 @@ def export_of(directory: Path, config: Any) -> Export:
     scheme = family_for(hf).scheme(hf)
     assert scheme is not None
     given = Export(lambda: export_hf(model), OwnSlices(model))
-    return quantized(given, QuantizedWeights.of(directory, scheme))
+    return quantize_export(given, QuantizedWeights.from_files(Files(directory), scheme))
 
 
 def work(rank: int, root: Path, layouts: dict[str, dict[str, Any]], ranks: int) -> None:
@@ -109,7 +111,7 @@ def delta(export: Export, directory: Path) -> None:
             copy.keep(part.info["path"], to)
 
 
-def test_two_ranks_publish_what_one_rank_quantises(tmp_path: Path) -> None:
+def test_two_ranks_publish_what_one_rank_quantizes(tmp_path: Path) -> None:
     for name in MODELS:
         make(tmp_path, name)
     on_ranks(work, tmp_path, {"one": {}}, 1, ranks=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_cases import loaded, packed_logits, sequences, sum_loss, tiny_checkpoint
-from quantise import find_routers, quantise, quantization_config
+from quantize import find_routers, quantization_config, quantize_checkpoint
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.megatron_backend.checkpoint.weights import export_hf
@@ -23,7 +23,7 @@ def checkpoint(tmp_path: Path) -> Path:
     tiny_checkpoint(tmp_path / "plain", "qwen3_moe", hidden_size=128, moe_intermediate_size=64, head_dim=64)
     routers = find_routers(tmp_path / "plain")
     said = quantization_config("int4", experts_only=True, routers=routers)
-    quantise(tmp_path / "plain", tmp_path / "int4", said)
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "int4", said)
     shutil.rmtree(tmp_path / "plain")
     return tmp_path / "int4"
 

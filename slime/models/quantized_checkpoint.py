@@ -5,6 +5,7 @@ slices touch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.models.decoder import Hf
@@ -12,8 +13,8 @@ from slime.models.quantization import (
     QuantizationScheme,
     check_scales,
     dequantize,
-    quantised_names,
     quantize,
+    quantized_names,
     read_scheme,
 )
 from slime.models.slices import Stored, Tensors, Where
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _PER_WORD = 8
 
 
-def dequantised(tensors: Tensors, hf: Hf) -> Tensors:
+def dequantized(tensors: Tensors, hf: Hf) -> Tensors:
     """Returns the tensors of a checkpoint as plain weights. This is the usual value of `Family.stored`."""
     scheme = read_scheme(hf)
     return tensors if scheme is None else PlainWeights(tensors, scheme)
@@ -49,7 +50,7 @@ class PlainWeights:
                 f"a checkpoint in {self._scheme.title} must have {self._part(name, missing[0])}, got none in "
                 f"{self.find_file(name)}; download it again"
             )
-        return _Quantised({part: self._tensors.get(parts[part]) for part in parts}, self._scheme, name)
+        return _QuantizedTensor({part: self._tensors.get(parts[part]) for part in parts}, self._scheme, name)
 
     def find_file(self, name: str) -> str:
         stored = name if name in self._stored else self._part(name, self._scheme.weight)
@@ -92,7 +93,7 @@ class _Unscaled:
         return found
 
 
-class _Quantised:
+class _QuantizedTensor:
     """A quantised weight in a file (slime.models.slices.Stored). Indexing reads the blocks that the slice touches."""
 
     def __init__(self, parts: dict[str, Stored], scheme: QuantizationScheme, name: str) -> None:
@@ -157,24 +158,50 @@ class _Quantised:
         return dequantize(tensors, self._scheme, name=self._name)
 
 
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """The weights that a checkpoint stores in quantised form. Updates of engines and written checkpoints have the same
+    form."""
+
+    scheme: QuantizationScheme
+    names: frozenset[str]
+    """HF names of the weights, such as "model.layers.0.mlp.up_proj.weight"."""
+    scale_dtype: str
+
+    @classmethod
+    def from_files(cls, files: Tensors, scheme: QuantizationScheme) -> QuantizedWeights:
+        """Reads the names of the tensors, and the dtype of one scale. Raises ValueError for a checkpoint without
+        scales."""
+        names = sorted(quantized_names(files.names(), scheme))
+        if not names:
+            raise ValueError(
+                f"--hf-checkpoint must have tensors {scheme.scale} for {scheme.title}, got none; download the "
+                "checkpoint again"
+            )
+        dtype = _read_dtype(files.get(f"{names[0].removesuffix('weight')}{scheme.scale}"))
+        return cls(scheme, frozenset(names), str(dtype).removeprefix("torch."))
+
+    def quantize(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Returns the tensors that store the whole weight `name`: name -> tensor. A plain weight is unchanged."""
+        if name not in self.names:
+            return {name: tensor}
+        parts = quantize(tensor, self.scheme, name=name, scale_dtype=self.scale_dtype)
+        return {f"{name.removesuffix('weight')}{last}": part for last, part in parts.items()}
+
+
 class StoredForm:
-    """The form in which a checkpoint stores its tensors: the scheme, the quantised weights, and all dtypes. Making it
-    opens every file of the checkpoint, so the files may be replaced afterwards."""
+    """The form in which a checkpoint stores its tensors: its quantised weights, and all dtypes. Making it opens every
+    file of the checkpoint, so the files may be replaced afterwards."""
 
     def __init__(self, source: Tensors, scheme: QuantizationScheme | None) -> None:
-        self._scheme, names = scheme, source.names()
-        self._quantised = set() if scheme is None else set(quantised_names(names, scheme))
-        self._dtypes = {name: _read_dtype(source.get(name)) for name in names}
+        self._weights = None if scheme is None else QuantizedWeights.from_files(source, scheme)
+        self._dtypes = {name: _read_dtype(source.get(name)) for name in source.names()}
 
     def convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Returns the tensors that store the weight `name`: quantised, or with the dtype of the checkpoint's tensor. A
-        tensor that the checkpoint lacks is returned unchanged."""
-        if self._scheme is None or name not in self._quantised:
-            return {name: tensor.to(self._dtypes.get(name, tensor.dtype))}
-        stem = name.removesuffix("weight")
-        kind = str(self._dtypes[f"{stem}{self._scheme.scale}"]).removeprefix("torch.")
-        found = quantize(tensor, self._scheme, name=name, scale_dtype=kind)
-        return {f"{stem}{last}": part.to(self._dtypes[f"{stem}{last}"]) for last, part in found.items()}
+        """Returns the tensors that store the weight `name`, each with the dtype of the checkpoint's tensor. A tensor
+        that the checkpoint lacks is returned unchanged."""
+        parts = {name: tensor} if self._weights is None else self._weights.quantize(name, tensor)
+        return {name: part.to(self._dtypes.get(name, part.dtype)) for name, part in parts.items()}
 
 
 def _read_dtype(stored: Stored) -> dtype:

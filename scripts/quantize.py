@@ -1,7 +1,7 @@
 """Writes a copy of a checkpoint whose linear layers are quantised, as published checkpoints in FP8 and INT4 are.
 
-    python scripts/quantise.py --scheme fp8 DIR OUT_DIR
-    python scripts/quantise.py --scheme int4 --experts-only DIR OUT_DIR
+    python scripts/quantize.py --scheme fp8 DIR OUT_DIR
+    python scripts/quantize.py --scheme int4 --experts-only DIR OUT_DIR
 
 DIR is a checkpoint with plain weights, for example from make_model.py. The scheme fp8 is that of DeepSeek-V3 and
 Qwen3 (blocks of 128 x 128), and int4 is that of Kimi-K2-Thinking (compressed-tensors, groups of 32). Needs host memory
@@ -61,7 +61,7 @@ def quantization_config(scheme: str, *, experts_only: bool = False, routers: tup
     return SCHEMES[scheme] | {"modules_to_not_convert" if scheme == "fp8" else "ignore": ignored}
 
 
-def quantise(source: Path, out: Path, given: dict[str, Any]) -> None:
+def quantize_checkpoint(source: Path, out: Path, given: dict[str, Any]) -> None:
     """Writes the copy with `quantization_config` = `given`. Raises ValueError for a checkpoint that is quantised."""
     hf = read_config_json(source)
     if hf.get("quantization_config"):
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     given = quantization_config(
         args.scheme, experts_only=args.experts_only, routers=find_routers(args.source)
     )
-    quantise(args.source, args.out, given)
+    quantize_checkpoint(args.source, args.out, given)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slime.models.quantization import BITS, QuantizationScheme, check_groups, check_scales, quantised_names
+from slime.models.quantization import BITS, QuantizationScheme, check_groups, check_scales, quantized_names
 from slime.records.errors import FlagError
 
 _FP8 = "F8_E4M3"
@@ -24,12 +24,12 @@ class TensorHeader:
     file: str
 
 
-def check_quantised_files(
+def check_quantized_headers(
     headers: Mapping[str, TensorHeader], scheme: QuantizationScheme, flag: str = "--hf-checkpoint"
 ) -> None:
     """Raises ValueError for the first quantised weight, in the order of names, whose tensors are incomplete or do not
     have the shapes of the scheme. Files without any quantised weight are an error too. `flag` names the checkpoint."""
-    found = sorted(quantised_names(set(headers), scheme))
+    found = sorted(quantized_names(set(headers), scheme))
     bare = [name for name, header in headers.items() if header.dtype == _FP8 and name.endswith(".weight")]
     for name in sorted({*found, *bare, *_packed(headers, scheme)}):
         stem = name.removesuffix("weight")

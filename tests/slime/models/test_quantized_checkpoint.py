@@ -14,7 +14,7 @@ from slime.checkpoints.hf_files import Files
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
-from slime.models.quantised import dequantised
+from slime.models.quantized_checkpoint import dequantized
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
@@ -75,7 +75,7 @@ def per_expert(tensors):
     return found
 
 
-def quantise(directory, said, form):
+def quantize(directory, said, form):
     """Stores the routed experts, one latent projection and the prediction layer of a tiny model in `form`. Returns
     the dequantised weights."""
     tiny_checkpoint(directory, "deepseek_v3")
@@ -100,8 +100,8 @@ def loaded(directory):
 
 
 @pytest.mark.parametrize(("said", "form"), [(FP8, in_fp8), (INT4, in_int4)], ids=["fp8", "int4"])
-def test_quantised_weights_are_loaded_and_written_plain(tmp_path, said, form):
-    _, wanted = quantise(tmp_path / "hf", said, form)
+def test_quantized_weights_are_loaded_and_written_plain(tmp_path, said, form):
+    _, wanted = quantize(tmp_path / "hf", said, form)
     model = loaded(tmp_path / "hf")
     exported = dict(export_hf(model))
     assert exported.keys() == wanted.keys() - {PREDICTION}
@@ -121,9 +121,9 @@ def test_quantised_weights_are_loaded_and_written_plain(tmp_path, said, form):
 @pytest.mark.parametrize(("said", "form"), [(FP8, in_fp8), (INT4, in_int4)], ids=["fp8", "int4"])
 def test_a_slice_needs_only_its_blocks(tmp_path, said, form):
     """A rank reads the codes and scales of the blocks that its slice touches: 16 or 8 of 48 columns, of 64 rows."""
-    quantise(tmp_path, said, form)
+    quantize(tmp_path, said, form)
     files = Files(tmp_path)
-    stored = dequantised(files, {"quantization_config": said}).get(EXPERT)
+    stored = dequantized(files, {"quantization_config": said}).get(EXPERT)
     whole = stored[...]
     assert stored.shape == whole.shape == (64, 48)
     for where in [(slice(5, 23),), (slice(None), slice(18, 31)), (slice(63, 64), slice(0, 48)), ...]:
@@ -138,7 +138,7 @@ def test_a_slice_needs_only_its_blocks(tmp_path, said, form):
 def test_weights_are_written_in_the_scheme_of_the_checkpoint(tmp_path, said, form):
     """The scales are computed again, from values that were rounded to bfloat16. Tensors that are not quantised, and the
     prediction layer that the model does not have, are the same bits."""
-    stored, wanted = quantise(tmp_path / "hf", said, form)
+    stored, wanted = quantize(tmp_path / "hf", said, form)
     model = loaded(tmp_path / "hf")
     save_hf(model, tmp_path / "hf", tmp_path / "same", form="checkpoint", max_shard_bytes=100_000)
     assert len(list((tmp_path / "same").glob("*.safetensors"))) > 2
@@ -158,7 +158,7 @@ def test_weights_are_written_in_the_scheme_of_the_checkpoint(tmp_path, said, for
 
 
 def test_a_directory_in_bfloat16_from_a_trainer_in_float32(tmp_path):
-    _, wanted = quantise(tmp_path / "hf", FP8, in_fp8)
+    _, wanted = quantize(tmp_path / "hf", FP8, in_fp8)
     save_hf(loaded(tmp_path / "hf"), tmp_path / "hf", tmp_path / "out", form="bf16")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for name, tensor in written.items() if "bias" not in name} == {torch.bfloat16}
@@ -169,7 +169,7 @@ def test_a_directory_in_bfloat16_from_a_trainer_in_float32(tmp_path):
 
 
 def test_scales_that_are_missing_or_of_another_shape_are_named(tmp_path):
-    stored, _ = quantise(tmp_path, FP8, in_fp8)
+    stored, _ = quantize(tmp_path, FP8, in_fp8)
     scales = stored.pop(f"{EXPERT}_scale_inv")
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=rf"must have {EXPERT}_scale_inv, got none"):
@@ -193,7 +193,7 @@ def test_scales_that_are_missing_or_of_another_shape_are_named(tmp_path):
         ),
     ],
 )
-def test_other_quantisations_are_errors(tmp_path, said, got):
-    quantise(tmp_path, said, in_int4)
+def test_other_quantizations_are_errors(tmp_path, said, got):
+    quantize(tmp_path, said, in_int4)
     with pytest.raises(ValueError, match=rf"quantization_config in config.json must be fp8 .*{got}"):
         load_hf_config(tmp_path)

@@ -9,7 +9,7 @@ import torch
 from fp8_cases import BLOCK, RANGE, layer
 
 from slime.models.quantization import dequantize, read_scheme, spread
-from vime.vllm.worker.live_quantised import is_quantised, quantised_pieces
+from vime.vllm.worker.live_quantized import is_quantized, quantized_pieces
 
 SIZES = [100, 60, 40]
 
@@ -23,18 +23,18 @@ def weight() -> torch.Tensor:
     return weight
 
 
-def test_pieces_hold_what_was_quantised(weight: torch.Tensor) -> None:
+def test_pieces_hold_what_was_quantized(weight: torch.Tensor) -> None:
     linear = layer(weight.bfloat16(), SIZES)
-    assert is_quantised(linear) and not is_quantised(SimpleNamespace(weight=weight))
-    pieces = list(quantised_pieces(linear, SIZES))
+    assert is_quantized(linear) and not is_quantized(SimpleNamespace(weight=weight))
+    pieces = list(quantized_pieces(linear, SIZES))
     assert [piece.shape for piece in pieces] == [torch.Size((size, 130)) for size in SIZES]
     for piece, want in zip(pieces, weight.split(SIZES), strict=True):
         assert piece.holds(want)
-    dequantised = torch.cat([piece.codes.float() * piece.scales for piece in pieces])
+    dequantized = torch.cat([piece.codes.float() * piece.scales for piece in pieces])
     scheme = read_scheme({"quantization_config": {"quant_method": "fp8", "weight_block_size": BLOCK}})
     assert scheme is not None
     expected = dequantize({"weight": linear.weight, "weight_scale_inv": linear.weight_scale_inv}, scheme)
-    assert torch.equal(dequantised.bfloat16(), expected)
+    assert torch.equal(dequantized.bfloat16(), expected)
 
 
 def test_one_code_that_is_not_the_nearest_is_found(weight: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ def test_one_code_that_is_not_the_nearest_is_found(weight: torch.Tensor) -> None
     code += 1
     found = [
         piece.holds(want)
-        for piece, want in zip(quantised_pieces(linear, SIZES), weight.split(SIZES), strict=True)
+        for piece, want in zip(quantized_pieces(linear, SIZES), weight.split(SIZES), strict=True)
     ]
     assert found == [True, True, False]
 
@@ -55,7 +55,7 @@ def test_scales_of_other_weights_are_found(weight: torch.Tensor, factor: float) 
     linear.weight_scale_inv[0, 0] *= factor
     scales = spread(linear.weight_scale_inv, BLOCK, weight.shape)
     linear.weight = (weight.bfloat16().float() / scales).clamp(-RANGE, RANGE).to(torch.float8_e4m3fn)
-    (piece,) = quantised_pieces(linear, [200])
+    (piece,) = quantized_pieces(linear, [200])
     assert not piece.holds(weight)
 
 
@@ -65,11 +65,11 @@ def test_scales_of_powers_of_two_are_kept(weight: torch.Tensor) -> None:
     linear.weight_scale_inv = torch.exp2(linear.weight_scale_inv.log2().ceil())
     scales = spread(linear.weight_scale_inv, BLOCK, weight.shape)
     linear.weight = (weight.bfloat16().float() / scales).to(torch.float8_e4m3fn)
-    (piece,) = quantised_pieces(linear, [200])
+    (piece,) = quantized_pieces(linear, [200])
     assert piece.holds(weight) and not piece.holds(weight + 0.5)
 
 
 def test_a_kernel_that_packs_weights_is_refused(weight: torch.Tensor) -> None:
     linear = layer(weight.bfloat16(), [200], kernel="MarlinFP8ScaledMMLinearKernel")
     with pytest.raises(RuntimeError, match="--check-weight-update-equal must .* got MarlinFP8"):
-        list(quantised_pieces(linear, [200]))
+        list(quantized_pieces(linear, [200]))

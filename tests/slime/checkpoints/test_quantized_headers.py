@@ -47,7 +47,7 @@ UP = "model.layers.1.mlp.up_proj"
 SCHEMES = {"fp8": FP8, "channel": CHANNEL, "int4": INT4}
 
 
-def write_quantised(folder: Path, said: dict, **changes: torch.Tensor | None) -> dict:
+def write_quantized(folder: Path, said: dict, **changes: torch.Tensor | None) -> dict:
     """Writes a Qwen3 of 4 layers in a scheme. `changes` replace or remove tensors of UP. Returns config.json."""
     write_model(folder, quantization_config=said)
     hidden, ffn, heads = HF_CONFIG["hidden_size"], HF_CONFIG["intermediate_size"], 128
@@ -68,7 +68,7 @@ def write_quantised(folder: Path, said: dict, **changes: torch.Tensor | None) ->
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_whole_checkpoint_passes(tmp_path, scheme):
-    check_checkpoint_shapes(tmp_path, write_quantised(tmp_path, SCHEMES[scheme]))
+    check_checkpoint_shapes(tmp_path, write_quantized(tmp_path, SCHEMES[scheme]))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_whole_checkpoint_passes(tmp_path, scheme):
     ],
 )  # fmt: skip
 def test_damaged_files_are_named(tmp_path, scheme, changes, message):
-    hf = write_quantised(tmp_path, SCHEMES[scheme], **changes)
+    hf = write_quantized(tmp_path, SCHEMES[scheme], **changes)
     with pytest.raises(ValueError, match=message) as error:
         check_checkpoint_shapes(tmp_path, hf)
     assert "\n" not in str(error.value)
@@ -169,7 +169,7 @@ def test_weights_beside_a_plain_checkpoint_have_a_scheme_of_their_own(tmp_path, 
         *(REFERENCE if flag == "--ref-load" else ("--load",)),
         str(tmp_path / "other"),
     ]
-    write_quantised(tmp_path / "other", said if not message or changes else FP8, **changes)
+    write_quantized(tmp_path / "other", said if not message or changes else FP8, **changes)
     write_model(tmp_path / "other", quantization_config=said)
     if not message:
         assert parse_args(argv).rollout.hf_checkpoint == str(tmp_path / "model")
@@ -179,9 +179,9 @@ def test_weights_beside_a_plain_checkpoint_have_a_scheme_of_their_own(tmp_path, 
     assert "\n" not in str(error.value)
 
 
-def test_plain_reference_weights_come_with_a_quantised_checkpoint(tmp_path):
+def test_plain_reference_weights_come_with_a_quantized_checkpoint(tmp_path):
     argv = [*good_argv(tmp_path), *REFERENCE, str(tmp_path / "plain")]
-    write_quantised(tmp_path / "model", FP8)
+    write_quantized(tmp_path / "model", FP8)
     write_model(tmp_path / "plain")
     plain = {f"model.layers.{i}.mlp.up_proj.weight": torch.zeros(384, 128) for i in range(4)}
     save_file(plain, tmp_path / "plain" / "model.safetensors")

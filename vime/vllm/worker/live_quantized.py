@@ -16,7 +16,7 @@ import torch
 from slime.models.quantization import spread
 
 _PLAIN_KERNELS = (
-    "DequantisedOnCpu",
+    "DequantizedOnCpu",
     "DeepGemmFp8BlockScaledMMKernel",
     "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
     "CutlassFp8BlockScaledMMKernel",
@@ -31,13 +31,13 @@ _SMALLEST = 1e-4
 """Lower bound of a block's largest value in vLLM's quantisation."""
 
 
-def is_quantised(module: object) -> bool:
+def is_quantized(module: object) -> bool:
     """Returns True if a linear layer of vLLM has its weight in fp8."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() == 1
 
 
-class Quantised:
+class Quantized:
     """A piece of a live weight: `codes` fp8 [O, I], and `scales` fp32 [O, I], one scale per element. `loaded`: the
     dtype in which vLLM reads a weight before it quantises it."""
 
@@ -55,7 +55,7 @@ class Quantised:
         return bool((near & (exact.abs() <= most * (1 + _SLACK))).all())
 
 
-def quantised_pieces(module: Any, sizes: Sequence[int]) -> Iterator[Quantised]:
+def quantized_pieces(module: Any, sizes: Sequence[int]) -> Iterator[Quantized]:
     """Yields the weight of a layer with `sizes` rows per fused projection. Raises RuntimeError for a kernel that packs
     weights."""
     kernel = type(module.quant_method.fp8_linear).__name__
@@ -69,7 +69,7 @@ def quantised_pieces(module: Any, sizes: Sequence[int]) -> Iterator[Quantised]:
         )
     elements = spread(_tight(codes, scales, block), block, codes.shape)
     for piece, own in zip(codes.split(list(sizes)), elements.split(list(sizes)), strict=True):
-        yield Quantised(piece, own, module.orig_dtype)
+        yield Quantized(piece, own, module.orig_dtype)
 
 
 def _tight(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

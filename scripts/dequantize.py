@@ -1,6 +1,6 @@
 """Writes a copy of a quantised checkpoint with bfloat16 weights, for engines that receive weight updates.
 
-    python scripts/dequantise.py DIR OUT_DIR
+    python scripts/dequantize.py DIR OUT_DIR
 
 DIR is a published checkpoint, such as gpt-oss in MXFP4. OUT_DIR gets the same files, with config.json without
 `quantization_config`. Needs disk for the model in bfloat16, and host memory for one layer and one file of 5 GiB.
@@ -18,7 +18,7 @@ from slime.checkpoints.hf_files import Files, write_shards
 from slime.models import family_for
 
 
-def dequantise(source: Path, out: Path) -> None:
+def dequantize_checkpoint(source: Path, out: Path) -> None:
     """Writes the copy. ValueError if the checkpoint is not quantised, or if no family reads its quantised files."""
     hf = read_hf_config(source)
     if not hf.get("quantization_config"):
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("source", type=Path, metavar="DIR")
     parser.add_argument("out", type=Path, metavar="OUT_DIR", help="a new folder")
     args = parser.parse_args(argv)
-    dequantise(args.source, args.out)
+    dequantize_checkpoint(args.source, args.out)
 
 
 if __name__ == "__main__":
