@@ -3,9 +3,11 @@ engine's weights and of the files. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slime.models import Family, family_for
+from slime.models import Family, family_for, read_decoder
+from slime.models.latent import Latent
 from slime.models.lora import get_module, linear_rows
 from slime.models.quantization import QuantizationScheme, check_groups
 from slime.plan.model_shape import Shape
@@ -44,8 +46,28 @@ def count_quantized(shape: Shape) -> QuantizedParams | None:
 
 
 def check_widths(shape: Shape) -> None:
-    """Raises ValueError for the first matrix of the MLP or of an expert that the scheme cannot quantise, such as rows
-    that are no whole groups of int4. It needs only config.json."""
+    """Raises ValueError for the first matrix that the scheme cannot quantise, such as rows that are no whole groups of
+    int4. The check covers MLPs, experts, and the output projection of the attention. It needs only config.json."""
+    scheme = family_for(shape.hf).scheme(shape.hf)
+    for matrix in quantized_matrices(shape):
+        assert scheme is not None
+        check_groups((matrix.rows, matrix.columns), scheme, f"{matrix.module}.weight")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix that a scheme quantises."""
+
+    module: str
+    rows: int
+    columns: int
+    splits_columns: bool
+    """Tensor-parallel ranks of the trainer split its columns, not its rows."""
+    is_expert: bool
+
+
+def quantized_matrices(shape: Shape) -> Iterator[Matrix]:
+    """Yields the quantised matrices of MLPs, experts and output projections, in the first layer that has them."""
     family = family_for(shape.hf)
     scheme = family.scheme(shape.hf)
     if scheme is None:
@@ -54,15 +76,24 @@ def check_widths(shape: Shape) -> None:
     first = {kind.sparse: number for number, kind in reversed([*enumerate(shape.kinds)])}
     for row in linear_rows(family):
         part = _part(row.megatron)
-        layer = first.get(part != _DENSE)
-        if layer is None or not widths.get(part):
-            continue
-        for name in row.hf:
+        if row.megatron.endswith("linear_proj.weight"):
+            softmax = (n for n, kind in enumerate(shape.kinds) if kind.kind != "gated_delta_net")
+            layer, columns = next(softmax, None), _attention_outputs(shape)
+        else:
+            layer, columns = first.get(part != _DENSE), widths.get(part, 0)
+        second = row.megatron.endswith(("linear_fc2.weight", "linear_proj.weight"))
+        for name in row.hf if layer is not None and columns else ():
             module = get_module(name).replace("{i}", str(layer)).replace("{e}", "0")
             if scheme.converts(module):
-                second = "linear_fc2" in row.megatron
-                matrix = (shape.hidden, widths[part]) if second else (widths[part], shape.hidden)
-                check_groups(matrix, scheme, f"{module}.weight")
+                rows, inputs = (shape.hidden, columns) if second else (columns, shape.hidden)
+                yield Matrix(module, rows, inputs, second, row.is_expert)
+
+
+def _attention_outputs(shape: Shape) -> int:
+    """Returns the columns of the output projection of softmax attention."""
+    decoder = read_decoder(shape.hf)
+    latent = next((kind.attention for kind in shape.kinds if isinstance(kind.attention, Latent)), None)
+    return decoder.heads * (latent.value if latent else decoder.head_dim)
 
 
 def _converted(scheme: QuantizationScheme, family: Family, layer: int) -> set[str]:

@@ -9,9 +9,10 @@ from slime.config.problems import require_value
 from slime.config.schema import Config
 from slime.models import family_for
 from slime.models.decoder import Hf
+from slime.models.lora import sends_adapters
 from slime.models.quantization import QuantizationScheme
 from slime.plan.model_shape import Shape
-from slime.plan.scheme_bytes import check_widths, count_quantized
+from slime.plan.scheme_bytes import check_widths, count_quantized, quantized_matrices
 from slime.records.errors import FlagError
 from slime.system.extras import IS_CHECKOUT
 
@@ -27,7 +28,9 @@ def check_scheme(c: Config, hf: Hf) -> None:
     _check_rounding(c, hf, scheme)
     if scheme is None:
         return
-    check_widths(Shape.of(hf))
+    shape = Shape.of(hf)
+    check_widths(shape)
+    _check_ranks(c, shape, scheme)
     strict = c.kernels.rlk_consistency == "strict" or c.kernels.rlk_bitwise
     if c.num_engines and strict:
         flag = "--rlk-bitwise" if c.kernels.rlk_bitwise else "--rlk-consistency"
@@ -37,6 +40,28 @@ def check_scheme(c: Config, hf: Hf) -> None:
             "it" if c.kernels.rlk_bitwise else "strict",
             "the engines round weights to this scheme, and the trainer does not",
         )
+
+
+def _check_ranks(c: Config, shape: Shape, scheme: QuantizationScheme) -> None:
+    """Checks that each trainer rank has whole groups of int4, because each rank quantises its slices. Blocks of fp8 may
+    lie on several ranks."""
+    if scheme.kind != "int4" or not c.num_engines or c.debug.debug_rollout_only or sends_adapters(c):
+        return
+    group = scheme.block[1]
+    for matrix in quantized_matrices(shape):
+        ranks = (
+            c.megatron.expert_tensor_parallel if matrix.is_expert else c.megatron.tensor_model_parallel_size
+        )
+        if matrix.splits_columns and matrix.columns % (ranks * group):
+            fits = (
+                n for n in range(ranks - 1, 0, -1) if ranks % n == 0 and matrix.columns % (n * group) == 0
+            )
+            raise FlagError(
+                "--expert-tensor-parallel-size" if matrix.is_expert else "--tensor-model-parallel-size",
+                f"leave whole groups of {group} of {scheme.title} on each trainer rank",
+                f"{matrix.columns} columns / {ranks} = {matrix.columns / ranks:g} in {matrix.module}",
+                f"use {next(fits, 1)}",
+            )
 
 
 def _check_rounding(c: Config, hf: Hf, scheme: QuantizationScheme | None) -> None:

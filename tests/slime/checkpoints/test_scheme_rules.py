@@ -80,6 +80,13 @@ def test_a_run_is_accepted_and_a_correction_recommended(tmp_path, said, title):
             {},
             "QAT_FLAG\\) must come with a checkpoint whose experts are in int4, got fp8 in blocks of 128 x 128 in",
         ),
+        (
+            INT4,
+            "--tensor-model-parallel-size 2 --sequence-parallel",
+            {"intermediate_size": 416, "vocab_size": 64},
+            "--tensor-model-parallel-size must leave whole groups of 32 of int4 in groups of 32 on each trainer rank, "
+            "got 416 columns / 2 = 208 in model.layers.0.mlp.down_proj; use 1",
+        ),
         ({}, "--round-expert-weights", {}, "must come with a checkpoint whose experts are in int4, got plain weights"),
         ({}, "--save-hf-format bf16", {}, "--save-hf must be given with --save-hf-format, got only --save-hf-format"),
     ],
