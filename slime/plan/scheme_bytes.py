@@ -55,7 +55,7 @@ def check_widths(shape: Shape) -> None:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class QuantizedMatrix:
     """A matrix that a scheme quantises."""
 
     module: str
@@ -66,7 +66,7 @@ class Matrix:
     is_expert: bool
 
 
-def quantized_matrices(shape: Shape) -> Iterator[Matrix]:
+def quantized_matrices(shape: Shape) -> Iterator[QuantizedMatrix]:
     """Yields the quantised matrices of MLPs, experts and output projections, in the first layer that has them."""
     family = family_for(shape.hf)
     scheme = family.scheme(shape.hf)
@@ -86,7 +86,7 @@ def quantized_matrices(shape: Shape) -> Iterator[Matrix]:
             module = get_module(name).replace("{i}", str(layer)).replace("{e}", "0")
             if scheme.converts(module):
                 rows, inputs = (shape.hidden, columns) if second else (columns, shape.hidden)
-                yield Matrix(module, rows, inputs, second, row.is_expert)
+                yield QuantizedMatrix(module, rows, inputs, second, row.is_expert)
 
 
 def _attention_outputs(shape: Shape) -> int:
