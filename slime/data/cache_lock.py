@@ -1,5 +1,4 @@
-"""Finds the cache of `datasets`, and replaces the locks that `datasets` takes there. The replacement logs a wait, and
-its wait ends.
+"""Replaces the locks that `datasets` takes in its cache. The replacement logs a wait, and its wait ends.
 
 On a file system with flock, the kernel frees the lock of a process that has ended. On other file systems the lock is a
 file (see slime.system.soft_lock). A process on another host may have left this file behind, and `datasets` would wait
@@ -8,7 +7,6 @@ for ever.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -16,30 +14,10 @@ from types import TracebackType
 
 from slime.system.soft_lock import has_flock, holder
 
-CACHE = "HF_DATASETS_CACHE"
-"""Name of the variable with the folder of the cache."""
 _SAY_EVERY_S = 10.0
 _LIMIT_S = 300.0
 """Longest wait in seconds for a lock file whose process runs on another host. A copy of a large data set takes
 minutes."""
-
-
-def find_cache_folder() -> Path:
-    """Returns the cache of `datasets`. ValueError if it cannot be written."""
-    from datasets import config
-
-    folder = Path(config.HF_DATASETS_CACHE)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        problem = "" if os.access(folder, os.W_OK) else "it cannot be written"
-    except OSError as error:
-        problem = str(error.strerror)
-    if problem:
-        raise ValueError(
-            f"{CACHE} must be a folder that can be written, got {folder} ({problem}); set this variable to a folder "
-            "with room for a copy of the prompts"
-        )
-    return folder
 
 
 class CacheLock:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slime import bridges
 from slime.bridges.datasets import LOCK
-from slime.data.cache_lock import CACHE, find_cache_folder
 from slime.data.formats.other import require_commas, what_to_do
 from slime.environments.hubs import is_environment
 from slime.environments.rows import prompt_file
 from slime.records.errors import FlagError
+from slime.system.cache_folder import CACHE, find_cache_folder
 from slime.system.disk_space import DiskSpaceGuard
 from slime.types import Json
 

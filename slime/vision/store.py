@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 _SUFFIX = ".safetensors"
 _IN_USE_S = 3600.0
 """Seconds after its last use in which a file is never removed. A rollout and its training step are shorter."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A processed image, and the text that replaces its marker in a prompt."""
+
+    item: MediaFile
+    text: str
 
 
 class MediaStore:
@@ -37,19 +45,26 @@ class MediaStore:
         folder.mkdir(parents=True, exist_ok=True)
         self._written = 0
 
-    def find(self, key: str) -> MediaFile | None:
+    def find(self, key: str) -> Stored | None:
         """Returns the processed image with this key, or None. Marks the file as used."""
         path = self._path(key)
         try:
             os.utime(path)
-            return read_item(path)
+            return read_stored(path)
         except FileNotFoundError:
             return None
 
     def write(
-        self, kind: MediaKind, key: str, tensors: Mapping[str, Tensor], *, tokens: int, grid: tuple[int, ...]
-    ) -> MediaFile:
-        """Stores the tensors of one image and returns their reference."""
+        self,
+        kind: MediaKind,
+        key: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        tokens: int,
+        grid: tuple[int, ...] = (),
+        text: str = "",
+    ) -> Stored:
+        """Stores the tensors of one image and returns their reference. `text` replaces its marker in a prompt."""
         from safetensors.torch import save_file
 
         path = self._path(key)
@@ -59,14 +74,14 @@ class MediaStore:
         partial = path.with_name(f"{key}.{os.getpid()}-{threading.get_ident()}.partial")
         try:
             whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(whole, str(partial), metadata={"media": json.dumps(asdict(item))})
+            save_file(whole, str(partial), metadata={"media": json.dumps(asdict(item)), "text": text})
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
         self._written += size
         if self._written > self._most_bytes // 8:
             self.trim()
-        return item
+        return Stored(item, text)
 
     def trim(self) -> None:
         """Removes the files that were not used for the longest time until the folder has room."""
@@ -89,9 +104,11 @@ class MediaStore:
         return self._folder / key[:2] / f"{key}{_SUFFIX}"
 
 
-def read_item(path: Path) -> MediaFile:
+def read_stored(path: Path) -> Stored:
     """Returns the reference to a file, from the file's own header."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    fields = json.loads(header["__metadata__"]["media"])
-    return MediaFile(**{**fields, "path": str(path), "grid": tuple(fields["grid"])})
+    metadata = header["__metadata__"]
+    fields = json.loads(metadata["media"])
+    item = MediaFile(**{**fields, "path": str(path), "grid": tuple(fields["grid"])})
+    return Stored(item, metadata["text"])

@@ -24,8 +24,8 @@ def stored(tmp_path):
 
 
 def test_a_reference_survives_pickling_and_maps_what_was_written(stored):
-    first = stored.write("image", "aa01", pixels(4, 1.5), tokens=1, grid=(1, 2, 2))
-    second = stored.write("image", "bb02", pixels(8, 2.5), tokens=2, grid=(1, 2, 4))
+    first = stored.write("image", "aa01", pixels(4, 1.5), tokens=1, grid=(1, 2, 2)).item
+    second = stored.write("image", "bb02", pixels(8, 2.5), tokens=2, grid=(1, 2, 4)).item
     inputs = pickle.loads(pickle.dumps(ImageInputs((first, second))))
     found = inputs.tensors()
     assert found["pixel_values"].shape == (12, 6)
@@ -37,20 +37,20 @@ def test_a_reference_survives_pickling_and_maps_what_was_written(stored):
 
 
 def test_an_image_is_found_again_by_its_key_with_all_fields(stored, tmp_path):
-    written = stored.write("video", "cc03", pixels(4, 1.0), tokens=3, grid=(2, 2, 2))
+    written = stored.write("video", "cc03", pixels(4, 1.0), tokens=3, grid=(2, 2, 2), text="<video> é")
     assert MediaStore(tmp_path, 1 << 20).find("cc03") == written
     assert stored.find("dd04") is None
 
 
 def test_a_write_to_a_mapped_tensor_does_not_reach_other_readers(stored):
-    item = stored.write("image", "aa01", pixels(4, 1.0), tokens=1, grid=(1, 2, 2))
+    item = stored.write("image", "aa01", pixels(4, 1.0), tokens=1, grid=(1, 2, 2)).item
     item.tensors()["pixel_values"].zero_()
     assert item.tensors()["pixel_values"].eq(1.0).all()
 
 
 def test_turns_add_their_images(stored):
-    one = ImageInputs((stored.write("image", "aa01", pixels(4, 1.0), tokens=1, grid=(1, 2, 2)),))
-    two = ImageInputs((stored.write("image", "bb02", pixels(4, 2.0), tokens=1, grid=(1, 2, 2)),))
+    one = ImageInputs((stored.write("image", "aa01", pixels(4, 1.0), tokens=1, grid=(1, 2, 2)).item,))
+    two = ImageInputs((stored.write("image", "bb02", pixels(4, 2.0), tokens=1, grid=(1, 2, 2)).item,))
     assert (one + two).keys == ("aa01", "bb02")
 
 
@@ -61,7 +61,7 @@ def test_tensors_of_a_plug_in_and_no_images_are_read_too():
 
 
 def test_a_missing_file_is_an_error_with_its_path(stored):
-    item = stored.write("image", "aa01", pixels(4, 1.0), tokens=1, grid=(1, 2, 2))
+    item = stored.write("image", "aa01", pixels(4, 1.0), tokens=1, grid=(1, 2, 2)).item
     os.unlink(item.path)
     with pytest.raises(ValueError, match=r"HF_DATASETS_CACHE must .* got no file .*aa01"):
         item.tensors()
@@ -70,7 +70,7 @@ def test_a_missing_file_is_an_error_with_its_path(stored):
 def test_the_oldest_files_are_removed_and_used_files_stay(tmp_path):
     small = MediaStore(tmp_path, 1200)
     items = [
-        small.write("image", f"{i}a{i}", pixels(4, float(i)), tokens=1, grid=(1, 2, 2)) for i in range(4)
+        small.write("image", f"{i}a{i}", pixels(4, float(i)), tokens=1, grid=(1, 2, 2)).item for i in range(4)
     ]
     assert all(os.path.exists(item.path) for item in items), "each file was used in the last hour"
     for age, item in enumerate(reversed(items)):

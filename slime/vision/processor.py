@@ -1,0 +1,241 @@
+"""A model's own processor turns images and videos into tensors, and expands their markers in the prompt's text.
+
+Each distinct image is processed once per processor, by itself, and stored (`slime.vision.store`). The ids of a prompt
+are those of transformers' processor for the whole prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.bridges.processors import allow_no_torchvision
+from slime.records.errors import FlagError
+from slime.system.cache_folder import CACHE, find_cache_folder
+from slime.system.disk_space import DiskSpaceGuard
+from slime.vision.images import PromptImage, open_image
+from slime.vision.inputs import ImageInputs, MediaKind
+from slime.vision.store import MediaStore, Stored
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a checkpoint with a processor. A checkpoint has at least one of the first two."""
+_TEXT_NAMES = frozenset(
+    ["input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets"]
+)
+"""What a processor returns for the text."""
+_MOST_BYTES = 256 * 2**30
+"""Size of the folder of processed images above which the oldest are removed."""
+_PROBE_PIXELS = 64
+
+
+def load_processor(name_or_path: str, *, trust_remote_code: bool = False) -> ProcessorMixin | None:
+    """Returns the processor of a checkpoint, or None for a checkpoint without a processor."""
+    path = Path(name_or_path)
+    if path.exists() and not any((path / name).is_file() for name in _FILES):
+        return None
+    allow_no_torchvision()
+    from transformers import AutoProcessor, ProcessorMixin
+
+    load: Callable[..., object] = AutoProcessor.from_pretrained
+    try:
+        found = load(str(name_or_path), trust_remote_code=trust_remote_code, local_files_only=path.exists())
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise FlagError(
+            "--hf-checkpoint",
+            "hold a processor that transformers can load",
+            f"{name_or_path} ({error})",
+            f"check {_FILES[0]}, or pass --trust-remote-code if it needs code of its own",
+        ) from error
+    return found if isinstance(found, ProcessorMixin) else None
+
+
+class MediaProcessor:
+    """Expands prompts with a processor of transformers. Several threads may call it.
+
+    Example::
+
+        media = MediaProcessor(load_processor("/models/Qwen2.5-VL-3B-Instruct"))
+        text, inputs = media.expand("<|vision_start|><|image_pad|><|vision_end|>How many?", images=[image])
+    """
+
+    def __init__(self, processor: ProcessorMixin, folder: Path | None = None) -> None:
+        self.processor = processor
+        folder = folder or find_cache_folder() / "images" / "processed"
+        self._folder = folder
+        self._store = MediaStore(folder, _MOST_BYTES)
+        self._locks: dict[str, threading.Lock] = {}
+        self._guard = threading.Lock()
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Digest of all settings that change the tensors of an image."""
+        import transformers
+
+        parts: list[object] = [transformers.__version__, type(self.processor).__qualname__]
+        for name in ("image_processor", "video_processor"):
+            if (one := getattr(self.processor, name, None)) is not None:
+                parts += [type(one).__qualname__, one.to_dict()]
+        text = json.dumps(parts, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def marker(self, kind: MediaKind) -> str | None:
+        """The text that stands for one image or video in a rendered prompt."""
+        return getattr(self.processor, f"{kind}_token", None)
+
+    def expand(
+        self, text: str, images: Sequence[object] = (), videos: Sequence[object] = ()
+    ) -> tuple[str, ImageInputs]:
+        """Returns `text` with the processor's text in the place of each marker, and the processed images. ValueError
+        unless the text has one marker per image and video."""
+        waiting = {"image": list(images), "video": list(videos)}
+        found: list[Stored] = []
+        pieces, done = [], 0
+        for kind, start, end in self._markers(text, waiting):
+            stored = self.process(kind, waiting[kind].pop(0))
+            found.append(stored)
+            pieces += [text[done:start], stored.text]
+            done = end
+        return "".join([*pieces, text[done:]]), ImageInputs(tuple(one.item for one in found))
+
+    def _markers(
+        self, text: str, waiting: Mapping[str, Sequence[object]]
+    ) -> Iterator[tuple[MediaKind, int, int]]:
+        """Yields kind, start and end of the markers of each kind that the prompt has."""
+        markers: dict[str, MediaKind] = {}
+        for kind in ("image", "video"):
+            if not waiting[kind]:
+                continue
+            marker = self.marker(kind)
+            count = 0 if marker is None else text.count(marker)
+            if marker is None or count != len(waiting[kind]):
+                shown = f"{count} of {marker!r}" if marker else "a model without one"
+                raise FlagError(
+                    f"a prompt with {len(waiting[kind])} {kind}s",
+                    f"have one marker per {kind}",
+                    f"{shown} in {text[:80]!r}",
+                    f"write <{kind}> where each {kind} belongs, and use a chat template that renders {kind}s",
+                )
+            markers[marker] = kind
+        if markers:
+            for match in re.finditer("|".join(map(re.escape, markers)), text):
+                yield markers[match[0]], match.start(), match.end()
+
+    def process(self, kind: MediaKind, value: object) -> Stored:
+        """Returns a processed image or video, from the store if it is there."""
+        content = open_image(value) if kind == "image" else _video(value)
+        key = hashlib.blake2b(
+            f"{kind} {self.identity} {_digest(content)}".encode(), digest_size=16
+        ).hexdigest()
+        with self._guard:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            stored = self._store.find(key) or self._process(kind, key, content)
+        with self._guard:
+            self._locks.pop(key, None)
+        return stored
+
+    def _process(self, kind: MediaKind, key: str, content: object) -> Stored:
+        out = self._call(kind, content)
+        text = out["text_replacement_offsets"][0][0]["replacement"]
+        tensors = {name: value for name, value in out.items() if name not in _TEXT_NAMES}
+        if (grid := tensors.get(f"{kind}_grid_thw")) is not None:
+            grid = tuple(grid[0].tolist())
+        with DiskSpaceGuard(CACHE, self._folder, "the processed images"):
+            return self._store.write(
+                kind, key, tensors, tokens=self._count(kind, out), grid=grid or (), text=text
+            )
+
+    def _call(self, kind: MediaKind, content: object) -> Mapping[str, Any]:
+        """Calls the processor for one image or video. Its text is the marker."""
+        media: dict[str, Any] = {f"{kind}s": [content], "text": [self.marker(kind)]}
+        try:
+            out: Mapping[str, Any] = self.processor(
+                **media, return_tensors="pt", return_text_replacement_offsets=True
+            )
+        except ValueError as error:
+            raise FlagError(
+                "an image" if kind == "image" else "a video",
+                "be one that the model's processor accepts",
+                str(error),
+                "change it, or leave it out",
+            ) from error
+        return out
+
+    def _count(self, kind: MediaKind, out: Mapping[str, Any]) -> int:
+        """Number of the ids that the model replaces by features."""
+        import torch
+
+        ids = out["input_ids"][0]
+        wanted = getattr(self.processor, f"{kind}_token_ids")
+        return int(torch.isin(ids, torch.tensor(wanted)).sum())
+
+    def count_tokens(self, image: PromptImage) -> int:
+        """Number of tokens that an image adds to its prompt in the place of the marker, from the image's size alone.
+        ValueError for a size that the processor refuses."""
+        width, height = image.size
+        try:
+            found = self._count_sizes(image_sizes=[(height, width)])
+        except ValueError as error:
+            raise FlagError(
+                "an image",
+                "have a size that the model's processor accepts",
+                f"{width} x {height} pixels ({error})",
+                "crop it, or leave the row out",
+            ) from error
+        return int(found["num_image_tokens"][0]) + self._around
+
+    @functools.cached_property
+    def _count_sizes(self) -> Callable[..., Mapping[str, list[int]]]:
+        """The processor's function that counts tokens from sizes. vLLM calls it, too."""
+        found: Callable[..., Mapping[str, list[int]]] = getattr(self.processor, "_get_num_multimodal_tokens")  # noqa: B009
+        return found
+
+    @functools.cached_property
+    def _around(self) -> int:
+        """Number of ids in the text of an image in addition to the ids of the image."""
+        import PIL.Image
+
+        out = self._call("image", PIL.Image.new("RGB", (_PROBE_PIXELS, _PROBE_PIXELS)))
+        text = out["text_replacement_offsets"][0][0]["replacement"]
+        ids = self.processor.tokenizer.encode(text, add_special_tokens=False)
+        return len(ids) - self._count("image", out)
+
+
+def _video(value: object) -> object:
+    """Returns a video in a form that a processor reads: a path, or a list of frames."""
+    if isinstance(value, Mapping):
+        value = value.get("path") or value.get("video")
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [open_image(frame) for frame in value]
+    if isinstance(value, str):
+        return value
+    raise FlagError("a video", "be a path or a list of frames", type(value).__name__, "fix the row")
+
+
+def _digest(content: object) -> str:
+    if isinstance(content, PromptImage):
+        return content.digest
+    if isinstance(content, list):
+        return " ".join(map(_digest, content))
+    path = Path(str(content))
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "blake2b").hexdigest()
+    except OSError as error:
+        raise FlagError(
+            "a video",
+            "be a file that can be read",
+            f"{path} ({error.strerror})",
+            "restore it, or fix the row",
+        ) from error
