@@ -13,6 +13,8 @@ import numpy as np
 
 from slime.records.counts import CacheCounts, SpeculationCounts
 from slime.records.plain import as_array, as_plain, extended, grown, read_experts, read_numbers
+from slime.vision.inputs import TrainInputs
+from slime.vision.plain import media_as_plain, media_from_plain
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 """A value of a JSON text."""
@@ -51,6 +53,16 @@ class Prompt:
     """The value with which the reward compares the response."""
     metadata: Metadata = field(default_factory=dict)
     """The free-form record of the line."""
+    images: tuple[object, ...] = ()
+    """The images, in the order of their markers in the text (`slime.vision.images.PromptImage`)."""
+    videos: tuple[object, ...] = ()
+    """The videos: paths, or lists of frames."""
+
+    def multimodal_inputs(self) -> dict[str, object] | None:
+        """Returns a new `Sample.multimodal_inputs`, or None for a prompt of text."""
+        if not self.images and not self.videos:
+            return None
+        return {"images": list(self.images) or None, "videos": list(self.videos) or None}
 
 
 @dataclass
@@ -84,7 +96,9 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     """Token ids of the prompt and the response."""
     multimodal_inputs: dict[str, object] | None = None
-    multimodal_train_inputs: dict[str, object] | None = None
+    """Images and videos of the prompt under the names of a processor's arguments. None for a prompt of text."""
+    multimodal_train_inputs: TrainInputs | None = None
+    """What the processor made from the images: references to files, or a plug-in's tensors by name."""
     multimodal_train_input_id: str | None = None
     apply_chat_template_kwargs: dict[str, object] | None = None
     """Arguments of the chat template that renders, or has rendered, the prompt. None for a raw text."""
@@ -124,6 +138,7 @@ class Sample:
         """Returns plain values only (the status as text), so that JSON or torch can save the record. The result
         includes attributes that are not fields."""
         out = {name: as_plain(value) for name, value in vars(self).items()}
+        out |= {name: media_as_plain(out[name]) for name in _MEDIA if out[name]}
         out["status"] = self.status.value
         out |= {name: getattr(self, name).to_dict() for name in _COUNTS}
         return out
@@ -132,6 +147,7 @@ class Sample:
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
         """Inverts `to_dict`. A key that is not a field becomes an attribute."""
         data = {name: as_array(value) for name, value in data.items()}
+        data |= {name: media_from_plain(data[name]) for name in _MEDIA if data.get(name)}
         if not isinstance(data.get("status", cls.Status.PENDING), cls.Status):
             data["status"] = cls.Status(data["status"])
         for name, record in _COUNTS.items():
@@ -335,6 +351,9 @@ def _key_to_give(reward: Mapping[str, object]) -> str:
     best = "score" if "score" in names else next(iter(names), None)
     return "" if best is None else f": give --reward-key {best}"
 
+
+_MEDIA = ("prompt", "multimodal_inputs", "multimodal_train_inputs")
+"""The fields that may have images."""
 
 _COUNTS: dict[str, type[SpeculationCounts] | type[CacheCounts]] = {
     "spec_info": SpeculationCounts,

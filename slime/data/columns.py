@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slime.config.schema import Config
 from slime.data import kept_tokens, routed_experts, top_tokens
+from slime.data.media.row import without_media
 from slime.data.token_slice import TokenSlice
 from slime.protocols import UNKNOWN_VERSION, VERSIONS, GenerateResult
 from slime.protocols.engine_column import EngineColumn
@@ -162,7 +163,7 @@ _TABLE = (
     Column("sample_indices", "sample", "sample", read=lambda s: s.index),
     Column("rollout_ids", "sample", "batch"),
     Column("rollout_mask_sums", "sample", "batch"),
-    Column("prompt", "sample", "sample", read=lambda s: s.prompt),
+    Column("prompt", "sample", "sample", read=lambda s: without_media(s.prompt)),
     Column("metadata", "sample", "sample", read=lambda s: s.metadata),
     Column(
         "multimodal_train_inputs",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slime import bridges
 from slime.bridges.datasets import LOCK
+from slime.data.formats.images import with_encoded_images
 from slime.data.formats.other import require_commas, what_to_do
 from slime.environments.hubs import is_environment
 from slime.environments.rows import prompt_file
@@ -195,7 +196,7 @@ def read_table(source: FileSource) -> Dataset:
     folder = find_cache_folder()
     try:
         with DiskSpaceGuard(CACHE, folder, "a copy of the prompts"), bridges.applied(LOCK):
-            table = _build(source, folder) if source.files else _from_hub(source)
+            table = with_encoded_images(_build(source, folder) if source.files else _from_hub(source))
             if source.suffix == ".json":
                 print_of = table._fingerprint[:40]
                 table = table.map(

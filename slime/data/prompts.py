@@ -22,17 +22,18 @@ import numpy as np
 from slime.data.files import FileSource, Row, RowLocation, find_source, read_table
 from slime.data.limits.context import ContextLimits, PromptRows, check_prompt_lengths
 from slime.data.limits.conversations import Masks
+from slime.data.media.check import MediaCheck
+from slime.data.media.row import without_media
 from slime.data.openings import warn_about_rows
 from slime.data.rows import (
     RowColumns,
-    render_chat,
     rendered,
     require_conversation,
     to_prompt,
 )
 from slime.data.tokenizer import prompt_lengths, tokenizer_identity
 from slime.records.errors import FlagError
-from slime.types import Metadata, Prompt, Sample
+from slime.types import Metadata, Prompt
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -52,7 +53,7 @@ _LOOKED_AT = 8
 """Number of first prompts of a file for which warnings are logged."""
 _CHECKED = ("row", "size", "list", "tokens")
 """The columns that a check makes."""
-_VERSION = 7
+_VERSION = 8
 """Version of the checks. With a new version, every file is checked again."""
 
 
@@ -67,9 +68,10 @@ class Prompts(Sequence[Prompt]):
         tokenizer: PreTrainedTokenizerBase | None,
         rows: np.ndarray,  # [prompts] uint32: the prompts' rows in the table
         unread: int = 0,
+        media: MediaCheck | None = None,
     ) -> None:
         self._table, self._source, self._columns = table, source, columns
-        self._tokenizer, self._rows = tokenizer, rows
+        self._tokenizer, self._rows, self._media = tokenizer, rows, media
         self.unread = unread
         """Number of rows of the file that were left out because of `most_bytes`."""
 
@@ -84,7 +86,7 @@ class Prompts(Sequence[Prompt]):
 
     def __getitem__(self, index: int | slice) -> Prompt | Prompts:
         if isinstance(index, slice):
-            return Prompts(self._table, self._source, self._columns, self._tokenizer, self._rows[index])
+            return self._with_rows(self._rows[index], 0)
         number = int(self._rows[index])
         where = RowLocation(self._source, number)
         row = self._source.row(self._table[number], where)
@@ -103,8 +105,10 @@ class Prompts(Sequence[Prompt]):
 
     def select(self, indices: np.ndarray) -> Prompts:
         """Returns the prompts at these indices, or those that a mask selects."""
-        rows = self._rows[indices]
-        return Prompts(self._table, self._source, self._columns, self._tokenizer, rows, self.unread)
+        return self._with_rows(self._rows[indices], self.unread)
+
+    def _with_rows(self, rows: np.ndarray, unread: int) -> Prompts:
+        return Prompts(self._table, self._source, self._columns, self._tokenizer, rows, unread, self._media)
 
     def lengths(self, indices: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
         """Returns the number of tokens per prompt, [indices] uint32. The result is cached."""
@@ -120,10 +124,10 @@ class Prompts(Sequence[Prompt]):
             columns=self._columns,
             template=self._tokenizer,
             tokenizer=tokenizer,
+            media=self._media,
         )
-        key = _key(
-            self._table, self._columns, self._tokenizer, tokenizer, hashlib.sha256(rows.data).hexdigest()
-        )
+        what = f"{hashlib.sha256(rows.data).hexdigest()} {self._media}"
+        key = _key(self._table, self._columns, self._tokenizer, tokenizer, what)
         return _read_column(_mapped(picked, count, ("tokens",), key), "tokens")
 
 
@@ -152,6 +156,7 @@ def load_prompts(
     conversations: bool = False,
     masks: Masks | None = None,
     most_bytes: int | None = None,
+    media: MediaCheck | None = None,
 ) -> Prompts:
     """Returns all prompts of a file, a folder or a hub dataset (`slime.data.files.find_source`).
 
@@ -159,7 +164,8 @@ def load_prompts(
     becomes one user turn. Without it, strings and message lists do not change. Tool descriptions are in
     `metadata["tools"]`. Prompts over `max_prompt_len` tokens are left out with a warning. With `conversations`, SFT
     must be able to train on each row. With `masks`, the trained conversations must have a loss mask and fit the model's
-    context, and `max_prompt_len` limits the longest one. About the first `most_bytes` bytes are read.
+    context, and `max_prompt_len` limits the longest one. About the first `most_bytes` bytes are read. `media` checks
+    and counts the images of a row.
 
     ValueError with file and line for a missing column, a wrong type, a message list that the chat template cannot
     render, or a label that `check_label` refuses. The text of `check_label` is in the cache's key, so it must name all
@@ -176,15 +182,15 @@ def load_prompts(
         part = part[: max(1, most_bytes * len(table) // max(table.data.nbytes, 1))]
     template = tokenizer if columns.apply_chat_template else None
     check = functools.partial(
-        _check, part.start, source, columns, template, check_label, conversations, masks
+        _check, part.start, source, columns, template, check_label, conversations, masks, media
     )
-    what = f"{part.start}:{part.stop} {check_label} {conversations} {masks and masks.identity}"
+    what = f"{part.start}:{part.stop} {check_label} {conversations} {masks and masks.identity} {media}"
     key = _key(table, columns, template, None, what)
     with _unicode(table, source, part):
         rows, sizes, lists, lengths = _checked(table, part, check, key, slow=masks is not None)
     if not len(rows):
         raise FlagError(flag, "hold at least one prompt", f"none in {path}", "check the file and its slice")
-    prompts = Prompts(table, source, columns, template, rows, len(whole) - len(part))
+    prompts = Prompts(table, source, columns, template, rows, len(whole) - len(part), media)
     warn_about_rows(prompts.first(_LOOKED_AT), columns, tokenizer)
     if max_prompt_len is not None:
         if masks is None:
@@ -268,6 +274,7 @@ def _check(
     check_label: LabelCheck | None,
     conversations: bool,
     masks: Masks | None,
+    media: MediaCheck | None,
     batch: dict[str, list[object]],
     numbers: list[int],
 ) -> dict[str, list[int]]:
@@ -291,8 +298,10 @@ def _check(
         text = prompt.text
         if conversations:
             require_conversation(text, columns.input_key, where)
+        if media is not None:
+            media.check(prompt, where)
         rows.append(first + number)
-        sizes.append(len(text if isinstance(text, str) else json.dumps(text)))
+        sizes.append(len(text if isinstance(text, str) else json.dumps(without_media(text))))
         lists.append(int(not isinstance(text, str)))
         lengths.append(0 if masks is None else masks.measure(prompt, where))
     return dict(zip(_CHECKED, (rows, sizes, lists, lengths), strict=True))
@@ -306,10 +315,11 @@ def _count(
     columns: RowColumns,
     template: PreTrainedTokenizerBase | None,
     tokenizer: PreTrainedTokenizerBase,
+    media: MediaCheck | None,
 ) -> dict[str, list[int]]:
     """Returns the number of tokens per prompt of the checked `rows`. Message lists are rendered, open for the
     assistant's turn."""
-    texts, raw = [], []
+    texts, raw, added = [], [], []
     for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
         where = RowLocation(source, int(rows[number]))
         row = source.row(dict(zip(batch, values, strict=True)), where)
@@ -320,7 +330,9 @@ def _count(
         if not isinstance(text, str):
             text = rendered(text, tokenizer, columns.apply_chat_template_kwargs, tools, where)
         texts.append(text)
-    return {"tokens": prompt_lengths(texts, raw, tokenizer)}
+        added.append(0 if media is None else media.count_added(prompt))
+    lengths = prompt_lengths(texts, raw, tokenizer)
+    return {"tokens": [length + more for length, more in zip(lengths, added, strict=True)]}
 
 
 def _mapped(
@@ -366,33 +378,3 @@ def _key(
     identities = [None if one is None else tokenizer_identity(one) for one in (template, tokenizer)]
     parts = [_VERSION, table._fingerprint, dataclasses.asdict(columns), identities, rows]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def filter_long_prompt(
-    samples: list[Sample], tokenizer: PreTrainedTokenizerBase, processor: object, max_length: int | None
-) -> list[Sample]:
-    """Returns the samples whose prompt has at most `max_length` tokens (None: any number). Logs the number of dropped
-    samples."""
-    if processor is not None:
-        raise ValueError(
-            "processor must be None, got a multimodal processor; only text prompts are supported"
-        )
-    if max_length is None:
-        return samples
-    raw = [isinstance(s.prompt, str) and s.apply_chat_template_kwargs is None for s in samples]
-    texts = [
-        sample.prompt
-        if isinstance(sample.prompt, str)
-        else render_chat(
-            sample.prompt, tokenizer, sample.apply_chat_template_kwargs or {}, sample.metadata.get("tools")
-        )
-        for sample in samples
-    ]
-    lengths = prompt_lengths(texts, raw, tokenizer)
-    kept = [sample for sample, length in zip(samples, lengths, strict=True) if length <= max_length]
-    if len(kept) < len(samples):
-        logger.warning(
-            "%d of %d prompts exceed %d tokens and are left out",
-            *(len(samples) - len(kept), len(samples), max_length),
-        )
-    return kept

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.config.foreign_rewards import RAW_PROMPT
 from slime.data.files import Row, RowLocation, parse_json, read_table
+from slime.data.media.row import RowMedia, without_media
 from slime.loss_mask import tool_rule, tool_schemas
 from slime.records.errors import FlagError, StatedError
 from slime.types import Message, Metadata, Prompt, Tools
@@ -67,6 +68,8 @@ class RowColumns:
     """True if each prompt is a conversation to train on."""
     left_out: tuple[str, ...] = ()
     """Columns that do not reach the metadata."""
+    multimodal_keys: dict[str, object] = field(default_factory=dict)
+    """Kind of media -> column, such as {"image": "images"}."""
     whole_rows: bool = False
     """True if the metadata also have empty cells, and the prompt as it is in the row. Rewards of other trainers read
     whole rows."""
@@ -75,7 +78,8 @@ class RowColumns:
     def used(self) -> set[str]:
         """The columns that the flags name."""
         keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key)
-        return {key for key in (*keys, self.chosen_key, self.rejected_key) if key is not None}
+        media = map(str, self.multimodal_keys.values())
+        return {key for key in (*keys, self.chosen_key, self.rejected_key, *media) if key is not None}
 
 
 def to_prompt(
@@ -90,8 +94,11 @@ def to_prompt(
         raise ValueError(
             f"{where}: column {columns.input_key!r} must hold a prompt, got {text!r}; fix the line"
         )
+    media = RowMedia(row, columns.multimodal_keys, where) if columns.multimodal_keys else None
+    if media is not None and isinstance(text, str) and columns.apply_chat_template:
+        text = [{"role": "user", "content": text}]
     if isinstance(text, list):
-        text = [_message(entry, columns.input_key, where) for entry in text]
+        text = [_message(entry, columns.input_key, where, media) for entry in text]
     elif not isinstance(text, str):
         raise FlagError(
             f"{where}: column {columns.input_key!r}",
@@ -99,7 +106,9 @@ def to_prompt(
             type(text).__name__,
             "check --input-key",
         )
-    raw = text
+    raw = text if media is None else without_media(text)
+    if media is not None:
+        media.take_all() if isinstance(text, str) else media.require_all_used()
     label = None if columns.label_key is None else _label(row, columns.label_key, where)
     own = _parsed(row.get(columns.metadata_key) or {}, dict, columns.metadata_key, "--metadata-key", where)
     metadata = _others(row, columns) | own | (pair or {})
@@ -114,7 +123,9 @@ def to_prompt(
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
         assert tokenizer is not None
         text = rendered(messages, tokenizer, columns.apply_chat_template_kwargs, tools, where)
-    return Prompt(text=text, label=label, metadata=metadata)
+    if media is None:
+        return Prompt(text, label, metadata)
+    return Prompt(text, label, metadata, tuple(media.images), tuple(media.videos))
 
 
 def _others(row: Row, columns: RowColumns) -> Metadata:
@@ -191,7 +202,7 @@ def _label(row: Row, key: str, where: RowLocation) -> object:
     return label
 
 
-def _message(entry: object, key: str, where: RowLocation) -> Message:
+def _message(entry: object, key: str, where: RowLocation, media: RowMedia | None = None) -> Message:
     if isinstance(entry, dict) and {"from", "value"} <= set(entry) and "role" not in entry:
         raise ValueError(
             f"{where}: every message of column {key!r} must have role and content, got {entry!r:.80}, which is "
@@ -205,7 +216,12 @@ def _message(entry: object, key: str, where: RowLocation) -> Message:
         )
     message = {name: value for name, value in entry.items() if value is not None}
     content = message.get("content", "" if entry["role"] == "assistant" else None)
-    if isinstance(content, list):
+    if isinstance(content, list) and media is not None:
+        parts = [media.read_part(part) or _read_part_text(part, key, where) for part in content]
+        message["content"] = [{"type": "text", "text": x} if isinstance(x, str) else x for x in parts]
+    elif isinstance(content, str) and media is not None:
+        message["content"] = media.split(content)
+    elif isinstance(content, list):
         message["content"] = "".join(_read_part_text(part, key, where) for part in content)
     elif not isinstance(content, str):
         raise ValueError(
@@ -320,7 +336,7 @@ def _read_part_text(part: object, key: str, where: RowLocation) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise ValueError(
             f'{where}: every part of a message\'s content in column {key!r} must be {{"type": "text", "text": ...}}, '
-            f"got {part!r:.80}; prompts are text only: leave out other parts"
+            f"got {part!r:.80}; give --multimodal-keys for images and videos, and leave out other parts"
         )
     return str(part["text"])
 
@@ -362,7 +378,7 @@ def render_chat(
 ) -> str:
     """Returns the text that a model continues: the messages in the chat template, open for the assistant's turn."""
     options: dict[str, Any] = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
-    return str(tokenizer.apply_chat_template(messages, tools=tool_schemas(tools), **options))
+    return str(tokenizer.apply_chat_template(without_media(messages), tools=tool_schemas(tools), **options))
 
 
 def rendered(

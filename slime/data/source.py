@@ -24,6 +24,7 @@ from slime.data.drawing.mixing import SOURCE, DataSet, Joined, Mixture, Order, d
 from slime.data.drawing.position import VERSION, read_state, state_path, write_state
 from slime.data.limits.context import ContextLimits, find_lowest, prompt_limit
 from slime.data.limits.conversations import Masks
+from slime.data.media.check import check_for
 from slime.data.prompts import LabelCheck, Prompts, load_prompts
 from slime.data.rows import RowColumns
 from slime.data.tokenizer import load_tokenizer, require_template_reads
@@ -263,6 +264,7 @@ class PromptDataSource:
                 metadata=copy.deepcopy(prompt.metadata),
                 group_index=self.next_group_index,
                 index=self.next_index,
+                multimodal_inputs=prompt.multimodal_inputs(),
             )
             if self.args.apply_chat_template or not isinstance(prompt.text, str):
                 sample.apply_chat_template_kwargs = dict(self.args.apply_chat_template_kwargs)
@@ -330,6 +332,7 @@ def load_training_prompts(
         apply_chat_template=data.apply_chat_template,
         apply_chat_template_kwargs=dict(data.apply_chat_template_kwargs),
         conversations=c.rollout.rollout_function_path == SFT_ROLLOUT,
+        multimodal_keys=dict(data.multimodal_keys or {}),
         whole_rows=any_foreign(c.reward.custom_rm_path, c.reward.rm_type),
     )
     read = functools.partial(
@@ -342,6 +345,7 @@ def load_training_prompts(
         conversations=c.rollout.rollout_function_path == SFT_ROLLOUT,
         masks=Masks.of(c, tokenizer(), columns) if masked and checkpoint else None,
         most_bytes=most_bytes,
+        media=check_for(c),
     )
     # The name of a data set wins over a column of that name; a row's metadata win over both.
     named = dataclasses.replace(columns, left_out=(SOURCE,))

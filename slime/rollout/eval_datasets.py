@@ -29,6 +29,7 @@ from slime.config.schema import Config
 from slime.config.sections.reward import RewardConfig, reward_names
 from slime.data.limits.context import ContextLimits, find_lowest, prompt_limit
 from slime.data.limits.conversations import Masks
+from slime.data.media.check import check_for
 from slime.data.prompts import Prompts, load_prompts
 from slime.data.rows import RowColumns
 from slime.data.tokenizer import require_template_reads
@@ -324,6 +325,7 @@ def read_eval_prompts(
     pairs = masked and loss_for(c.algorithm).pairs
     rewards = config.custom_rm_path or c.reward.custom_rm_path, config.rm_type or c.reward.rm_type
     named |= {"conversations": masked and not pairs, "whole_rows": any_foreign(*rewards)}
+    named |= {"multimodal_keys": dict(c.data.multimodal_keys or {})}
     columns = RowColumns(**named if pairs else named | {"chosen_key": None, "rejected_key": None})
     context = masks = None
     if checkpoint and masked:
@@ -344,6 +346,7 @@ def read_eval_prompts(
         conversations=masked and not pairs,
         masks=masks,
         most_bytes=most_bytes,
+        media=check_for(c),
     )
 
 

@@ -125,6 +125,7 @@ def eval_group(config: EvalDatasetConfig, number: int, prompt: Prompt) -> Sample
             prompt=copy.deepcopy(prompt.text),
             label=copy.deepcopy(prompt.label),
             metadata=copy.deepcopy(metadata),
+            multimodal_inputs=prompt.multimodal_inputs(),
             apply_chat_template_kwargs=dict(config.apply_chat_template_kwargs) if templated else None,
             custom_rm_path=config.custom_rm_path,
             generate_function_path=config.custom_generate_function_path,

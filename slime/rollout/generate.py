@@ -47,7 +47,7 @@ async def run_together(coroutines: Iterable[Coroutine[object, object, T]]) -> li
 
 
 def GenerateState(args: Namespace) -> state.GenerateState:
-    """Returns the run's state: tokenizer, processor (None), semaphore, sampling_params, aborted, args.
+    """Returns the run's state: tokenizer, processor, semaphore, sampling_params, aborted, args.
 
     All calls in the rollout manager's process return the same state, with any `args`. RuntimeError without a rollout.
     """
@@ -70,7 +70,7 @@ async def _continue(context: RunContext, sample: Sample, sampling_params: Sampli
     own, flags = context.run, context.config.rollout
     assert own.engine is not None, "generation needs an engine"
     if not sample.tokens:
-        sample.tokens = own.prompt_ids(sample)
+        sample.tokens = await own.encode_prompt(sample)
     budget = _token_budget(flags, sample, sampling_params, own.context)
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED

@@ -25,13 +25,16 @@ from slime.data.rows import render_chat
 from slime.data.tokenizer import opened, opening_ids
 from slime.event_loop import loop_objects, watch_loop
 from slime.protocols import GenerateResult, RolloutEngine
+from slime.records.errors import FlagError
 from slime.rollout.stream.concurrency import Concurrency
 from slime.tracking.events import Events
 from slime.tracking.traces.sample_spans import SampleSpans
 from slime.types import Prompt, Sample, SampleGroup, SamplingParams
+from slime.vision.inputs import ImageInputs
+from slime.vision.processor import MediaProcessor, list_media, load_processor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 T = TypeVar("T")
 
@@ -96,7 +99,8 @@ class GenerateState:
     response. `allowed` is the last rollout whose groups may be started. `version` is the version of the engines'
     weights, None before the first version. `events` are the run's events, and `spans` time its samples. `chat_remarks`
     warns about requests of sessions. `progress` is (samples finished, samples wanted) of the current rollout, for a
-    progress bar. `sampling_params` apply to training samples. `processor` is None, because prompts are text only.
+    progress bar. `sampling_params` apply to training samples. `processor` is the model's own
+    processor for images and videos, None for a model of text.
     """
 
     def __init__(
@@ -133,7 +137,6 @@ class GenerateState:
         self.chat_remarks = ChatRemarks(tokenizer)
         self.spans = SampleSpans(config.logging.otlp_traces_endpoint)
         self.sampling_params = rollout_sampling_params(config.rollout)
-        self.processor = None
         self.eval_prompts: dict[tuple[str, bool], Sequence[Prompt]] = {}
         self.held_out: dict[str, list[Sample]] = {}
         self.busy = False
@@ -290,18 +293,51 @@ class GenerateState:
             if value is not None:
                 self.request_figures.setdefault(name, []).append(value)
 
+    @functools.cached_property
+    def media(self) -> MediaProcessor | None:
+        """Processes the images and videos of prompts. None for a model of text."""
+        checkpoint = self.config.rollout.hf_checkpoint
+        if not checkpoint:
+            return None
+        found = load_processor(checkpoint, trust_remote_code=self.config.train.trust_remote_code)
+        return None if found is None else MediaProcessor(found)
+
+    @property
+    def processor(self) -> ProcessorMixin | None:
+        """The model's processor under slime's name."""
+        return None if self.media is None else self.media.processor
+
+    async def encode_prompt(self, sample: Sample) -> list[int]:
+        """Returns `prompt_ids`. Images are processed in a thread, so that other samples go on."""
+        if sample.multimodal_inputs is None:
+            return self.prompt_ids(sample)
+        return await asyncio.to_thread(self.prompt_ids, sample)
+
     def prompt_ids(self, sample: Sample) -> list[int]:
         """Returns the token ids of the sample's prompt. The chat template renders messages first. A text that no chat
-        template rendered gets the tokenizer's BOS token, as in transformers."""
+        template rendered gets the tokenizer's BOS token, as in transformers. Sets `multimodal_train_inputs` for a
+        prompt with images, whose ids have one id per feature of an image."""
         kwargs = sample.apply_chat_template_kwargs
-        if isinstance(sample.prompt, str):
-            ids = list(self._encode(sample.prompt))
-            return opened(ids, self._opening) if kwargs is None else ids
-        return list(
-            self._encode(
-                render_chat(sample.prompt, self.tokenizer, kwargs or {}, sample.metadata.get("tools"))
+        text = sample.prompt
+        if not isinstance(text, str):
+            text = render_chat(text, self.tokenizer, kwargs or {}, sample.metadata.get("tools"))
+        if sample.multimodal_inputs is not None:
+            text, sample.multimodal_train_inputs = self.expand(text, sample.multimodal_inputs)
+        ids = list(self._encode(text))
+        raw = kwargs is None and isinstance(sample.prompt, str)
+        return opened(ids, self._opening) if raw else ids
+
+    def expand(self, text: str, inputs: Mapping[str, object]) -> tuple[str, ImageInputs]:
+        """Returns a rendered text with the ids of the images in the place of their markers, and the processed images.
+        `inputs` has slime's form: the lists `images` and `videos`."""
+        if self.media is None:
+            raise FlagError(
+                "a prompt with images",
+                "be for a model with a processor",
+                self.config.rollout.hf_checkpoint,
+                "train a model with a vision tower, or leave --multimodal-keys out",
             )
-        )
+        return self.media.expand(text, *(list_media(inputs, kind) for kind in ("images", "videos")))
 
     async def context_tokens(self) -> int | None:
         """Returns the engines' limit on the tokens of a prompt with its response, or None if the limit is unknown.

@@ -2,7 +2,8 @@
 
 from slime.data.data_source import Dataset
 from slime.data.files import split_slice as _parse_generalized_path
-from slime.data.prompts import filter_long_prompt, read_file
+from slime.data.limits.samples import filter_long_prompt
+from slime.data.prompts import read_file
 from slime.system.upstream import refused_names
 
 __all__ = ["Dataset", "_parse_generalized_path", "filter_long_prompt", "read_file"]

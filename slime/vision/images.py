@@ -148,7 +148,7 @@ def _opened(encoded: bytes) -> PIL.Image.Image:
             image = PIL.Image.open(io.BytesIO(encoded))
     except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
         raise FlagError(
-            "an image", f"have at most {MOST_PIXELS:,} pixels", str(error).split(",")[0], "make it smaller"
+            "an image", f"have at most {MOST_PIXELS:,} pixels", str(error), "make it smaller"
         ) from error
     except _DAMAGED as error:
         start = encoded[:12]

@@ -21,7 +21,7 @@ from slime.system.cache_folder import CACHE, find_cache_folder
 from slime.system.disk_space import DiskSpaceGuard
 from slime.vision.images import PromptImage, open_image
 from slime.vision.inputs import ImageInputs, MediaKind
-from slime.vision.store import MediaStore, Stored
+from slime.vision.store import MediaStore, StoredMedia
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -97,7 +97,7 @@ class MediaProcessor:
         """Returns `text` with the processor's text in the place of each marker, and the processed images. ValueError
         unless the text has one marker per image and video."""
         waiting = {"image": list(images), "video": list(videos)}
-        found: list[Stored] = []
+        found: list[StoredMedia] = []
         pieces, done = [], 0
         for kind, start, end in self._markers(text, waiting):
             stored = self.process(kind, waiting[kind].pop(0))
@@ -129,7 +129,7 @@ class MediaProcessor:
             for match in re.finditer("|".join(map(re.escape, markers)), text):
                 yield markers[match[0]], match.start(), match.end()
 
-    def process(self, kind: MediaKind, value: object) -> Stored:
+    def process(self, kind: MediaKind, value: object) -> StoredMedia:
         """Returns a processed image or video, from the store if it is there."""
         content = open_image(value) if kind == "image" else _video(value)
         key = hashlib.blake2b(
@@ -143,7 +143,7 @@ class MediaProcessor:
             self._locks.pop(key, None)
         return stored
 
-    def _process(self, kind: MediaKind, key: str, content: object) -> Stored:
+    def _process(self, kind: MediaKind, key: str, content: object) -> StoredMedia:
         out = self._call(kind, content)
         text = out["text_replacement_offsets"][0][0]["replacement"]
         tensors = {name: value for name, value in out.items() if name not in _TEXT_NAMES}
@@ -206,8 +206,18 @@ class MediaProcessor:
 
         out = self._call("image", PIL.Image.new("RGB", (_PROBE_PIXELS, _PROBE_PIXELS)))
         text = out["text_replacement_offsets"][0][0]["replacement"]
-        ids = self.processor.tokenizer.encode(text, add_special_tokens=False)
-        return len(ids) - self._count("image", out)
+        return len(self.encode(text)) - self._count("image", out)
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text without the tokenizer's opening."""
+        ids: list[int] = self.processor.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+
+def list_media(inputs: Mapping[str, object], name: str) -> list[object]:
+    """Returns the entries of `images` or `videos` in `Sample.multimodal_inputs`."""
+    found = inputs.get(name)
+    return [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
 
 
 def _video(value: object) -> object:

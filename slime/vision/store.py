@@ -26,7 +26,7 @@ _IN_USE_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredMedia:
     """A processed image, and the text that replaces its marker in a prompt."""
 
     item: MediaFile
@@ -45,7 +45,7 @@ class MediaStore:
         folder.mkdir(parents=True, exist_ok=True)
         self._written = 0
 
-    def find(self, key: str) -> Stored | None:
+    def find(self, key: str) -> StoredMedia | None:
         """Returns the processed image with this key, or None. Marks the file as used."""
         path = self._path(key)
         try:
@@ -63,7 +63,7 @@ class MediaStore:
         tokens: int,
         grid: tuple[int, ...] = (),
         text: str = "",
-    ) -> Stored:
+    ) -> StoredMedia:
         """Stores the tensors of one image and returns their reference. `text` replaces its marker in a prompt."""
         from safetensors.torch import save_file
 
@@ -81,7 +81,7 @@ class MediaStore:
         self._written += size
         if self._written > self._most_bytes // 8:
             self.trim()
-        return Stored(item, text)
+        return StoredMedia(item, text)
 
     def trim(self) -> None:
         """Removes the files that were not used for the longest time until the folder has room."""
@@ -104,11 +104,11 @@ class MediaStore:
         return self._folder / key[:2] / f"{key}{_SUFFIX}"
 
 
-def read_stored(path: Path) -> Stored:
+def read_stored(path: Path) -> StoredMedia:
     """Returns the reference to a file, from the file's own header."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     metadata = header["__metadata__"]
     fields = json.loads(metadata["media"])
     item = MediaFile(**{**fields, "path": str(path), "grid": tuple(fields["grid"])})
-    return Stored(item, metadata["text"])
+    return StoredMedia(item, metadata["text"])

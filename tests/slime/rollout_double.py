@@ -34,7 +34,7 @@ over_sampling_batch_size dynamic_sampling_filter_path custom_generate_function_p
 rollout_sample_filter_path rollout_all_samples_process_path save load eval_prompt_data eval_config eval_input_key
 eval_label_key eval_tool_key eval_temperature eval_top_p eval_top_k eval_max_response_len eval_max_prompt_len
 eval_min_new_tokens eval_max_context_len reward_key eval_reward_key rm_type rm_url custom_rm_path
-log_reward_category hf_checkpoint prompt_data_weights curriculum run_dir
+log_reward_category hf_checkpoint prompt_data_weights curriculum run_dir multimodal_keys
 """
 _OFF = """
 rollout_shuffle apply_chat_template disable_rollout_global_dataset partial_rollout trust_remote_code

@@ -77,6 +77,7 @@ FLAG_NAMES = {
     "memory_share": "--vllm-gpu-memory-utilization",
     "cache_bytes": "--vllm-kv-cache-memory-bytes",
     "context": "--vllm-max-model-len",
+    "media_limits": "--vllm-limit-mm-per-prompt",
     "data_parallel_size": "--vllm-data-parallel-size",
     "pipeline_parallel_size": "--vllm-pipeline-parallel-size",
 }
@@ -98,6 +99,7 @@ def engine_facts(backend_args: Mapping[str, Any]) -> EngineFacts:
         and all((backend_args.get(name) or 1) == 1 for name in _CONTEXT_PARALLEL),
         drafts=(backend_args.get("speculative_config") or {}).get("method") == "mtp",
         context=_context(backend_args.get("max_model_len")),
+        media_limits=_media_limits(backend_args.get("limit_mm_per_prompt")),
         data_parallel_size=backend_args.get("data_parallel_size") or 1,
         pipeline_parallel_size=backend_args.get("pipeline_parallel_size") or 1,
         flag_of=FLAG_NAMES,
@@ -110,6 +112,14 @@ def _context(limit: object) -> int | None:
     With auto or -1, vLLM chooses the length that its memory can hold.
     """
     return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def _media_limits(limits: Mapping[str, Any] | None) -> dict[str, int]:
+    """Returns the numbers of --vllm-limit-mm-per-prompt. A limit is a number, or a record with `count`."""
+    counts = {
+        kind: one.get("count") if isinstance(one, Mapping) else one for kind, one in (limits or {}).items()
+    }
+    return {kind: count for kind, count in counts.items() if isinstance(count, int)}
 
 
 def check_concurrency(config: Config) -> None:

@@ -39,6 +39,8 @@ class EngineFacts:
     context: int | None = None
     """Maximum number of tokens of prompt and response together, if a flag sets it. None means the length in the model's
     config.json."""
+    media_limits: dict[str, int] = field(default_factory=dict)
+    """Kind of media -> largest number that a prompt may have in the engine. Other kinds have no limit."""
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     flag_of: dict[str, str] = field(default_factory=dict)

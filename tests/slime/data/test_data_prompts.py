@@ -13,7 +13,8 @@ import pytest
 from rollout_double import make_tokenizer, write_lines
 from transformers import AutoTokenizer
 
-from slime.data.prompts import ContextLimits, filter_long_prompt, load_prompts, read_file
+from slime.data.limits.samples import filter_long_prompt
+from slime.data.prompts import ContextLimits, load_prompts, read_file
 from slime.data.rows import RowColumns
 from slime.data.tokenizer import load_tokenizer, require_template_reads
 from slime.types import Sample

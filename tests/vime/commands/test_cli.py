@@ -334,7 +334,7 @@ def test_flags_json_lists_every_flag_once_with_its_owner(capsys):
     assert flags["--sglang-max-running-requests"]["translated_to"] == "--vllm-max-num-seqs"
     assert flags["--no-rope-fusion"]["translated_to"] == "megatron-core apply_rope_fusion = False"
     assert flags["--use-opd"]["owner"] == "slime.config.distillation"
-    assert flags["--multimodal-keys"]["owner"] == "not supported yet"
+    assert flags["--rollout-buffer-url"]["owner"] == "not supported yet"
     assert set(rows[0]) == {"flag", "owner", "default", "help", "choices", "translated_to"}
     assert "--vllm-api-key" not in flags
 

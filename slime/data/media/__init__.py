@@ -1,0 +1,1 @@
+"""The images and videos of a row of a prompt file."""

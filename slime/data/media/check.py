@@ -1,0 +1,92 @@
+"""Checks the images of rows while a file is read, and counts their tokens from their sizes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from slime.algo.losses import loss_for
+from slime.config.schema import Config
+from slime.data.files import RowLocation
+from slime.records.errors import FlagError
+from slime.types import Prompt
+from slime.vision.images import PromptImage, check_pixels
+from slime.vision.processor import MediaProcessor, load_processor
+
+
+@dataclass(frozen=True)
+class MediaCheck:
+    """The checks of one model. The text of the record is part of the cache's key."""
+
+    checkpoint: str
+    identity: str
+    """Digest of the processor's settings."""
+    trust_remote_code: bool = False
+    most_images: int | None = None
+    """Largest number of images that an engine takes in one prompt, or None."""
+    most_videos: int | None = None
+    limit_flag: str = ""
+
+    def check(self, prompt: Prompt, where: RowLocation) -> None:
+        """ValueError with file and line for an image that the model or an engine cannot use."""
+        for kind, found, most in (
+            ("image", prompt.images, self.most_images),
+            ("video", prompt.videos, self.most_videos),
+        ):
+            if most is not None and len(found) > most:
+                raise FlagError(
+                    f"{where}: a prompt",
+                    f"have at most {most} {kind}s ({self.limit_flag})",
+                    len(found),
+                    f"raise {self.limit_flag}, or leave the row out",
+                )
+        for number, image in enumerate(prompt.images):
+            assert isinstance(image, PromptImage)
+            try:
+                check_pixels(image)
+                self._processor.count_tokens(image)
+            except FlagError as error:
+                name = f"{where}: image {number + 1} of the prompt"
+                raise FlagError(name, error.rule, error.got, error.advice) from error
+
+    def count_added(self, prompt: Prompt) -> int:
+        """Returns the number of tokens of the images and videos beyond one marker each."""
+        count, process = self._processor.count_tokens, self._processor.process
+        images = sum(count(image) - 1 for image in prompt.images if isinstance(image, PromptImage))
+        encode = self._processor.encode
+        return images + sum(len(encode(process("video", video).text)) - 1 for video in prompt.videos)
+
+    @property
+    def _processor(self) -> MediaProcessor:
+        return _load(self.checkpoint, self.trust_remote_code)
+
+
+def check_for(c: Config) -> MediaCheck | None:
+    """Returns the checks for the images of the policy. None without --multimodal-keys or without a checkpoint.
+    ValueError for a model of text."""
+    checkpoint, facts = c.rollout.hf_checkpoint, c.engine.engine_facts
+    if not c.data.multimodal_keys or not checkpoint:
+        return None
+    limits = facts.media_limits if loss_for(c.algorithm).rewarded else {}
+    return MediaCheck(
+        checkpoint,
+        _load(checkpoint, c.train.trust_remote_code).identity,
+        c.train.trust_remote_code,
+        limits.get("image"),
+        limits.get("video"),
+        facts.flag("media_limits"),
+    )
+
+
+@functools.cache
+def _load(checkpoint: str, trust_remote_code: bool) -> MediaProcessor:
+    """Loads a processor once per process, because several processes share a check."""
+    found = load_processor(checkpoint, trust_remote_code=trust_remote_code)
+    if found is None:
+        raise FlagError(
+            "--multimodal-keys",
+            "be used with a model that has an image processor",
+            f"{checkpoint}, which has none",
+            "train a model with a vision tower, or leave the flag out",
+        )
+    return MediaProcessor(found)
