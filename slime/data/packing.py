@@ -21,6 +21,7 @@ from slime.config.schema import read_section
 from slime.config.sections.data import DataConfig
 from slime.config.sections.megatron import MegatronConfig
 from slime.data.columns import COLUMNS
+from slime.data.media.packing import PackedImages, pack_images
 from slime.data.sharing.prompts import sample_images, shared_prompts
 from slime.data.token_slice import TokenSlice, token_slice
 from slime.models import read_decoder
@@ -29,7 +30,6 @@ from slime.models.vision import Vision
 from slime.plan.flops import ForwardFlops
 from slime.plan.stages import micro_batch_group
 from slime.types import TrainData
-from slime.vision.packing import PackedImages, pack_images
 
 
 @dataclass(frozen=True)

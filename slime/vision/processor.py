@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from slime.bridges.processors import allow_no_torchvision
 from slime.records.errors import FlagError
@@ -24,6 +24,7 @@ from slime.vision.inputs import ImageInputs, MediaKind
 from slime.vision.store import MediaStore, StoredMedia
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import ProcessorMixin
 
 _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -144,23 +145,21 @@ class MediaProcessor:
         return stored
 
     def _process(self, kind: MediaKind, key: str, content: object) -> StoredMedia:
-        out = self._call(kind, content)
-        text = out["text_replacement_offsets"][0][0]["replacement"]
-        tensors = {name: value for name, value in out.items() if name not in _TEXT_NAMES}
-        if (grid := tensors.get(f"{kind}_grid_thw")) is not None:
-            grid = tuple(grid[0].tolist())
+        text, tensors = self._call(kind, content)
+        grids = tensors.get(f"{kind}_grid_thw")
+        grid = () if grids is None else tuple(grids[0].tolist())
         with DiskSpaceGuard(CACHE, self._folder, "the processed images"):
             return self._store.write(
-                kind, key, tensors, tokens=self._count(kind, out), grid=grid or (), text=text
+                kind, key, tensors, tokens=self._count(kind, self.encode(text)), grid=grid, text=text
             )
 
-    def _call(self, kind: MediaKind, content: object) -> Mapping[str, Any]:
-        """Calls the processor for one image or video. Its text is the marker."""
-        media: dict[str, Any] = {f"{kind}s": [content], "text": [self.marker(kind)]}
+    def _call(self, kind: MediaKind, content: object) -> tuple[str, dict[str, Tensor]]:
+        """Calls the processor for one image or video, in a prompt that is its marker. Returns the text that replaces
+        the marker, and the tensors."""
+        call: Callable[..., Mapping[str, object]] = self.processor
+        media: dict[str, object] = {f"{kind}s": [content], "text": [self.marker(kind)]}
         try:
-            out: Mapping[str, Any] = self.processor(
-                **media, return_tensors="pt", return_text_replacement_offsets=True
-            )
+            out = call(**media, return_tensors="pt", return_text_replacement_offsets=True)
         except ValueError as error:
             raise FlagError(
                 "an image" if kind == "image" else "a video",
@@ -168,15 +167,14 @@ class MediaProcessor:
                 str(error),
                 "change it, or leave it out",
             ) from error
-        return out
+        ((replaced,),) = cast("list[list[dict[str, str]]]", out["text_replacement_offsets"])
+        tensors = {name: cast("Tensor", value) for name, value in out.items() if name not in _TEXT_NAMES}
+        return replaced["replacement"], tensors
 
-    def _count(self, kind: MediaKind, out: Mapping[str, Any]) -> int:
+    def _count(self, kind: MediaKind, ids: list[int]) -> int:
         """Number of the ids that the model replaces by features."""
-        import torch
-
-        ids = out["input_ids"][0]
         wanted = getattr(self.processor, f"{kind}_token_ids")
-        return int(torch.isin(ids, torch.tensor(wanted)).sum())
+        return sum(ids.count(one) for one in wanted)
 
     def count_tokens(self, image: PromptImage) -> int:
         """Number of tokens that an image adds to its prompt in the place of the marker, from the image's size alone.
@@ -204,9 +202,9 @@ class MediaProcessor:
         """Number of ids in the text of an image in addition to the ids of the image."""
         import PIL.Image
 
-        out = self._call("image", PIL.Image.new("RGB", (_PROBE_PIXELS, _PROBE_PIXELS)))
-        text = out["text_replacement_offsets"][0][0]["replacement"]
-        return len(self.encode(text)) - self._count("image", out)
+        text, _ = self._call("image", PIL.Image.new("RGB", (_PROBE_PIXELS, _PROBE_PIXELS)))
+        ids = self.encode(text)
+        return len(ids) - self._count("image", ids)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text without the tokenizer's opening."""

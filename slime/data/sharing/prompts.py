@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slime.data.columns import COLUMNS
+from slime.data.media.packing import SampleImages
 from slime.data.token_slice import token_slice
 from slime.models import read_decoder
 from slime.models.decoder import Hf
 from slime.models.vision import Vision
 from slime.types import TrainData
-from slime.vision.packing import SampleImages
 
 if TYPE_CHECKING:
     from slime.config.schema import Config

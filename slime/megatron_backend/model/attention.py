@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rl_kernel import rotary
+from slime.data.media.packing import PackedImages
 from slime.data.token_slice import TokenRun, TokenSlice, ranges
 from slime.megatron_backend.model.attention_scores import (
     Bucket,
@@ -36,7 +37,6 @@ from slime.megatron_backend.model.attention_scores import (
     varlen_attention,
 )
 from slime.megatron_backend.model.rows import GatheredRows, take
-from slime.vision.packing import PackedImages
 
 # Longest divided by shortest sequence of a bucket. This ratio limits the padding and the number of buckets.
 _BUCKET_RATIO = 1.5

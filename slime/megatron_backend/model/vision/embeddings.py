@@ -17,10 +17,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
+from slime.data.media.packing import PackedImages
 from slime.megatron_backend.model.attention import PackedLayout
 from slime.megatron_backend.model.vision.towers import TowerOutput, run_tower
 from slime.models.vision import Vision
-from slime.vision.packing import PackedImages
 
 
 def embed_images(

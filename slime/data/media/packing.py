@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slime.data.media.media import Medium, list_media, media_identity
+from slime.data.media.positions import ImageRun, find_runs, image_positions
 from slime.models.vision import Vision
 from slime.vision.inputs import TrainInputs, concatenate
-from slime.vision.media import Medium, list_media, media_identity
-from slime.vision.positions import ImageRun, find_runs, image_positions
 
 
 @dataclass(frozen=True)

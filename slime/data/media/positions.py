@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slime.data.media.media import Medium
 from slime.models.vision import Vision
-from slime.vision.media import Medium
 
 
 @dataclass(frozen=True)
