@@ -46,8 +46,7 @@ class MediaCheck:
                 check_pixels(image)
                 self._processor.count_tokens(image)
             except FlagError as error:
-                name = f"{where}: image {number + 1} of the prompt"
-                raise FlagError(name, error.rule, error.got, error.advice) from error
+                raise error.after(f"{where}: image {number + 1} of the prompt: ") from error
 
     def count_added(self, prompt: Prompt) -> int:
         """Returns the number of tokens of the images and videos beyond one marker each."""

@@ -106,7 +106,7 @@ class RowMedia:
         try:
             return open_image(value, self._folder)
         except FlagError as error:
-            raise FlagError(f"{self._where}: {name}", error.rule, error.got, error.advice) from error
+            raise error.after(f"{self._where}: {name}: ") from error
 
     def _video(self, value: object, name: str) -> object:
         """Returns a list of frames, or the path of a file that exists."""
