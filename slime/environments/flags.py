@@ -92,6 +92,28 @@ def check_environments(c: Config) -> None:
     problems.report()
 
 
+def check_dataset(c: Config, where: str, path: str, settings: Mapping[str, object]) -> None:
+    """Checks a dataset of --eval-config whose path names an environment. `settings` are those of its entry in the
+    file."""
+    if not is_environment(path):
+        return
+    flag = f"--eval-config: path of {where}"
+    if not c.sessions.environment:
+        raise _without_environment(flag, path)
+    find_environment(path, flag)
+    decided = {"custom_generate_function_path": "loop makes the samples"}
+    decided |= dict.fromkeys(_REWARDS, "rubric is the reward")
+    decided |= dict.fromkeys(_DECIDED, "file has the prompts")
+    for name, what in decided.items():
+        if settings.get(name, _DECIDED.get(name)) != _DECIDED.get(name):
+            raise FlagError(
+                f"--eval-config: {name} of {where}",
+                "be left out for an environment",
+                settings[name],
+                f"the environment's {what}",
+            )
+
+
 def _check_files(c: Config) -> None:
     """Checks that no flag of prompts names an environment in a run without --environment."""
     stated = c.data.prompt_data or []
@@ -100,9 +122,13 @@ def _check_files(c: Config) -> None:
     for flag, value in named:
         parts = _NAMED.fullmatch(value)
         if is_environment(parts[2] if parts else value):
-            raise FlagError(
-                flag,
-                "name no environment in a run without --environment",
-                value,
-                "give the environment to train on with --environment",
-            )
+            raise _without_environment(flag, value)
+
+
+def _without_environment(flag: str, value: str) -> FlagError:
+    return FlagError(
+        flag,
+        "name no environment in a run without --environment",
+        value,
+        "give the environment to train on with --environment",
+    )

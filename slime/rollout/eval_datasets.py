@@ -33,6 +33,7 @@ from slime.data.media.check import check_for
 from slime.data.prompts import Prompts, load_prompts
 from slime.data.rows import RowColumns
 from slime.data.tokenizer import require_template_reads
+from slime.environments.flags import check_dataset
 from slime.hooks import load_function
 from slime.records.errors import FlagError
 from slime.rollout import sampling
@@ -221,6 +222,7 @@ def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[Eva
         for key, value in (chosen | extra).items():
             _check_setting(where, key, value)
         config = EvalDatasetConfig(**{**settings, **chosen}, extra=extra)
+        check_dataset(c, where, config.path, chosen)
         _check_dataset(c.reward, where, config)
         configs.append(config)
     names = [config.name for config in configs]

@@ -27,7 +27,7 @@ COMMANDS = {
     "completion": "a script that completes commands and flags in bash or zsh",
 }
 
-WORK = {"train", "engines", "serve", "export", "audit", "trace", "plot", "ui", "bench"}
+WORK = {"train", "engines", "serve", "import", "new", "export", "audit", "trace", "plot", "ui", "bench"}
 """Subcommands that do more than print."""
 
 MODULES = {

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from config_cases import good_argv
 
+from slime.config import Config
 from slime.data.files import find_source
 from slime.data.prompts import load_prompts
 from slime.data.rows import RowColumns
 from slime.environments import flags, hubs, rows
 from slime.environments.hubs import Hub, find_environment
 from slime.environments.process import close_processes
-from slime.rollout.eval_datasets import resolve_eval_datasets
+from slime.rollout.eval_datasets import check_evaluation, resolve_eval_datasets
 from slime.rules import parse_args
 
 CONNECTOR = str(Path(__file__).with_name("scripted_connector"))
@@ -186,6 +188,42 @@ def test_an_environment_without_tasks_is_named(scripted: None, tmp_path: Path, t
     with pytest.raises(ValueError) as error:
         parse_args(words(tmp_path, "--environment", text))
     assert said in str(error.value)
+
+
+def test_an_environment_in_the_file_of_evaluations(scripted: None, tmp_path: Path) -> None:
+    file = tmp_path / "eval.yaml"
+    text = 'scripted:two?names=["5"]&split=eval'
+    entry = {"name": "test", "path": text}
+
+    def parse(settings: dict[str, object], *flags: str) -> Config:
+        file.write_text(yaml.safe_dump({"datasets": [{**entry, **settings}]}))
+        more = ("--eval-interval", "1", "--eval-config", str(file))
+        config = parse_args([*(words(tmp_path) if flags else good_argv(tmp_path)), *flags, *more])
+        check_evaluation(config)
+        return config
+
+    (data,) = resolve_eval_datasets(parse({}, "--environment", 'scripted:one?names=["1"]'))
+    assert (data.path, data.input_key) == (text, "prompt")
+    with pytest.raises(ValueError) as error:
+        parse({})
+    assert str(error.value) == (
+        f"--eval-config: path of dataset 'test' must name no environment in a run without --environment, got {text}; "
+        "give the environment to train on with --environment"
+    )
+    for name, value, reason in (
+        ("rm_type", "math", "rubric is the reward"),
+        ("custom_generate_function_path", "test_hubs.x", "loop makes the samples"),
+        ("input_key", "question", "file has the prompts"),
+        ("apply_chat_template", True, "file has the prompts"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"--eval-config: {name} of dataset 'test' must be left out.*{reason}"
+        ):
+            parse({name: value}, "--environment", 'scripted:one?names=["1"]')
+    with pytest.raises(
+        ValueError, match="--eval-config: path of dataset 'test' must have .* after the colon"
+    ):
+        parse({"path": "scripted:"}, "--environment", 'scripted:one?names=["1"]')
 
 
 @pytest.mark.parametrize("flag, more", [("--prompt-data", ()), ("--eval-prompt-data", ("test",))])
