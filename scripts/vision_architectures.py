@@ -48,5 +48,15 @@ VISION_ARCHITECTURES: dict[str, Architecture] = {
             "vision_config": {**_deep(1024, 4096, 24, [5, 11, 17]), "out_hidden_size": 2560},
         },
     ),
+    "qwen3-vl-30b-a3b": Architecture(
+        *("qwen3_vl_moe", 2048, 6144, 48, (32, 4), 128, QWEN_VOCAB, 5e6, 262144, False),
+        *("bfloat16", HUB.format("Qwen3-VL-30B-A3B-Instruct")),
+        experts=(128, 8, 768),
+        rotary=_axes([24, 20, 20], alternating=True),
+        vision={
+            **_IDS,
+            "vision_config": {**_deep(1152, 4304, 27, [8, 16, 24]), "out_hidden_size": 2048},
+        },
+    ),
 }
 """Name -> shape."""

@@ -65,7 +65,7 @@ class Column:
     (`Sample.columns`)."""
     optional: bool = False
     """True if a batch may lack the column. Then all samples have the column, or no sample has it. With a `default`, a
-    part of the samples may have it."""
+    part of the samples may have it. A part may also have a column of kind sample, and the others have None."""
     default: float | None = None
     """Value for the tokens without a value of the engine, if a token of the batch has one."""
     flag: str = ""
@@ -95,7 +95,7 @@ class Column:
         read = self.read or self._from_engine
         values = [read(sample) for sample in samples]
         present = sum(value is not None for value in values)
-        if not self.optional or present == len(values):
+        if not self.optional or present == len(values) or (present and self.kind == "sample"):
             return values
         if present and self.default is not None:
             return [

@@ -26,6 +26,7 @@ from slime.models.families.qwen3 import QWEN3, QWEN3_MOE
 from slime.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from slime.models.families.qwen3_next import QWEN3_NEXT
 from slime.models.families.qwen3_vl import QWEN3_VL
+from slime.models.families.qwen3_vl_moe import QWEN3_VL_MOE
 from slime.models.family import Family
 
 __all__ = [
@@ -48,6 +49,7 @@ _ALL = (
     QWEN3,
     QWEN3_MOE,
     QWEN3_VL,
+    QWEN3_VL_MOE,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_TEXT,

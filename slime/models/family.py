@@ -36,6 +36,8 @@ class Written:
     number: int | None = None
     """Index in a stack of `of` such tensors. None means that the tensor is not in a stack."""
     of: int = 1
+    keeps_order: bool = False
+    """Rows and columns keep their order, so a part of the tensor can be written alone."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -104,7 +106,7 @@ class Family:
     written: Callable[[str, Tensor, Hf], Written] = as_held
     """Converts an exported tensor to the form of files that engines and transformers read. The tensors of rows without
     HF parts fill a stack. For a tensor-parallel shard, the function returns the shard of the same rank, cut along one
-    axis."""
+    axis, or its tensors have `keeps_order`."""
     flags: tuple[tuple[str, Callable[[Hf], object]], ...] = ()
     """MODEL_ARGS whose value only this family defines: name -> value for a config.json."""
 

@@ -76,6 +76,8 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.04)
     model.save_pretrained(directory)
+    if kind == "qwen3_vl_moe":
+        turn_experts(directory)
     if kind in BUILT_AS or kind in PREDICTION:
         as_published(directory, kind)
     if (
@@ -121,6 +123,8 @@ def hf_gradients(hf: nn.Module, directory: Path) -> dict[str, Tensor]:
         for parameter in hf.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     hf.save_pretrained(directory)
+    if hf.config.model_type == "qwen3_vl_moe":
+        turn_experts(directory)
     return load_file(directory / "model.safetensors")
 
 
@@ -141,6 +145,15 @@ def assert_gradients_equal(got: Tensor, wanted: Tensor, name: str) -> float:
     atol = max(1e-6, 1e-5 * largest)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=atol, msg=lambda text: f"{name}: {text}")
     return (got - wanted).abs().max().item() / largest if largest else 0.0
+
+
+def turn_experts(directory: Path) -> None:
+    """Transposes stacks of experts to the form of published files, which vLLM reads. transformers reads both forms."""
+    tensors = load_file(directory / "model.safetensors")
+    turned = {
+        name: x.transpose(1, 2).contiguous() if ".mlp.experts." in name else x for name, x in tensors.items()
+    }
+    save_file(turned, directory / "model.safetensors", {"format": "pt"})
 
 
 def as_published(directory: Path, kind: str) -> None:

@@ -39,6 +39,7 @@ from slime.megatron_backend.checkpoint.torch_dist import (
 from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
 from slime.megatron_backend.model.optimizer import fuse_adam, reload_weights
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
+from slime.models.vision import PREFIX as VISION
 from slime.system.disk_space import DiskSpaceGuard
 
 logger = logging.getLogger(__name__)
@@ -168,14 +169,19 @@ def _write_text(path: Path, text: str) -> None:
     os.replace(staged, path)
 
 
-def trained_predictions(directory: str | Path, iteration: int | None, choose: str = "--ckpt-step {}") -> bool:
-    """Returns whether checkpoint `iteration` has layers of multi-token prediction, which --enable-mtp-training trained.
-    False for a converted checkpoint, whose layers were not trained."""
+def trained_parts(
+    directory: str | Path, iteration: int | None, choose: str = "--ckpt-step {}"
+) -> tuple[bool, bool]:
+    """Returns whether checkpoint `iteration` has layers of multi-token prediction, which --enable-mtp-training trained,
+    and whether it has a vision tower, from a run with images. Both are false for a converted checkpoint."""
     if iteration is None:
-        return False
+        return False, False
     with explained_reading(Path(directory), iteration, choose):
         index = MetadataReader(existing(Path(directory), iteration)).read_metadata()
-    return any(name.startswith("mtp.") for name in index.state_dict_metadata)
+    predicts, sees = (
+        any(name.startswith(prefix) for name in index.state_dict_metadata) for prefix in ("mtp.", VISION)
+    )
+    return predicts, sees
 
 
 @torch.no_grad()

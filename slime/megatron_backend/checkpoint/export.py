@@ -17,7 +17,7 @@ from slime.checkpoints.hf_config import MAPPED_BYTES
 from slime.config import Config
 from slime.config.sections.checkpoint import HfFormat
 from slime.megatron_backend.checkpoint.adapter_records import stored_lora
-from slime.megatron_backend.checkpoint.distributed import load_checkpoint, stored_parts, trained_predictions
+from slime.megatron_backend.checkpoint.distributed import load_checkpoint, stored_parts, trained_parts
 from slime.megatron_backend.checkpoint.merged import merged
 from slime.megatron_backend.checkpoint.peft import save_peft
 from slime.megatron_backend.checkpoint.torch_dist import StoredParts, load_torch_dist
@@ -99,8 +99,8 @@ def _export_weights(
 ) -> str:
     """Exports whole weights. Returns the name of the source."""
     load, source = config.checkpoint.load, config.rollout.hf_checkpoint
-    predicts = load is not None and trained_predictions(load, iteration, CHOOSE)
-    model = build_model(hf_config, config, ddp=False, predicts=predicts)
+    predicts, has_tower = (False, False) if load is None else trained_parts(load, iteration, CHOOSE)
+    model = build_model(hf_config, config, ddp=False, predicts=predicts, has_tower=has_tower)
     path = None if load is None or iteration is not None else released(load)
     read = source if load is None else str(path) if path else f"checkpoint {iteration} of {load}"
     if to == "hf":

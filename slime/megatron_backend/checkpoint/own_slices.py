@@ -18,9 +18,10 @@ from slime.megatron_backend.checkpoint.live_table import hf_parts, parameters, r
 from slime.megatron_backend.checkpoint.weights import Read, live
 from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
 from slime.models import family_for
+from slime.models.family import Written
 from slime.models.layouts import Row
 from slime.models.slices import Piece, pieces
-from slime.weight_sync.slices import Slice, SlicePosition
+from slime.weight_sync.slices import Slice, SlicePosition, Where
 
 
 class _Last:
@@ -107,19 +108,42 @@ def _slice_parameter(
     rank, ranks = rank_and_size(shard_group(row))
     dtype = str(parameter.dtype).removeprefix("torch.")
     written = family.written(names[0], wholes[0], hf)
+    shapes = tuple(tuple(whole.shape) for whole in wholes)
+    if written.keeps_order:
+        for piece in pieces(row.layout, shapes, inner.sizes, rank, ranks):
+            where, part = _stacked_piece(piece, row, written, names[0], wholes[0], inner)
+            yield SlicePosition(written.name, dtype, written.shape, where), parameter, part
+        return
     if written.number is not None:
         mine = family.written(names[0], parameter.data.to("meta"), hf).tensor.shape
         where = ((written.number, written.number + 1), *_cut(tuple(mine), written.shape[1:], rank))
         position = SlicePosition(written.name, dtype, written.shape, where)
         yield position, parameter, lambda values: family.written(names[0], values, hf).tensor[None]
         return
-    shapes = tuple(tuple(whole.shape) for whole in wholes)
     for piece in pieces(row.layout, shapes, inner.sizes, rank, ranks):
         if piece.part is not None:  # other pieces are padding
             position = SlicePosition(
                 names[piece.part], dtype, shapes[piece.part], _where(piece, shapes[piece.part])
             )
             yield position, parameter, partial(_read_piece, row, piece)
+
+
+def _stacked_piece(
+    piece: Piece, row: Row, written: Written, name: str, whole: Tensor, inner: HiddenGPTModel
+) -> tuple[Where, Callable[[Tensor], Tensor]]:
+    """Returns the position of a piece in a stack whose tensors keep their order, and the function that returns its
+    values."""
+    family, hf = family_for(inner.hf_config), inner.hf_config
+    part = whole.narrow(piece.axis, piece.source, piece.length)
+    sizes = zip(family.written(name, part, hf).tensor.shape, written.tensor.shape, strict=True)
+    bounds = ((0, of) if size == of else (piece.source, piece.source + size) for size, of in sizes)
+    assert written.number is not None
+
+    def values(parameter: Tensor) -> Tensor:
+        mine = _read_piece(row, piece, parameter).reshape(part.shape)
+        return family.written(name, mine, hf).tensor[None]
+
+    return ((written.number, written.number + 1), *bounds), values
 
 
 def _read_piece(row: Row, piece: Piece, values: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from slime.megatron_backend.checkpoint.safe_reading import COMMON_FILE, Metadata
 from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
 from slime.models.lora import PREFIX as ADAPTERS
+from slime.models.vision import PREFIX as VISION
 
 PLAIN_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -176,6 +177,7 @@ class StoredParts:
             if isinstance(tensor, TensorStorageMetadata)
             and not _NOT_READ.match(name)
             and (self._inner.config.mtp_num_layers or not name.startswith("mtp."))
+            and (self._inner.has_tower or not name.startswith(VISION))
         }
         names = _Names(stored, self._inner.config.num_layers)
         self._of: dict[int, list[ShardedTensor]] = {}  # by the memory that parts share with a parameter

@@ -21,7 +21,7 @@ from slime.megatron_backend.checkpoint.distributed import (
     load_checkpoint,
     save_checkpoint,
     stored_parts,
-    trained_predictions,
+    trained_parts,
 )
 from slime.megatron_backend.checkpoint.safe_reading import MetadataReader
 from slime.megatron_backend.checkpoint.weights import load_hf
@@ -93,7 +93,7 @@ READERS = {
     "resume": lambda folder, parts: load_checkpoint(folder, *parts),
     "weights": lambda folder, parts: load_checkpoint(folder, parts[0]),
     "export": lambda folder, parts: stored_parts(folder, parts[0], iteration=1).read(),
-    "layers of prediction": lambda folder, parts: trained_predictions(folder, 1),
+    "layers of prediction": lambda folder, parts: trained_parts(folder, 1),
     "adapters": lambda folder, parts: stored_lora(folder, 1),
     "verify": lambda folder, parts: verify(["verify", str(folder)]),
 }

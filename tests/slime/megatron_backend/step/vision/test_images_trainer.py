@@ -1,0 +1,108 @@
+"""Trains a tiny Qwen2.5-VL on rollouts with and without images: log-probs of policy and reference, an optimizer step,
+the update for the engines, a checkpoint, and the run that resumes from it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import tiny_checkpoint
+from safetensors.torch import load_file
+from tower_cases import KEYS, image_logits, make_samples, read_vision
+from trainer_cases import exported, make_config, rank_data
+
+from slime.megatron_backend.checkpoint.export import export_checkpoint
+from slime.megatron_backend.step.trainer import MegatronTrainer
+from slime.types import Sample
+
+GRIDS = [[(1, 4, 8)], [], [(1, 6, 4), (1, 4, 4)], [(1, 8, 8)]]
+"""Each group's images. One group has none."""
+
+
+def samples_of(root: Path) -> list[Sample]:
+    """Returns four groups of two samples that share the prompt and its images."""
+    rng, data = random.Random(0), make_samples(read_vision(root / "policy"), GRIDS)
+    found = []
+    for group, tokens in enumerate(data["tokens"]):
+        for index in range(2):
+            response = [rng.randrange(90) for _ in range(rng.randint(3, 7))]
+            found.append(
+                Sample(
+                    index=len(found),
+                    group_index=group,
+                    tokens=[*tokens[:-5].tolist(), *response],
+                    response_length=len(response),
+                    rollout_log_probs=[-4.5] * len(response),
+                    reward=float(index),
+                    multimodal_train_inputs=data["multimodal_train_inputs"][group],
+                    status=Sample.Status.COMPLETED,
+                )
+            )
+    return found
+
+
+def config_of(root: Path, **flags: Any) -> Any:
+    return make_config(root, multimodal_keys=KEYS, max_tokens_per_gpu=96, save=str(root / "saved"), **flags)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("images")
+    for seed, name in enumerate(("policy", "reference")):
+        torch.manual_seed(seed)
+        tiny_checkpoint(root / name, "qwen2_5_vl")
+    return root
+
+
+@pytest.mark.parametrize("train_vision", [False, True])
+def test_a_run_trains_on_images(root: Path, tmp_path: Path, train_vision: bool) -> None:
+    import transformers
+
+    samples = samples_of(root)
+    config = config_of(root, train_vision=train_vision, use_kl_loss=True, kl_loss_coef=0.1)
+    trainer = MegatronTrainer(config, 0, 1, init_method=f"file://{tmp_path}/store")
+    try:
+        before = exported(trainer)
+        data = rank_data(config, samples)
+        trainer.train(0, data)
+        hf = transformers.AutoModelForImageTextToText.from_pretrained(root / "reference").eval()
+        for i, sample in enumerate(samples):
+            one = {
+                "tokens": [torch.tensor(sample.tokens)],
+                "multimodal_train_inputs": [sample.multimodal_train_inputs],
+            }
+            with torch.no_grad():
+                logits = image_logits(hf, one)[:-1].log_softmax(-1)
+            wanted = logits.gather(1, one["tokens"][0][1:, None])[-sample.response_length :, 0]
+            torch.testing.assert_close(data["ref_log_probs"][i], wanted, rtol=0, atol=1e-5)
+        after = exported(trainer)
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        tower = {name for name in before if name.startswith("visual.")}
+        assert tower and moved & tower == (tower if train_vision else set())
+        assert moved - tower == before.keys() - tower
+        trainer.weights_file()
+        (file,) = (root / "weights").glob("**/*.safetensors")
+        published = load_file(file)
+        assert published.keys() == after.keys()
+        assert all(torch.equal(tensor, after[name]) for name, tensor in published.items())
+        file.unlink()
+        trainer.save(0)
+    finally:
+        trainer.close()
+    resumed = MegatronTrainer(
+        config_of(root, train_vision=train_vision, load=str(root / "saved")),
+        0,
+        1,
+        init_method=f"file://{tmp_path}/again",
+    )
+    try:
+        assert all(torch.equal(tensor, after[name]) for name, tensor in exported(resumed).items())
+    finally:
+        resumed.close()
+    export_checkpoint(make_config(root, load=str(root / "saved")), None, tmp_path / "hf")
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert written.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in written.items())
