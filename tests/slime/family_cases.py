@@ -206,7 +206,7 @@ CASES: dict[str, FamilyCase] = {
     ),
     "qwen2-5-vl": FamilyCase("qwen2_5_vl"),
     "qwen3-vl": FamilyCase("qwen3_vl", {"tie_word_embeddings": False}),
-    "qwen3-vl-moe": FamilyCase("qwen3_vl_moe", {"tie_word_embeddings": False, "num_hidden_layers": 3}),
+    "qwen3-vl-moe": FamilyCase("qwen3_vl_moe", {"tie_word_embeddings": False, "num_hidden_layers": 4}),
     "qwen3-5": FamilyCase("qwen3_5", {}, True, "bfloat16"),
     "qwen3-5-text": FamilyCase("qwen3_5_text", {"tie_word_embeddings": False}, True, "bfloat16"),
     "qwen3-5-moe": FamilyCase("qwen3_5_moe", {"tie_word_embeddings": False}, True, "bfloat16"),

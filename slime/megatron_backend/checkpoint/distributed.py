@@ -39,7 +39,6 @@ from slime.megatron_backend.checkpoint.torch_dist import (
 from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
 from slime.megatron_backend.model.optimizer import fuse_adam, reload_weights
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
-from slime.models.vision import PREFIX as VISION
 from slime.system.disk_space import DiskSpaceGuard
 
 logger = logging.getLogger(__name__)
@@ -167,21 +166,6 @@ def _write_text(path: Path, text: str) -> None:
     staged = hidden(path, "partial")
     staged.write_text(text, encoding="utf-8")
     os.replace(staged, path)
-
-
-def trained_parts(
-    directory: str | Path, iteration: int | None, choose: str = "--ckpt-step {}"
-) -> tuple[bool, bool]:
-    """Returns whether checkpoint `iteration` has layers of multi-token prediction, which --enable-mtp-training trained,
-    and whether it has a vision tower, from a run with images. Both are false for a converted checkpoint."""
-    if iteration is None:
-        return False, False
-    with explained_reading(Path(directory), iteration, choose):
-        index = MetadataReader(existing(Path(directory), iteration)).read_metadata()
-    predicts, sees = (
-        any(name.startswith(prefix) for name in index.state_dict_metadata) for prefix in ("mtp.", VISION)
-    )
-    return predicts, sees
 
 
 @torch.no_grad()

@@ -12,14 +12,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from slime.checkpoints.checkpoint_dir import latest, released
+from slime.checkpoints.checkpoint_dir import existing, latest, released
 from slime.checkpoints.hf_config import MAPPED_BYTES
 from slime.config import Config
 from slime.config.sections.checkpoint import HfFormat
 from slime.megatron_backend.checkpoint.adapter_records import stored_lora
-from slime.megatron_backend.checkpoint.distributed import load_checkpoint, stored_parts, trained_parts
+from slime.megatron_backend.checkpoint.checkpoint_io import explained_reading
+from slime.megatron_backend.checkpoint.distributed import load_checkpoint, stored_parts
 from slime.megatron_backend.checkpoint.merged import merged
 from slime.megatron_backend.checkpoint.peft import save_peft
+from slime.megatron_backend.checkpoint.safe_reading import MetadataReader
 from slime.megatron_backend.checkpoint.torch_dist import StoredParts, load_torch_dist
 from slime.megatron_backend.checkpoint.torch_dist_save import save_torch_dist
 from slime.megatron_backend.checkpoint.weights import MAX_SHARD_BYTES, Read, live, load_hf, save_hf
@@ -30,6 +32,7 @@ from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models import family_for
 from slime.models.lora import Lora
+from slime.models.vision import PREFIX as VISION
 
 Kind = Literal["hf", "torch_dist"]
 OUT, CHOOSE = "--output-dir", "vime export --iteration {}"
@@ -99,7 +102,7 @@ def _export_weights(
 ) -> str:
     """Exports whole weights. Returns the name of the source."""
     load, source = config.checkpoint.load, config.rollout.hf_checkpoint
-    predicts, has_tower = (False, False) if load is None else trained_parts(load, iteration, CHOOSE)
+    predicts, has_tower = (False, False) if load is None else trained_parts(load, iteration)
     model = build_model(hf_config, config, ddp=False, predicts=predicts, has_tower=has_tower)
     path = None if load is None or iteration is not None else released(load)
     read = source if load is None else str(path) if path else f"checkpoint {iteration} of {load}"
@@ -153,6 +156,19 @@ def _export_adapters(
         save_peft(model, out_dir, source, flag=OUT)
         return
     save_hf(model, source, out_dir, flag=OUT, read=merged(model, live), form=form)
+
+
+def trained_parts(directory: str | Path, iteration: int | None) -> tuple[bool, bool]:
+    """Returns whether checkpoint `iteration` has layers of multi-token prediction, which --enable-mtp-training trained,
+    and whether it has a vision tower, from a run with images. Both are false for a converted checkpoint."""
+    if iteration is None:
+        return False, False
+    with explained_reading(Path(directory), iteration, CHOOSE):
+        index = MetadataReader(existing(Path(directory), iteration)).read_metadata()
+    predicts, sees = (
+        any(name.startswith(prefix) for name in index.state_dict_metadata) for prefix in ("mtp.", VISION)
+    )
+    return predicts, sees
 
 
 def one_by_one(parts: StoredParts) -> Read:

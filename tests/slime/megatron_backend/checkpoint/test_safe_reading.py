@@ -21,8 +21,8 @@ from slime.megatron_backend.checkpoint.distributed import (
     load_checkpoint,
     save_checkpoint,
     stored_parts,
-    trained_parts,
 )
+from slime.megatron_backend.checkpoint.export import trained_parts
 from slime.megatron_backend.checkpoint.safe_reading import MetadataReader
 from slime.megatron_backend.checkpoint.weights import load_hf
 from slime.megatron_backend.model.gpt import build_model
