@@ -2,8 +2,8 @@
 
 The processor of a model for images and videos also loads a video processor, and video processors need torchvision. The
 usual package index has torchvision for CUDA only, which a torch for CPUs cannot load. On such a machine, images go
-through the image processor that needs Pillow alone, and the video processor holds its settings. Its use is an error that
-names the missing package.
+through the image processor that needs Pillow alone, and the video processor holds its settings. The use of that video
+processor is an error that names the missing package.
 """
 
 from __future__ import annotations
@@ -44,10 +44,14 @@ class Absent(ModuleType):
     """Replaces torchvision's module of functions. Every use raises ModuleNotFoundError."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise ModuleNotFoundError(
-            f"torchvision must be installed for videos, got a use of {name} without it; install the torchvision of "
-            "this torch, or send text and images only"
-        )
+        raise _missing(name)
+
+
+def _missing(name: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(
+        f"torchvision must be installed for videos, got a use of {name} without it; install the torchvision of "
+        "this torch, or send text and images only"
+    )
 
 
 @contextmanager
@@ -94,7 +98,7 @@ def allow_no_torchvision() -> None:
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:
-    Absent(_FUNCTIONS).preprocess
+    raise _missing("preprocess")
 
 
 def with_known_video_class(classes: Mapping[str, object]) -> dict[str, object]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from slime.types import SamplingParams
+
+if TYPE_CHECKING:
+    from slime.vision.inputs import ImageInputs
 
 FinishReason = Literal["stop", "length", "abort"]
 VERSIONS = "token_versions"
@@ -109,6 +112,7 @@ class RolloutEngine(Protocol):
         columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
         on_tokens: OnTokens | None = None,
+        images: ImageInputs | None = None,
     ) -> GenerateResult:
         """Samples a completion. Retries transient faults until `deadline_s` seconds have passed, then TimeoutError.
 
@@ -123,11 +127,20 @@ class RolloutEngine(Protocol):
 
         `sampling_params` uses slime's names: temperature, top_p, top_k, max_new_tokens, min_new_tokens, stop,
         stop_token_ids, skip_special_tokens. A prompt that the engine rejects raises ValueError at once.
+
+        `images` are the processed images of the prompt, in its order. `token_ids` contains the ids that stand for them.
+        ValueError if the ids do not fit the images. A caller leaves `images` out for a prompt without images.
         """
         ...
 
     async def score(
-        self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
+        self,
+        token_ids: list[int],
+        *,
+        start: int,
+        top_k: int = 0,
+        deadline_s: float,
+        images: ImageInputs | None = None,
     ) -> ScoreResult:
         """Returns the log-probs of `token_ids[start:]`, each given the tokens before it. Retries as `generate`.
 

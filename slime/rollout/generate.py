@@ -26,6 +26,7 @@ from slime.rollout.rewards.finite import remove_unless_finite
 from slime.rollout.sample_hooks import accepted, run_sample_hooks
 from slime.types import FINISH_STATUS, Reward, Sample, SampleGroup, SamplingParams
 from slime.user_code import blamed
+from slime.vision.requests import request_images
 
 T = TypeVar("T")
 
@@ -93,6 +94,7 @@ async def _continue(context: RunContext, sample: Sample, sampling_params: Sampli
                 seed=seed,
                 deadline_s=flags.rollout_deadline_s,
                 columns=wanted,
+                **request_images(sample.multimodal_train_inputs),
             )
         columns.check_answer(sample, result, wanted, sampling_params)
         _take(sample, result, own, sampling_params)

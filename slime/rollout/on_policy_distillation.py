@@ -23,6 +23,7 @@ from slime.roles.served import DEFAULT, by_name, teachers
 from slime.rollout.context import RunContext, find_context
 from slime.rollout.teachers.servers import SERVERS, TeacherScorer
 from slime.types import Sample
+from slime.vision.requests import request_images
 
 _MAX_REQUESTS = 64
 """Maximum number of concurrent requests to each engine of a teacher, or to its server."""
@@ -120,6 +121,7 @@ async def _teach(context: RunContext, sample: Sample) -> None:
             start=len(sample.tokens) - sample.response_length,
             top_k=flags.opd_top_k,
             deadline_s=context.config.rollout.rollout_deadline_s,
+            **request_images(sample.multimodal_train_inputs),
         )
     _take(sample, result, shown)
 

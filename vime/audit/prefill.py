@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slime.config import Config
 from slime.types import Sample
+from slime.vision.requests import request_images
 from vime.vllm.client import VllmEngineClient
 from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.server_flags import engine_settings
@@ -62,7 +63,8 @@ class PrefillEngine:
         async def one(sample: Sample) -> Tensor:
             start = len(sample.tokens) - sample.response_length
             async with slots:
-                found = await client.score(sample.tokens, start=start, deadline_s=_REQUEST_S)
+                images = request_images(sample.multimodal_train_inputs)
+                found = await client.score(sample.tokens, start=start, deadline_s=_REQUEST_S, **images)
             return torch.from_numpy(found.log_probs.copy())
 
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import aiohttp
 import msgspec
@@ -29,6 +29,9 @@ from slime.protocols import (
 from slime.rollout.sampling import checked
 from vime.pool.router_client import RouterClient, Transient, check_start, require_finite, require_ok, scored
 from vime.sglang.control import UNNAMED, parse_version
+
+if TYPE_CHECKING:
+    from slime.vision.inputs import ImageInputs
 
 PARAMETERS = frozenset(
     {
@@ -76,6 +79,7 @@ class SglangEngineClient(RouterClient):
         columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
         on_tokens: OnTokens | None = None,
+        images: ImageInputs | None = None,
     ) -> GenerateResult:
         """Sample one completion of `token_ids`, see `slime.protocols.RolloutEngine`.
 
@@ -84,6 +88,7 @@ class SglangEngineClient(RouterClient):
         ignores the seed. The text keeps the stop string unless `no_stop_trim` is False. Faults: see
         `VllmEngineClient.generate`.
         """
+        check_no_images(images)
         for name in columns:
             raise ValueError(
                 _WITHOUT.get(name)
@@ -102,9 +107,16 @@ class SglangEngineClient(RouterClient):
         return parse_result(answer)
 
     async def score(
-        self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
+        self,
+        token_ids: list[int],
+        *,
+        start: int,
+        top_k: int = 0,
+        deadline_s: float,
+        images: ImageInputs | None = None,
     ) -> ScoreResult:
         """Log-probs of given tokens, see `slime.protocols.RolloutEngine`. Faults: see `VllmEngineClient.generate`."""
+        check_no_images(images)
         check_start(start, token_ids)
         asked = {
             "input_ids": token_ids,
@@ -167,6 +179,14 @@ class Answer(msgspec.Struct):
     text: str
     output_ids: list[int]
     meta_info: _Meta
+
+
+def check_no_images(images: ImageInputs | None) -> None:
+    """Raises ValueError for a request with images."""
+    if images is not None:
+        raise ValueError(
+            f"images must go to vLLM, got {len(images.items)} for SGLang; use --rollout-backend vllm"
+        )
 
 
 def request_params(sampling_params: dict[str, object]) -> dict[str, object]:

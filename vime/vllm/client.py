@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING, cast
 
 import aiohttp
 import msgspec
@@ -32,7 +33,12 @@ from vime.vllm.group_wire import (
     SampleAnswer,
     unpacked,
 )
+from vime.vllm.images.wire import IMAGES_FIELD, MISSING, MissingFilesError, describe, with_content
 from vime.vllm.worker.columns import routed_experts
+
+if TYPE_CHECKING:
+    from slime.vision.inputs import ImageInputs
+    from vime.vllm.images.wire import WireImage
 
 _OWN = ("max_tokens",)
 """Parameters, in addition to the seed, that may differ between a request's samples."""
@@ -68,6 +74,7 @@ class VllmEngineClient(RouterClient):
         columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
         on_tokens: OnTokens | None = None,
+        images: ImageInputs | None = None,
     ) -> GenerateResult:
         """Samples one completion of `token_ids`.
 
@@ -81,7 +88,7 @@ class VllmEngineClient(RouterClient):
         answer, for any other status.
         """
         shared, own = request_fields(sampling_params, seed)
-        shared |= self._adapter_fields
+        shared |= self._shared_fields(images)
         if columns:
             shared[COLUMNS_FIELD] = dict(columns)
         if on_tokens is not None:
@@ -94,7 +101,13 @@ class VllmEngineClient(RouterClient):
         return parse_result(answer, len(token_ids), columns)
 
     async def score(
-        self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
+        self,
+        token_ids: list[int],
+        *,
+        start: int,
+        top_k: int = 0,
+        deadline_s: float,
+        images: ImageInputs | None = None,
     ) -> ScoreResult:
         """Returns log-probs of given tokens; see `slime.protocols.RolloutEngine`.
 
@@ -102,7 +115,8 @@ class VllmEngineClient(RouterClient):
         --max-logprobs tokens per position. `generate` describes the errors.
         """
         check_start(start, token_ids)
-        shared: dict[str, object] = {SCORE_FIELD: start, COLUMNS_FIELD: {TOP: top_k}} | self._adapter_fields
+        shared: dict[str, object] = {SCORE_FIELD: start, COLUMNS_FIELD: {TOP: top_k}}
+        shared |= self._shared_fields(images)
         answer = await self._until(
             deadline_s,
             lambda: self._join(token_ids, shared, {"max_tokens": 1}, None),
@@ -126,6 +140,10 @@ class VllmEngineClient(RouterClient):
         Each aborted request returns the tokens that it has.
         """
         await self._on_all("/abort_requests", {}, self._headers)
+
+    def _shared_fields(self, images: ImageInputs | None) -> dict[str, object]:
+        """Returns the fields of a request for the client's adapter and for the images of its prompt."""
+        return self._adapter_fields | ({IMAGES_FIELD: describe(images)} if images is not None else {})
 
     def _join(
         self,
@@ -159,7 +177,11 @@ class VllmEngineClient(RouterClient):
     async def _send(self, request: _Request) -> None:
         """Sends the request. Gives each sample's answer or error to the future that waits for it."""
         try:
-            await self._exchange(request)
+            try:
+                await self._exchange(request)
+            except MissingFilesError:
+                await request.add_content()
+                await self._exchange(request)
             missing = sum(not future.done() for future in request.futures)
             refusal = None
             message = f"the answer lacks {missing} of {len(request.futures)} samples"
@@ -186,6 +208,8 @@ class VllmEngineClient(RouterClient):
         timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENT_S)
         sent = self._connections().post(url, data=msgspec.json.encode(body), headers=headers, timeout=timeout)
         async with sent as response:
+            if response.status == MISSING and not request.has_content:
+                raise MissingFilesError
             await require_ok(response)
             frames = Frames()
             async for piece in response.content.iter_any():
@@ -205,6 +229,13 @@ class _Request:
     session: str | None
     futures: list[asyncio.Future[SampleAnswer]] = field(default_factory=list)
     parts: list[_Parts] = field(default_factory=list)
+    has_content: bool = False
+
+    async def add_content(self) -> None:
+        """Adds the content of the images, for an engine on a host that lacks their files."""
+        images = cast("list[WireImage]", self.samples.shared[IMAGES_FIELD])
+        self.samples.shared[IMAGES_FIELD] = await asyncio.to_thread(with_content, images)
+        self.has_content = True
 
 
 @dataclass

@@ -16,7 +16,13 @@ from slime.weight_sync.variables import LOCAL_DIR_VARIABLE, WEIGHT_DIR_VARIABLE
 from vime.pool.control import SERVED_MODEL_NAME
 from vime.pool.engine_server import EngineServer, EngineSpec, option, pair_up
 from vime.vllm.cpu import engine as cpu_engine
-from vime.vllm.versions import request_times, server_module, speculation_counts, token_routes
+from vime.vllm.versions import (
+    processed_pixels,
+    request_times,
+    server_module,
+    speculation_counts,
+    token_routes,
+)
 from vime.vllm.worker import adapter, bitwise
 from vime.vllm.worker.columns import routed_experts
 from vime.vllm.worker.plugin import BACKEND, SUPERVISED_VARIABLE
@@ -31,6 +37,8 @@ _CPU_ARGV = (
     # crashes.
     "--no-enable-chunked-prefill",
     f"--max-num-seqs={cpu_engine.MOST_REQUESTS}",
+    # The run sets the size of the key-value cache, so vLLM need not measure the tower with the largest image.
+    "--skip-mm-profiling",
 )
 
 
@@ -89,7 +97,7 @@ class VllmServer(EngineServer):
         for name, value in flags.items():
             argv += [f"--{name}", value]
         argv += ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
-        argv += request_times(spec.vllm_argv) + speculation_counts(spec.vllm_argv)
+        argv += request_times(spec.vllm_argv) + speculation_counts(spec.vllm_argv) + processed_pixels()
         if spec.node == 0:
             argv += token_routes()
         if spec.device == "cpu":

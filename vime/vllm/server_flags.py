@@ -36,6 +36,7 @@ from vime.vllm.worker import adapter
 _ADDRESS = "engines listen where the engine pool places them"
 _NODES = "they follow from --rollout-num-gpus-per-engine and --num-gpus-per-node"
 _MODEL = "engines serve --hf-checkpoint"
+_IMAGES = "engines get the images that the processor of --hf-checkpoint has processed, as the trainer does"
 _SAMPLING = "training needs the log-probs of the distribution that was sampled from"
 VLLM_RESERVED = {
     "host": _ADDRESS,
@@ -57,6 +58,8 @@ VLLM_RESERVED = {
     "generation_config": "sampling is set by --rollout-temperature, --rollout-top-p and --rollout-top-k",
     "weight_transfer_config": "weights arrive through --update-weight-transport",
     "worker_cls": "a run needs workers of its own; --vllm-worker-extension-cls adds methods to them",
+    "mm_device_do_normalize": _IMAGES,
+    "mm_processor_kwargs": _IMAGES,
     "trust_remote_code": "use --trust-remote-code",
     "enable_return_routed_experts": "use --use-rollout-routing-replay",
 }

@@ -25,6 +25,7 @@ version of each token   not reported                        CompletionOutput.wei
 /inference/v1/generate  always there                        with --enable-scale-out alone       `token_routes`
 /abort_requests         any JSON                            an object                           an object
 /sleep, /wake_up        answer nothing, check nothing       answer a status, check level, mode  answers are not read
+pixels of images        normalised by the processor         also by the tower, by default       `processed_pixels`
 answers' "metrics"      times of the request                and its speculative decoding        the times
 routed experts          by its older model runner           by its newer model runner alone     `routed_experts.py`
 their first row         a field of SamplingParams alone     and an argument of `from_optional`  the field
@@ -216,6 +217,14 @@ def request_times(argv: Sequence[str]) -> list[str]:
     """Returns the flag that adds a request's waiting time to its answer. With --disable-log-stats, vLLM refuses the
     flag."""
     return [] if "--disable-log-stats" in argv else ["--enable-per-request-metrics"]
+
+
+def processed_pixels() -> list[str]:
+    """Returns the flag with which the tower takes pixels as the model's processor returns them. Newer versions
+    normalise them in the tower by default, and the trainer's tower gets normalised pixels."""
+    file = _module_file("vllm.config.multimodal")
+    known = file is not None and "mm_device_do_normalize" in file.read_text(encoding="utf-8")
+    return ["--no-mm-device-do-normalize"] if known else []
 
 
 def speculation_counts(argv: Sequence[str]) -> list[str]:

@@ -6,13 +6,16 @@ The servers score at temperature 1. The run's engines use `slime.protocols.Rollo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from slime.peers import http
 from slime.protocols import ScoreResult
+
+if TYPE_CHECKING:
+    from slime.vision.inputs import ImageInputs
 
 Row = tuple[float | None, int]
 """Log-prob and token id."""
@@ -23,7 +26,13 @@ class TeacherScorer(Protocol):
     """An object that computes the log-probs of given tokens."""
 
     async def score(
-        self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
+        self,
+        token_ids: list[int],
+        *,
+        start: int,
+        top_k: int = 0,
+        deadline_s: float,
+        images: ImageInputs | None = None,
     ) -> ScoreResult:
         """Returns the log-probs of tokens, see `slime.protocols.RolloutEngine`."""
         ...
@@ -49,6 +58,13 @@ class _Teacher:
 
     async def _post(self, body: object, deadline_s: float) -> Any:
         return await http.post(self._route, body, headers=self._headers, deadline_s=deadline_s)
+
+    def _check_text(self, images: ImageInputs | None) -> None:
+        if images is not None:
+            raise ValueError(
+                f"a teacher of samples with images must be a frozen model of the run, got the server {self.url}; give "
+                "--frozen-model"
+            )
 
     def _result(self, rows: list[Row], top: list[list[Row]], wanted: list[int], top_k: int) -> ScoreResult:
         """Returns the last rows, those of the tokens `wanted`. ValueError if the server scored other tokens."""
@@ -76,8 +92,15 @@ class SglangTeacher(_Teacher):
     path = "/generate"
 
     async def score(
-        self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
+        self,
+        token_ids: list[int],
+        *,
+        start: int,
+        top_k: int = 0,
+        deadline_s: float,
+        images: ImageInputs | None = None,
     ) -> ScoreResult:
+        self._check_text(images)
         body = {
             "input_ids": token_ids,
             "sampling_params": {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False},
@@ -99,8 +122,15 @@ class VllmTeacher(_Teacher):
     path = "/v1/completions"
 
     async def score(
-        self, token_ids: list[int], *, start: int, top_k: int = 0, deadline_s: float
+        self,
+        token_ids: list[int],
+        *,
+        start: int,
+        top_k: int = 0,
+        deadline_s: float,
+        images: ImageInputs | None = None,
     ) -> ScoreResult:
+        self._check_text(images)
         if self._route not in _models:
             at = self._route.removesuffix("/completions") + "/models"
             listed: Any = await http.get(at, headers=self._headers, deadline_s=deadline_s)

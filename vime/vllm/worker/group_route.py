@@ -30,12 +30,15 @@ from vime.vllm.group_wire import (
     frame,
     packed,
 )
+from vime.vllm.images import engine_input
+from vime.vllm.images.wire import IMAGES_FIELD, MISSING, MissingFilesError, missing_files, parse_images
 from vime.vllm.versions import refusals
 from vime.vllm.worker.adapter import ServedAdapters
 from vime.vllm.worker.columns.producers import LOWEST, PRODUCERS
 from vime.vllm.worker.columns.token_versions import version_spans
 
 if TYPE_CHECKING:
+    from vllm.inputs.engine import MultiModalInput, TokensInput
     from vllm.logprobs import FlatLogprobs
     from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -73,6 +76,7 @@ class GroupRequest:
         self.prompt = parsed.prompt
         self.columns = _columns(shared.pop(COLUMNS_FIELD, {}), vocabulary)
         self.score_from = shared.pop(SCORE_FIELD, None)
+        self.images = parse_images(shared.pop(IMAGES_FIELD, []))
         adapter = shared.pop(ADAPTER_FIELD, "")
         self.adapter = adapter if isinstance(adapter, str) else ""
         self.streams = shared.pop(STREAM_FIELD, False) is True
@@ -135,7 +139,8 @@ async def answer(
     until then.
 
     `engine`: vLLM's AsyncLLM. `versions`: an adapter's weight versions live since the request arrived. The request ends
-    when the client disconnects. A request that vLLM refuses is answered with 400 and the reason.
+    when the client disconnects. A request that vLLM refuses is answered with 400 and the reason. A request with files
+    that this host lacks is answered with `MISSING`.
     """
     bad_request: tuple[type[Exception], ...] = (*refusals(), TypeError, msgspec.DecodeError)
     try:
@@ -144,13 +149,19 @@ async def answer(
         cuts = getattr(model, "original_max_model_len", None) == _AUTO
         request = GroupRequest(body, model.max_model_len, model.get_vocab_size(), cuts=cuts)
         lora = adapters.find(request.adapter)
+        prompt = await _prompt(engine, request)
+    except MissingFilesError as error:
+        await _respond(send, MISSING, b"text/plain", str(error).encode())
+        return
     except bad_request as error:
         await _respond(send, 400, b"text/plain", str(error).encode())
         return
     finished: Finished = asyncio.Queue()
     name = uuid4().hex
     tasks = [
-        asyncio.create_task(_sample(engine, request, index, f"{name}-{index}", lora, versions, finished))
+        asyncio.create_task(
+            _sample(engine, request, prompt, index, f"{name}-{index}", lora, versions, finished)
+        )
         for index in range(len(request.samples))
     ]
     tasks += [asyncio.create_task(_gone(receive, finished)), asyncio.create_task(_alive(finished))]
@@ -159,6 +170,17 @@ async def answer(
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _prompt(engine: AsyncLLM, request: GroupRequest) -> TokensInput | MultiModalInput:
+    """Returns vLLM's input for the prompt. Files of images are read in a thread."""
+    from vllm.inputs.engine import tokens_input
+
+    if not request.images:
+        return tokens_input(request.prompt)
+    if missing := missing_files(request.images):
+        raise MissingFilesError(f"files of images must be on the engine's host, got none at {missing}")
+    return await asyncio.to_thread(engine_input.make_input, engine, request.prompt, request.images)
 
 
 class _ClientGoneError(Exception):
@@ -203,16 +225,15 @@ async def _alive(finished: Finished) -> None:
 async def _sample(
     engine: AsyncLLM,
     request: GroupRequest,
+    prompt: TokensInput | MultiModalInput,
     index: int,
     name: str,
     lora: LoRARequest | None,
     versions: Callable[[str], list[int]],
     finished: Finished,
 ) -> None:
-    from vllm.inputs.engine import tokens_input
-
     try:
-        prompt, params = tokens_input(request.prompt), request.samples[index]
+        params = request.samples[index]
         outputs = engine.generate(prompt, params, name, lora_request=lora)
         output = await _last(outputs, index, request.streams, finished)
         if isinstance(request.score_from, int):

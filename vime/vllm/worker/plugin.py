@@ -30,6 +30,7 @@ def register() -> None:
         return
     from vllm.platforms import current_platform
 
+    from slime.bridges.processors import allow_no_torchvision
     from vime.pool.supervise import die_with_parent, forks_die_with_parent
     from vime.vllm import patches
 
@@ -40,3 +41,4 @@ def register() -> None:
     patches.apply("server")
     if current_platform.is_cpu():
         patches.apply("server on CPUs")
+        allow_no_torchvision()

@@ -1,0 +1,23 @@
+"""The images of a request to an engine."""
+
+from __future__ import annotations
+
+from slime.vision.inputs import ImageInputs, TrainInputs
+
+
+def request_images(inputs: TrainInputs | None) -> dict[str, ImageInputs]:
+    """Returns the argument `images` of `RolloutEngine.generate` and `score`. Empty for a prompt without images, so that
+    an engine of text needs no such argument.
+
+    Example::
+
+        result = await engine.generate(sample.tokens, params, **request_images(sample.multimodal_train_inputs))
+    """
+    if not inputs:
+        return {}
+    if not isinstance(inputs, ImageInputs):
+        raise ValueError(
+            f"multimodal_train_inputs must be references to processed images for a request to an engine, got tensors "
+            f"{sorted(inputs)}; set sample.multimodal_inputs, and leave the processing to the run"
+        )
+    return {"images": inputs} if inputs.items else {}

@@ -1,0 +1,152 @@
+"""Makes tiny models with a vision tower from their configurations, and computes log-probs with transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from slime.vision.inputs import ImageInputs
+
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+FIRST_SPECIAL, VOCABULARY = 256, 320
+IDS = {name: FIRST_SPECIAL + number for number, name in enumerate(SPECIAL)}
+PATCH = 4
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": IDS["<|im_end|>"],
+    "pad_token_id": IDS["<|endoftext|>"],
+    "initializer_range": 0.1,
+}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 64,
+    "initializer_range": 0.2,
+}
+_QWEN3_TOWER = {"depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+
+
+def _rope(sections: list[int], **more: object) -> dict[str, object]:
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, **more}
+
+
+_QWEN3 = {"head_dim": 32, "rope_parameters": _rope([6, 5, 5], mrope_interleaved=True)}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_HYBRID = {
+    "head_dim": 32,
+    "rope_parameters": _rope([6, 5, 5], mrope_interleaved=True, partial_rotary_factor=1.0),
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+KINDS: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
+    "qwen2_5_vl": (
+        {"rope_parameters": _rope([4, 6, 6])},
+        {"depth": 2, "window_size": 4 * PATCH, "fullatt_block_indexes": [1]},
+        "Qwen2_5_VLProcessor",
+    ),
+    "qwen3_vl": (_QWEN3, _QWEN3_TOWER, "Qwen3VLProcessor"),
+    "qwen3_vl_moe": (_QWEN3 | _EXPERTS, _QWEN3_TOWER, "Qwen3VLProcessor"),
+    "qwen3_5": (_HYBRID, {"depth": 2, "num_position_embeddings": 64}, "Qwen3VLProcessor"),
+}
+"""Model type -> settings of the text model and of the tower that differ from the others', and the processor."""
+
+
+def make_vision_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0) -> PreTrainedModel:
+    """Writes a checkpoint with random weights, tokenizer and processor. Returns transformers' model in float32."""
+    text, tower, processor = KINDS[kind]
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    tokens = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    config = AutoConfig.for_model(
+        kind,
+        text_config=_TEXT | text,
+        vision_config=_TOWER | tower,
+        tie_word_embeddings=True,
+        dtype="float32",
+        **{name: IDS[token] for name, token in zip(names, tokens, strict=True)},
+    )
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:  # biases are zeros and norms are ones, which hides errors
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.1)
+    model.save_pretrained(folder)
+    _save_tokenizer(folder)
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": processor,
+        "patch_size": PATCH,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 4 * PATCH * PATCH, "longest_edge": 64 * 64},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return model.eval()
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer with one token per byte, then the special tokens."""
+    words = sorted(pre_tokenizers.ByteLevel.alphabet()) + list(SPECIAL)
+    words += [f"Ġw{number}" for number in range(VOCABULARY - len(words))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "additional_special_tokens": list(SPECIAL),
+        "model_max_length": 1024,
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def log_probs(
+    model: PreTrainedModel, tokens: list[int], images: ImageInputs | None, temperature: float = 1.0
+) -> torch.Tensor:
+    """Returns the log-prob of every token but the first, given the tokens before it, with transformers."""
+    ids = torch.tensor([tokens])
+    more = {}
+    if images is not None:
+        tensors = images.tensors()
+        kinds = torch.zeros_like(ids)
+        kinds[ids == IDS["<|image_pad|>"]] = 1
+        more = {**tensors, "mm_token_type_ids": kinds}
+    with torch.no_grad():
+        logits = model(input_ids=ids, **more).logits[0, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]

@@ -1,0 +1,146 @@
+"""Makes vLLM's input for a prompt with images, from the prompt's ids and the processed images, in the engine's server.
+
+vLLM does not process the images again: the tower gets the pixels that the trainer gets. The positions of the images are
+the engine's own: the ids that the engine's configuration names, as many per image as the engine's tower returns. A
+prompt with other ids is an error that names the image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from vime.vllm.images.wire import WireImage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.inputs.engine import MultiModalInput
+    from vllm.multimodal.inputs import MultiModalKwargsItem, PlaceholderRange
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from slime.models import Hf
+
+
+def make_input(engine: AsyncLLM, token_ids: list[int], images: Sequence[WireImage]) -> MultiModalInput:
+    """Returns the engine's input for the prompt.
+
+    Raises ValueError for a model without images, for more images than --limit-mm-per-prompt, and for ids that do not
+    fit the images.
+    """
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+
+    processor = engine.renderer.mm_processor
+    if processor is None:
+        raise ValueError(
+            f"the engine's model must take images, got {len(images)} for a text model; set --hf-checkpoint to a "
+            "model with a vision tower, or leave --multimodal-keys out"
+        )
+    config: Any = processor.info.get_hf_config()
+    counts = {kind: sum(one.kind == kind for one in images) for kind in {one.kind for one in images}}
+    for kind, count in counts.items():
+        processor.info.validate_num_items(kind, count)
+    items: dict[str, list[MultiModalKwargsItem]] = {kind: [] for kind in counts}
+    for number, one in enumerate(images):
+        item = _make_item(processor, one, number)
+        expected = count_embeddings(config, one.kind, {name: elem.data for name, elem in item.items()})
+        if expected != one.tokens:
+            raise ValueError(
+                f"{one.kind} {number} must have {expected} ids in the prompt, which is what the engine's tower "
+                f"returns, got {one.tokens} from {one.path}; use the processor of the engine's checkpoint"
+            )
+        items[one.kind].append(item)
+    return mm_input(
+        token_ids,
+        MultiModalKwargsItems(items),
+        {kind: [one.key for one in images if one.kind == kind] for kind in counts},
+        find_placeholders(token_ids, images, media_ids(config)),
+    )
+
+
+def _make_item(processor: Any, image: WireImage, number: int) -> MultiModalKwargsItem:
+    """Returns the processed image in vLLM's form, with the fields that vLLM's class of the model uses."""
+    from transformers import BatchFeature
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+
+    features = BatchFeature(_read(image))
+    fields = processor._get_mm_fields_config(features, {})
+    found = MultiModalKwargsItems.from_hf_inputs(features, fields).get(image.kind, [])
+    if len(found) != 1:
+        raise ValueError(
+            f"{image.kind} {number} must be one {image.kind} for the engine's model, got {len(found)} from "
+            f"{sorted(features)} in {image.path}; use the processor of the engine's checkpoint"
+        )
+    item: MultiModalKwargsItem = found[0]
+    return item
+
+
+def _read(image: WireImage) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load, load_file
+
+    try:
+        return load(image.data) if image.data else load_file(image.path)
+    except SafetensorError as error:
+        raise ValueError(
+            f"a processed {image.kind} must be a file of safetensors, got {image.path}: {error}; remove the file, and "
+            "start the run again"
+        ) from error
+
+
+def media_ids(config: Hf | Any) -> dict[str, int]:
+    """Returns the id that stands for a part of an image, and that for a part of a video, as the engine's configuration
+    names them."""
+    names = {"image": "image_token_id", "video": "video_token_id"}
+    return {kind: found for kind, name in names.items() if (found := getattr(config, name, None)) is not None}
+
+
+def count_embeddings(config: Any, kind: str, tensors: Mapping[str, Any]) -> int:
+    """Returns the number of rows that the tower of the engine's model returns for an image or a video.
+
+    A model with a grid of patches merges squares of patches. Another model returns the same number for each image.
+    """
+    grid = tensors.get(f"{kind}_grid_thw")
+    if grid is not None:
+        rows: int = int(grid.prod()) // config.vision_config.spatial_merge_size**2
+        return rows
+    fixed: int | None = getattr(config, "mm_tokens_per_image", None)
+    if fixed is None:
+        raise ValueError(
+            f"a model with images must have a grid of patches or a fixed number of ids per image, got "
+            f"{config.model_type} with {sorted(tensors)}; use a family of `vime models`"
+        )
+    pixels = tensors["pixel_values"]
+    return fixed * (len(pixels) if pixels.ndim == 4 else 1)
+
+
+def find_placeholders(
+    token_ids: Sequence[int], images: Sequence[WireImage], ids: Mapping[str, int]
+) -> dict[str, list[PlaceholderRange]]:
+    """Returns where each image is in the prompt, by kind.
+
+    The ids of an image are the next `tokens` ids of its kind. Between the frames of a video there may be other ids. Ids
+    after the last image are text: a model may sample the id of an image.
+    """
+    import torch
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    found: dict[str, list[PlaceholderRange]] = {one.kind: [] for one in images}
+    start = 0
+    for number, one in enumerate(images):
+        later = (index for index in range(start, len(token_ids)) if token_ids[index] == ids.get(one.kind))
+        own = list(islice(later, one.tokens))
+        if len(own) < one.tokens:
+            raise ValueError(
+                f"{one.kind} {number} of {len(images)} must have {one.tokens} ids {ids.get(one.kind)} in the prompt, "
+                f"got {len(own)} of them; make the ids with the processor of the checkpoint ({one.path})"
+            )
+        length = own[-1] + 1 - own[0]
+        mask = None
+        if length > len(own):
+            mask = torch.zeros(length, dtype=torch.bool)
+            mask[[index - own[0] for index in own]] = True
+        found[one.kind].append(PlaceholderRange(own[0], length, mask))
+        start = own[-1] + 1
+    return found
