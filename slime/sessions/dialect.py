@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from slime.loss_mask import parameters_rule
+from slime.sessions.images import get_content
 from slime.sessions.live import LiveAnswer
-from slime.sessions.messages import ChatRequest, ModelAnswer, RequestRejected, get_text, system_text
+from slime.sessions.messages import ChatRequest, ModelAnswer, RequestRejected, system_text
 from slime.sessions.session import MODEL, Session
 
 T = TypeVar("T")
@@ -140,14 +141,14 @@ def simple_message(entry: Body) -> Body:
             "request", f"role must be system, user, assistant or tool, got {role!r:.80}; fix the client"
         )
     if role == "user":
-        return {"role": "user", "content": get_text(entry.get("content"))}
+        return {"role": "user", "content": get_content(entry.get("content"))}
     return {"role": "system", "content": system_text(entry.get("content"))}
 
 
 def tool_result(entry: Body, content: str, call_id: str) -> Body:
     """Returns a message with the role tool. `content` and `call_id` are the names of the fields."""
     parsed = value(entry, call_id, str, "")
-    return {"role": "tool", "content": get_text(entry.get(content)), "tool_call_id": parsed}
+    return {"role": "tool", "content": get_content(entry.get(content)), "tool_call_id": parsed}
 
 
 def written(event: Event) -> bytes:

@@ -6,9 +6,9 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Container, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
-from slime.protocols import GenerateResult
+from slime.protocols import GenerateResult, OnTokens
 from slime.sessions.messages import ModelAnswer, RequestRejected
 
 if TYPE_CHECKING:
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 _HALF = "\ufffd"
 """The character that a decoder returns for bytes that are not yet a complete character."""
+
+
+class ShownTokens(TypedDict, total=False):
+    """Argument of a request to an engine for an answer that the client sees while it grows."""
+
+    on_tokens: OnTokens
 
 
 class TextSoFar:

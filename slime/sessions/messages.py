@@ -1,6 +1,7 @@
 """This module converts the chat messages of every dialect to the form that chat templates of Hugging Face read.
 
-A message has `role` (system, user, assistant, tool) and `content` (text). A message of an assistant may have
+A message has `role` (system, user, assistant, tool) and `content`: a text, or parts of text and images for a user or a
+tool (slime.sessions.images). A message of an assistant may have
 `tool_calls` ({"id", "type": "function", "function": {"name", "arguments"}}, arguments as an object) and
 `reasoning_content`. A message of a tool has `tool_call_id`.
 """
@@ -133,7 +134,8 @@ def _parts(content: object, kinds: tuple[str, ...]) -> list[str]:
             found.append(part["text"])
         elif "image" in str(kind) or "audio" in str(kind) or "file" in str(kind):
             raise RequestRejected(
-                "media", f"content must be text, got a part of type {kind!s:.80}; sessions are text only"
+                "media",
+                f"content must be text, or images of a user or a tool, got a part of type {kind!s:.80}; leave it out",
             )
         else:
             raise RequestRejected("request", f"a content part must be text, got {kind!r:.80}; leave it out")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+from slime.protocols import GenerateResult
 from slime.sessions.json_text import as_unicode
-from slime.sessions.messages import ChatParser, Reply, RequestRejected, ToolCall
+from slime.sessions.messages import ChatParser, ChatRequest, Reply, RequestRejected, ToolCall
 from slime.sessions.off_loop import within
 from slime.types import Message, Tools
+
+if TYPE_CHECKING:
+    from slime.rollout.state import GenerateState
 
 _LONGEST_S = 60.0
 """Limit on the parser's time in seconds. The time of some parsers grows with the square of the text's length."""
@@ -16,6 +20,27 @@ _LONGEST_S = 60.0
 
 Answer: TypeAlias = tuple[str, list[int], list[int], list[Message], Tools]
 """The arguments of `ChatParser.parse`: text, its ids, the prompt's ids, the messages and the tools."""
+
+
+async def read_reply(
+    parser: ChatParser,
+    state: GenerateState,
+    request: ChatRequest,
+    prompt: list[int],
+    result: GenerateResult,
+    *,
+    ended: bool,
+) -> tuple[Reply, RequestRejected | None]:
+    """Returns the parsed answer. If the parser fails, returns the plain text and the refusal. With `ended`, the last
+    token ended the turn and is not part of the text."""
+    ids = result.token_ids[:-1] if ended else result.token_ids
+    text = str(state.tokenizer.decode(ids, skip_special_tokens=False))
+    for stop in request.stop:
+        text = text.removesuffix(stop)
+    try:
+        return await parsed(parser, (text, result.token_ids, prompt, request.messages, request.tools)), None
+    except RequestRejected as refusal:
+        return Reply(text), refusal
 
 
 async def parsed(parser: ChatParser, answer: Answer) -> Reply:

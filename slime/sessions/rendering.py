@@ -14,17 +14,29 @@ import re
 import secrets
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slime.data.rows import render_chat
+from slime.sessions.images import list_images
 from slime.sessions.messages import RequestRejected
 from slime.types import Message, Tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slime.vision.inputs import ImageInputs
+    from slime.vision.processor import MediaProcessor
+
 _PIECE = 1 << 15
 """Size of a piece in characters. Cutting a text into such pieces does not double its number of tokens."""
+
+
+class Rendered(NamedTuple):
+    """Messages as the input of an engine."""
+
+    token_ids: list[int]
+    images: ImageInputs | None
+    """The processed images of the messages."""
 
 
 class BoundaryError(Exception):
@@ -32,15 +44,21 @@ class BoundaryError(Exception):
 
 
 class ChatRenderer:
-    """The chat template of a tokenizer. `options` are --apply-chat-template-kwargs."""
+    """The chat template of a tokenizer. `options` are --apply-chat-template-kwargs. `media` processes images; a model
+    of text has None."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: dict[str, object]) -> None:
-        self._tokenizer, self.options = tokenizer, options
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: dict[str, object],
+        media: MediaProcessor | None = None,
+    ) -> None:
+        self._tokenizer, self.options, self._media = tokenizer, options, media
 
-    def whole(self, messages: list[Message], tools: Tools, context: int | None) -> list[int]:
+    def whole(self, messages: list[Message], tools: Tools, context: int | None) -> Rendered:
         """The tokens of a conversation, open for the model. Refused when the template raises an error, and for a text
         that is far longer than `context` tokens."""
-        return self._encode(self._render(messages, tools, open_turn=True), context)
+        return self._encode(self._render(messages, tools, open_turn=True), messages, context)
 
     def following(
         self,
@@ -49,7 +67,7 @@ class ChatRenderer:
         tools: Tools,
         last_token: int | None,
         context: int | None,
-    ) -> list[int]:
+    ) -> Rendered:
         """The tokens after the last turn of `known`, which is the model's: what closes it, `new`, and the opening of
         the next turn.
 
@@ -71,7 +89,7 @@ class ChatRenderer:
         else:
             # The opening of the next message ends the turn, as in GLM-4.5: the model has written it already.
             rest = text[len(closing) :].removeprefix(ended or "")
-        return self._encode(rest, context)
+        return self._encode(rest, new, context)
 
     @cached_property
     def special(self) -> dict[int, str]:
@@ -109,9 +127,10 @@ class ChatRenderer:
             f"the chat template must render the messages, got {error}; check their roles and their order",
         ) from error
 
-    def _encode(self, text: str, context: int | None) -> list[int]:
-        """The tokens. A long text is first counted in pieces, up to twice the context: a text of a few megabytes would
-        take seconds, and one of 60 MB more memory than a host has."""
+    def _encode(self, text: str, messages: list[Message], context: int | None) -> Rendered:
+        """The tokens of a text, and the images of the messages, whose markers the text has. A long text is first
+        counted in pieces, up to twice the context: a text of a few megabytes would take seconds, and one of 60 MB more
+        memory than a host has."""
         if context is not None and len(text) > max(_PIECE, 8 * context):
             count = 0
             for start in range(0, len(text), _PIECE):
@@ -121,7 +140,18 @@ class ChatRenderer:
                         "context",
                         f"the context length is {context} tokens, got messages of {len(text)} characters",
                     )
-        return self._ids(text)
+        images = list_images(messages)
+        if not images:
+            return Rendered(self._ids(text), None)
+        if self._media is None:
+            raise RequestRejected(
+                "media", f"images must go to a model with a vision tower, got {len(images)}; send text only"
+            )
+        try:
+            text, inputs = self._media.expand(text, images)
+        except ValueError as error:
+            raise RequestRejected("media", str(error)) from error
+        return Rendered(self._ids(text), inputs)
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

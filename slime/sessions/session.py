@@ -12,20 +12,21 @@ from collections import Counter
 from slime.data import columns
 from slime.data.agents.blank_sample import blank
 from slime.data.agents.session_record import KEY, SessionRecord
-from slime.protocols import GenerateResult, OnTokens
+from slime.protocols import GenerateResult
 from slime.rollout.context import RunContext
 from slime.rollout.facts import note_sampling
 from slime.rollout.generate import EVALUATION
 from slime.rollout.rewards.finite import KEY as REMOVED
 from slime.rollout.state import random_stream, request_seed
 from slime.sessions.limits import ABORTS, DONE, LIMITS, NO_REQUEST, SessionLimits
-from slime.sessions.live import LiveAnswer, TextSoFar
-from slime.sessions.messages import ChatParser, ChatRequest, ModelAnswer, Reply, RequestRejected, from_reply
+from slime.sessions.live import LiveAnswer, ShownTokens, TextSoFar
+from slime.sessions.messages import ChatParser, ChatRequest, ModelAnswer, RequestRejected, from_reply
 from slime.sessions.off_loop import off_loop
-from slime.sessions.parsing import parsed
-from slime.sessions.rendering import BoundaryError, ChatRenderer
-from slime.sessions.turns import Turn, TurnTree
+from slime.sessions.parsing import read_reply
+from slime.sessions.rendering import BoundaryError, ChatRenderer, Rendered
+from slime.sessions.turns import Turn, TurnTree, join_images
 from slime.types import Message, Sample, SamplingParams
+from slime.vision.requests import RequestImages, request_images
 
 MODEL = "policy"
 """The name of the model that sessions serve."""
@@ -63,7 +64,9 @@ class Session:
         self._flags = context.config.rollout
         kwargs = sample.apply_chat_template_kwargs
         self._renderer = ChatRenderer(
-            own.tokenizer, dict(context.config.data.apply_chat_template_kwargs if kwargs is None else kwargs)
+            own.tokenizer,
+            dict(context.config.data.apply_chat_template_kwargs if kwargs is None else kwargs),
+            own.media,
         )
         self._tree = TurnTree()
         self._answers: dict[str, Turn] = {}
@@ -111,8 +114,8 @@ class Session:
     async def count(self, request: ChatRequest) -> int:
         """The number of tokens of a conversation, rendered anew. Raises Refused as `answer` does for messages."""
         context = await self._context(request)
-        ids = await off_loop(request.size, self._renderer.whole, request.messages, request.tools, context)
-        return len(ids)
+        whole = request.messages, request.tools, context
+        return len((await off_loop(request.size, self._renderer.whole, *whole))[0])
 
     async def answer(self, request: ChatRequest, live: LiveAnswer | None = None) -> ModelAnswer:
         """Returns the model's answer. Raises Refused if the session has ended, or ends with this request. Stores any
@@ -135,16 +138,20 @@ class Session:
         self._check(request)
         self._ignored |= set(request.ignored)
         context = await self._context(request)
-        prompt, parent, added = await self._prompt(request, context)
+        rendered, parent, added = await self._prompt(request, context)
+        prompt = [*(parent.token_ids if parent else ()), *rendered.token_ids]
         params = self._sampling(prompt, request, context)
         live.prompt_tokens = len(prompt)
         began = time.perf_counter()
-        result = await self._generate(prompt, parent, request, live, params)
+        media = request_images(join_images(parent, rendered.images))
+        result = await self._generate(prompt, media, parent, request, live, params)
         seconds = time.perf_counter() - began
         ended = result.finish_reason == "stop" and result.token_ids[-1] in self._renderer.special
-        reply, refusal = await self._reply(request, prompt, result, ended=ended)
-        known = len(parent.token_ids) if parent else 0
-        turn = Turn(parent, added, prompt[known:], from_reply(reply), result, ended, _tools_key(request))
+        reply, refusal = await read_reply(self._parser, self._own, request, prompt, result, ended=ended)
+        turn = Turn(
+            *(parent, added, rendered.token_ids, from_reply(reply), result, ended, _tools_key(request)),
+            images=rendered.images,
+        )
         self._tree.add(turn)
         self._tool_calls += len(reply.tool_calls)
         answer = ModelAnswer(
@@ -223,16 +230,15 @@ class Session:
 
     async def _prompt(
         self, request: ChatRequest, context: int | None
-    ) -> tuple[list[int], Turn | None, list[Message]]:
-        """The tokens to continue, the turn that they continue, and the messages that this turn does not have."""
+    ) -> tuple[Rendered, Turn | None, list[Message]]:
+        """The new tokens, the turn that they continue, and the messages that this turn does not have."""
         turn, known = self._tree.last_known(request.messages, _tools_key(request))
         if turn is not None:
             added = request.messages[known:]
             last = turn.result.token_ids[-1] if turn.ended else None
             asked = turn.messages, added, request.tools, last, context
             try:
-                new = await off_loop(request.size, self._renderer.following, *asked)
-                return turn.token_ids + new, turn, added
+                return await off_loop(request.size, self._renderer.following, *asked), turn, added
             except BoundaryError:
                 self._mismatches += 1
         self._own.chat_remarks.look(request.messages, request.tools, self._renderer.options)
@@ -242,6 +248,7 @@ class Session:
     async def _generate(
         self,
         prompt: list[int],
+        media: RequestImages,
         parent: Turn | None,
         request: ChatRequest,
         live: LiveAnswer,
@@ -250,7 +257,7 @@ class Session:
         engine = self._own.engine
         assert engine is not None, "a session needs an engine"
         wanted = columns.wanted(self._config, lambda column: parent.known(column.name) if parent else 0)
-        shown: dict[str, OnTokens] = {}
+        shown: ShownTokens = {}
         if request.stream and engine.streams and getattr(self._parser, "plain", False):
             hold = max(map(len, request.stop), default=0)
             live.show(TextSoFar(self._own.tokenizer, self._renderer.special, hold))
@@ -264,7 +271,13 @@ class Session:
         try:
             async with asyncio.timeout(deadline_s * 1.1 + 0.5):
                 result = await engine.generate(
-                    prompt, params, seed=seed, deadline_s=deadline_s, session=self.id, columns=wanted, **shown
+                    *(prompt, params),
+                    **media,
+                    **shown,
+                    seed=seed,
+                    deadline_s=deadline_s,
+                    session=self.id,
+                    columns=wanted,
                 )
         except TimeoutError as error:
             raise self._late(error) from error
@@ -297,20 +310,6 @@ class Session:
         own = params.get("stop") or []
         stop = [*([own] if isinstance(own, str) else own), *request.stop]
         return params | {"max_new_tokens": min(lengths), "stop": stop or None}
-
-    async def _reply(
-        self, request: ChatRequest, prompt: list[int], result: GenerateResult, *, ended: bool
-    ) -> tuple[Reply, RequestRejected | None]:
-        """Returns the parsed answer. If the parser fails, returns the plain text and the refusal."""
-        ids = result.token_ids[:-1] if ended else result.token_ids
-        text = str(self._own.tokenizer.decode(ids, skip_special_tokens=False))
-        for stop in request.stop:
-            text = text.removesuffix(stop)
-        answer = text, result.token_ids, prompt, request.messages, request.tools
-        try:
-            return await parsed(self._parser, answer), None
-        except RequestRejected as refusal:
-            return Reply(text), refusal
 
     def adopt(self, sample: Sample) -> None:
         """Make the samples from this one instead of the one that the session was opened with."""

@@ -16,8 +16,10 @@ from slime.data import columns
 from slime.data.agents import turn_rewards
 from slime.data.agents.blank_sample import blank
 from slime.protocols import GenerateResult
+from slime.sessions.images import list_images
 from slime.sessions.messages import same
 from slime.types import Message, Sample
+from slime.vision.inputs import ImageInputs
 
 
 @dataclass(eq=False)
@@ -37,6 +39,8 @@ class Turn:
     """For a root, the tools, which are part of the prompt; "" for other turns."""
     children: list[Turn] = field(default_factory=list)
     reward: float | None = None
+    images: ImageInputs | None = None
+    """The images of these messages."""
 
     @property
     def path(self) -> list[Turn]:
@@ -66,6 +70,13 @@ class Turn:
         """Number of rows of an engine column that the tokens of the path have."""
         rows = (turn.result.columns[name][0] for turn in self.path if name in turn.result.columns)
         return sum(map(len, rows))
+
+
+def join_images(last: Turn | None, more: ImageInputs | None = None) -> ImageInputs | None:
+    """Returns the images of the turns up to `last`, followed by `more`. None if there are none."""
+    turns = last.path if last else []
+    found = [one for one in (*(turn.images for turn in turns), more) if one is not None]
+    return ImageInputs(tuple(item for one in found for item in one.items)) if found else None
 
 
 class TurnTree:
@@ -112,6 +123,12 @@ class TurnTree:
 def _build_sample(path: list[Turn], original: Sample, trained: set[int]) -> Sample:
     sample = blank(original)
     sample.tokens = list(path[0].prompt_ids)
+    if (images := join_images(path[-1])) is not None:
+        sample.multimodal_train_inputs = images
+        sample.multimodal_inputs = {
+            "images": list_images([m for turn in path for m in turn.added]),
+            "videos": None,
+        }
     for number, turn in enumerate(path):
         if number:
             sample.append_response_tokens(tokens=turn.prompt_ids, trainable=False)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from slime.vision.inputs import ImageInputs, TrainInputs
 
 
-def request_images(inputs: TrainInputs | None) -> dict[str, ImageInputs]:
+class RequestImages(TypedDict, total=False):
+    """Argument of a request to an engine."""
+
+    images: ImageInputs
+
+
+def request_images(inputs: TrainInputs | None) -> RequestImages:
     """Returns the argument `images` of `RolloutEngine.generate` and `score`. Empty for a prompt without images, so that
     an engine of text needs no such argument.
 
