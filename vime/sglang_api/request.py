@@ -96,8 +96,8 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True):
     routing_key: object = None
     model: object = None
     no_logs: object = None
+    image_data: str | list[str | list[str]] | None = None
     # Not served; `_refuse` reports them.
-    image_data: object = None
     video_data: object = None
     audio_data: object = None
     modalities: object = None
@@ -111,12 +111,11 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True):
     return_entropy: object = None
 
 
-_NO_IMAGES = "this engine takes text only"
+_NO_IMAGES = "this engine takes text and images only"
 _REFUSED = {
-    "image_data": _NO_IMAGES,
     "video_data": _NO_IMAGES,
     "audio_data": _NO_IMAGES,
-    "modalities": _NO_IMAGES,
+    "modalities": "image_data has images only",
     "input_embeds": "send text or input_ids",
     "session_params": "send the whole prompt; the engine caches prefixes",
     "token_ids_logprob": "use top_logprobs_num",
@@ -147,6 +146,8 @@ class OneRequest:
     params: dict[str, Any]
     rid: str | None
     scored: bool = False
+    images: tuple[str, ...] = ()
+    """The content of the prompt's images, in base64 or as data URLs."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +189,10 @@ def parse(body: bytes) -> GenerateRequest:
     prompts, is_list = _prompts(fields)
     sampling = _one_each("sampling_params", fields.sampling_params or SamplingFields(), len(prompts))
     names = _one_each("rid", fields.rid, len(prompts))
+    images = _images(fields.image_data, len(prompts), is_list=is_list)
     each = []
     batched = is_list
-    for prompt, entry, name in zip(prompts, sampling, names, strict=True):
+    for prompt, entry, name, seen in zip(prompts, sampling, names, images, strict=True):
         _refuse(entry, _REFUSED_SAMPLING, "sampling_params.")
         params = translate(entry)
         count = entry.n or 1
@@ -198,7 +200,7 @@ def parse(body: bytes) -> GenerateRequest:
         for copy in range(count):
             own = params if copy == 0 or "seed" not in params else {**params, "seed": params["seed"] + copy}
             named = name if name is None or count == 1 else f"{name}-{copy}"
-            each.append(OneRequest(prompt, own, named, scored=entry.max_new_tokens == 0))
+            each.append(OneRequest(prompt, own, named, entry.max_new_tokens == 0, seen))
     return GenerateRequest(each, _wanted_output(fields), bool(fields.stream), batched, fields.lora_path or "")
 
 
@@ -233,6 +235,15 @@ def _prompts(fields: GenerateFields) -> tuple[list[str | list[int]], bool]:
     if not prompts or not all(prompts):
         raise ValueError(f"{name} must not be empty, got {json.dumps(prompt)[:80]}; send a prompt")
     return prompts, nested
+
+
+def _images(found: str | list[str | list[str]] | None, count: int, *, is_list: bool) -> list[tuple[str, ...]]:
+    """Returns the images of each prompt. A single prompt has an image or a list of images; a list of prompts has one of
+    these for each prompt."""
+    if not found:
+        return [()] * count
+    entries = _one_each("image_data", found, count) if is_list else [found]
+    return [(one,) if isinstance(one, str) else tuple(one) for one in entries]
 
 
 def _one_each(name: str, value: object, count: int) -> list[Any]:

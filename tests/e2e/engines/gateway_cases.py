@@ -276,7 +276,7 @@ def test_the_other_routes(stack: Stack, url: str) -> None:
     ("body", "said"),
     [
         ({}, "one of text and input_ids, got none"),
-        ({"text": "a", "image_data": ["x"]}, "image_data must be left out"),
+        ({"text": "a", "image_data": ["x"]}, "image_data must go to a model with a processor"),
         (
             {"text": "a", "sampling_params": {"temperature": "hot"}},
             "sampling_params.temperature must be float",

@@ -107,7 +107,12 @@ def test_what_the_answer_must_hold() -> None:
         ({"stream": "yes"}, 'stream must be bool | null, got "yes"'),
         ({"logprob_start_len": -2}, "logprob_start_len must be int >= -1, got -2"),
         ({"top_logprobs_num": -1}, "top_logprobs_num must be int >= 0, got -1"),
-        ({"image_data": ["x"]}, r"image_data must be left out, got list .*; this engine takes text only"),
+        (
+            {"video_data": ["x"]},
+            r"video_data must be left out, got list .*; this engine takes text and images only",
+        ),
+        ({"image_data": 3}, "image_data must be str"),
+        ({"text": ["a", "b"], "input_ids": None, "image_data": ["x"]}, "image_data must have one entry per prompt, got 1 for 2"),
         ({"lora_path": ["x"]}, r"lora_path must be str \| null, got \[\"x\"\]"),
         ({"return_hidden_states": True}, "return_hidden_states must be left out"),
         ({"max_new_tokens": 4}, "max_new_tokens must be left out, got it; it is no field of /generate"),

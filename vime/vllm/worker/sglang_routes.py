@@ -20,6 +20,7 @@ import numpy as np
 
 from vime.pool.asgi import Receive, Send
 from vime.sglang_api.request import GenerateRequest, OneRequest, WantedOutput, parse
+from vime.vllm.images.raw import prepare
 from vime.vllm.versions import installed, refusals
 from vime.vllm.worker import sglang_control
 from vime.vllm.worker.adapter import ServedAdapters, abort_all
@@ -29,6 +30,7 @@ from vime.vllm.worker.settings import EngineSettings
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.inputs.engine import MultiModalInput, TokensInput
     from vllm.logprobs import FlatLogprobs
     from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -160,7 +162,7 @@ def _info(engine: ServedEngine, *, server: bool) -> dict[str, object]:
         "tokenizer_path": config.tokenizer,
         "is_generation": True,
         "weight_version": engine.versions()[-1],
-        "has_image_understanding": False,
+        "has_image_understanding": engine.llm.renderer.mm_processor is not None,
         "has_audio_understanding": False,
     }
     if server:
@@ -176,7 +178,8 @@ def _info(engine: ServedEngine, *, server: bool) -> dict[str, object]:
 async def _generate(engine: ServedEngine, body: bytes, adapter: str, receive: Receive, send: Send) -> None:
     request = parse(body)
     lora = engine.adapters.find(request.adapter or adapter)
-    jobs = [_Job(engine, one, request, lora) for one in request.each]
+    prompts = [await prepare(engine.llm, one.prompt, one.images) for one in request.each]
+    jobs = [_Job(engine, *asked, request, lora) for asked in zip(request.each, prompts, strict=True)]
     gone = asyncio.create_task(_gone(receive))
     work = asyncio.create_task(
         _stream(jobs, request, send) if request.stream else _whole(jobs, request, send)
@@ -234,26 +237,26 @@ class _Job:
     """One sample: its sampling parameters for vLLM, and its output in SGLang's format."""
 
     def __init__(
-        self, engine: ServedEngine, one: OneRequest, request: GenerateRequest, lora: LoRARequest | None
+        self,
+        engine: ServedEngine,
+        one: OneRequest,
+        prompt: tuple[list[int], TokensInput | MultiModalInput],
+        request: GenerateRequest,
+        lora: LoRARequest | None,
     ) -> None:
         self.engine, self.wanted, self.lora = engine, request.wanted, lora
         self.tokenizer = engine.llm.get_tokenizer()
-        prompt = one.prompt
-        self.prompt: list[int] = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        self.prompt, self.input = prompt
         self.rid, self.scored = one.rid or uuid4().hex, one.scored
         self.name = f"{self.rid}-{uuid4().hex}"
         self.params = _sampling(engine, one.params, self.prompt, self.wanted, stream=request.stream)
         self.began = time.perf_counter()
 
     async def answers(self) -> AsyncIterator[dict[str, object]]:
-        from vllm.inputs.engine import tokens_input
-
         self.engine.running[self.name] = self.rid
-        prompt = tokens_input(self.prompt)
+        made = self.engine.llm.generate(self.input, self.params, self.name, lora_request=self.lora)
         try:
-            async for output in self.engine.llm.generate(
-                prompt, self.params, self.name, lora_request=self.lora
-            ):
+            async for output in made:
                 yield self.to_json(output)
         finally:
             del self.engine.running[self.name]
@@ -338,7 +341,7 @@ def _log_probs(
         return {"output_token_logprobs": []}
     firsts = flat.start_indices
     values, ids = flat.logprobs, flat.token_ids
-    texts = _texts(tokenizer, ids) if wanted.texts else [None] * len(ids)
+    texts = [tokenizer.decode([token]) if wanted.texts else None for token in ids]
     rows = [[max(value, LOWEST), token, text] for value, token, text in zip(values, ids, texts, strict=True)]
     made: dict[str, object] = {"output_token_logprobs": [rows[first] for first in firsts]}
     if wanted.top:
@@ -373,10 +376,6 @@ def _prompt_logprobs(
         spans = zip(firsts, ends, strict=True)
         made["input_top_logprobs"] = [None, *([row(i) for i in range(a + 1, b)] for a, b in spans)]
     return made
-
-
-def _texts(tokenizer: TokenizerLike, ids: list[int]) -> list[str | None]:
-    return [tokenizer.decode([token]) for token in ids]
 
 
 async def _gone(receive: Receive) -> None:
