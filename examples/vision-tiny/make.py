@@ -2,9 +2,9 @@
 
     python examples/vision-tiny/make.py runs/dots
 
-writes to that folder: model/ (0.3 M random parameters, tokenizer, processor), images/, train.jsonl, test.jsonl, and
-shuffled.jsonl, whose rows have the images of other rows. The answer to the prompt is the number of dots: 1, 4 or 8. The
-same seed gives the same bytes.
+writes to that folder: model/ (0.2 M random parameters, tokenizer, processor), images/, train.jsonl, test.jsonl, and
+shuffled.jsonl, the rows of test.jsonl with the images of other rows. The answer to the prompt is the number of dots: 1,
+4 or 8. The same seed gives the same bytes.
 """
 
 from __future__ import annotations
@@ -132,15 +132,15 @@ def main(argv: list[str] | None = None) -> None:
     folder: Path = arguments.folder
     (folder / "images").mkdir(parents=True, exist_ok=True)
     generator = random.Random(arguments.seed)
-    rows = write_rows(folder, "train", 240, generator)
-    write_rows(folder, "test", 60, generator)
+    write_rows(folder, "train", 240, generator)
+    rows = write_rows(folder, "test", 60, generator)
     images = [row["image"] for row in rows]
     generator.shuffle(images)
     write_file(
         folder / "shuffled.jsonl", [{**row, "image": image} for row, image in zip(rows, images, strict=True)]
     )
     make_model(folder / "model", arguments.seed)
-    print(f"{folder}: {len(rows)} training and 60 test prompts, and a model for them")
+    print(f"{folder}: 240 training and {len(rows)} test prompts, and a model for them")
 
 
 if __name__ == "__main__":

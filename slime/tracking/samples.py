@@ -9,8 +9,9 @@ The first line of a file is {"version": 1, "rollout": 3, "of": 64}. Each further
 `tokens` are those of the response: text, id, loss mask, log-prob of the engine in nats (null: unknown), and an empty
 field for the trainer's log-prob. `group_size` counts the samples of the group in the rollout, and `score` is the number
 of the reward, also for a reward that is a record. Older files lack these fields. `prompt` may be a list of chat
-messages. `read` is the text that the model read before the response, such as the rendered chat template or the messages
-of an agent. It is "" if the text equals `prompt`. After the training of the rollout, a rank writes its values of its
+messages. `images` names files in samples/images with small copies of the prompt's images. `read` is the text that the
+model read before the response, such as the rendered chat template or the messages of an agent. It is "" if the text
+equals `prompt`. After the training of the rollout, a rank writes its values of its
 own samples to samples/ROLLOUT.trainer-RANK.jsonl, one line each:
 
     {"place": 8, "advantage": 0.7, "log_probs": [-0.13, ...]}
@@ -44,10 +45,11 @@ from slime.tracking.run_files import (
     readable,
 )
 from slime.types import Message, Metadata, Reward, Sample, SampleGroup
+from slime.vision.thumbnails import content_text, value_text, write_thumbnails
 
 V = TypeVar("V")
 
-SAMPLES = "samples"
+SAMPLES, IMAGES = "samples", "images"
 VERSION = 1
 _SHOWN_CHARS = 2000
 MOST_TOKENS = 8192
@@ -95,6 +97,8 @@ class SampleRecord:
     score: float | None = None
     """Number of the reward; for a record, its entry --reward-key. None if the reward has no number, and in older
     files."""
+    images: list[str] = field(default_factory=list)
+    """Files with small copies of the prompt's images."""
 
 
 def shown_sample(groups: Sequence[SampleGroup]) -> ShownSample | None:
@@ -122,7 +126,7 @@ def question(prompt: str | list[Message]) -> str:
     if isinstance(prompt, str):
         return prompt
     asked = [message for message in prompt if message.get("role") != "assistant"]
-    return str((asked or [*prompt, {}])[-1].get("content") or "")
+    return content_text((asked or [*prompt, {}])[-1].get("content"))
 
 
 def sample_rollouts(run_dir: Path) -> list[int]:
@@ -230,6 +234,7 @@ def _is_sample(line: Line) -> bool:
         and isinstance(line.get("metadata", {}), dict)
         and {"label", "reward"} <= line.keys()
         and isinstance(line.get("read", ""), str)
+        and isinstance(line.get("images", []), list)
         and isinstance(tokens, list)
         and all(map(_is_token, tokens))
     )
@@ -312,6 +317,7 @@ def write_samples(
     sizes = Counter(sample.group_index for sample in samples)
     records = [_record(i, samples[i], text_of, written) for i in indices if i < len(samples)]
     for record in records:
+        record.images = write_thumbnails(run_dir / SAMPLES / IMAGES, samples[record.place].multimodal_inputs)
         record.group_size = None if record.group is None else sizes[record.group]
         record.score = read_reward_number(record.reward, reward_key)
     return _write(run_dir, f"{rollout}.jsonl", [head, *map(asdict, records)])
@@ -337,7 +343,7 @@ def _write(run_dir: Path, name: str, lines: list[Line]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with temporary.open("w", encoding="utf-8") as file:
             for line in lines:
-                file.write(json.dumps(line, default=str) + "\n")
+                file.write(json.dumps(line, default=value_text) + "\n")
         temporary.rename(path)
     return path
 

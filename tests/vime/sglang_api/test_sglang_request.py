@@ -112,7 +112,10 @@ def test_what_the_answer_must_hold() -> None:
             r"video_data must be left out, got list .*; this engine takes text and images only",
         ),
         ({"image_data": 3}, "image_data must be str"),
-        ({"text": ["a", "b"], "input_ids": None, "image_data": ["x"]}, "image_data must have one entry per prompt, got 1 for 2"),
+        (
+            {"text": ["a", "b"], "input_ids": None, "image_data": ["x"]},
+            "image_data must have one entry per prompt, got 1 for 2",
+        ),
         ({"lora_path": ["x"]}, r"lora_path must be str \| null, got \[\"x\"\]"),
         ({"return_hidden_states": True}, "return_hidden_states must be left out"),
         ({"max_new_tokens": 4}, "max_new_tokens must be left out, got it; it is no field of /generate"),

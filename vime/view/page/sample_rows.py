@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from slime.tracking.samples import (
+    IMAGES,
+    SAMPLES,
     SampleRecord,
     question,
     read_reward_number,
@@ -19,6 +21,7 @@ from slime.tracking.samples import (
     sample_rollouts,
 )
 from slime.types import Message
+from slime.vision.thumbnails import content_text, read_thumbnail
 from vime.view.page.cached import Stamp, stamp
 
 COLUMNS = (
@@ -75,7 +78,7 @@ class SampleRows:
         """Returns a sample with its tokens. Raises ValueError if the sample does not exist."""
         for record in read_samples(self._dir, rollout):
             if record.place == place:
-                return asdict(record)
+                return self._shown(record)
         raise _no_sample(rollout, place)
 
     def group(self, rollout: int, place: int) -> list[dict[str, object]]:
@@ -86,7 +89,14 @@ class SampleRows:
         if asked is None:
             raise _no_sample(rollout, place)
         same = [one for one in records if one.group == asked.group] if asked.group is not None else [asked]
-        return [asdict(record) for record in same]
+        return [self._shown(record) for record in same]
+
+    def _shown(self, record: SampleRecord) -> dict[str, object]:
+        """Returns a sample, with its images as data URLs if it has images."""
+        shown = asdict(record)
+        found = (read_thumbnail(self._dir / SAMPLES / IMAGES, str(name)) for name in shown.pop("images"))
+        urls = [url for url in found if url is not None]
+        return {**shown, "images": urls} if urls else shown
 
     def find(self, text: str, begin: int) -> tuple[list[list[int]], int | None]:
         """Searches prompts and responses for `text` in upper or lower case, from rollout `begin` on.
@@ -118,7 +128,7 @@ def prompt_text(prompt: str | list[Message]) -> str:
     """Returns a prompt as one text: the contents of its messages."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(str(message.get("content") or "") for message in prompt)
+    return "\n".join(content_text(message.get("content")) for message in prompt)
 
 
 def _row(rollout: int, record: SampleRecord) -> Row:

@@ -2,7 +2,7 @@
 
 import { el } from "vime/dom";
 import { number } from "vime/format";
-import { promptView, rewardText, said } from "vime/sample";
+import { imagesView, promptView, rewardText, said } from "vime/sample";
 import { blocksOf, writer } from "vime/tokens";
 
 /**
@@ -59,7 +59,7 @@ function prompts(samples) {
   return [
     el("h3", {}, "Prompt"),
     same("prompt") ? null : el("p", { class: "faint" }, "The prompts of the answers differ. This is the prompt of the first one."),
-    el("div", { class: "shared" }, promptView(first.prompt)),
+    el("div", { class: "shared" }, imagesView(first.images), promptView(first.prompt)),
     first.read && same("read") ? el("details", {}, el("summary", {}, "What the model read"), el("pre", { class: "turn" }, first.read)) : null,
     first.label === null || first.label === undefined || !same("label") ? null
       : el("p", { class: "label" }, el("span", { class: "faint" }, "label "), said(first.label)),

@@ -24,7 +24,7 @@ export function sampleView(sample, row, at, answers, openGroup) {
     el("h2", { tabindex: -1 }, `Sample ${row[at.rollout]} / ${sample.place}`),
     answers > 1 ? el("button", { type: "button", class: "to-group", onclick: openGroup }, `Show the ${answers} answers of the group side by side`) : null,
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    el("h3", {}, "Prompt"), promptView(sample.prompt),
+    el("h3", {}, "Prompt"), imagesView(sample.images), promptView(sample.prompt),
     sample.read ? el("details", { open: true }, el("summary", {}, "What the model read"), el("pre", { class: "turn" }, sample.read)) : null,
     el("h3", {}, "Response"), new Tokens(sample.tokens).element,
     el("details", {}, el("summary", {}, "Response as one text"), el("pre", {}, sample.response)),
@@ -37,8 +37,20 @@ export function promptView(found) {
   return found.map((message) => {
     const { role, content, ...rest } = message;
     const more = Object.keys(rest).length ? `\n${JSON.stringify(rest, null, 1)}` : "";
-    return el("div", { class: "turn" }, el("p", { class: "faint who" }, said(role)), el("pre", {}, said(content) + more));
+    return el("div", { class: "turn" }, el("p", { class: "faint who" }, said(role)), el("pre", {}, contentText(content) + more));
   });
+}
+
+/** Formats the content of a message. A part that is not text is its type in brackets, and its image is shown above. */
+export function contentText(content) {
+  if (!Array.isArray(content)) return said(content);
+  return content.map((part) => part?.text ?? `[${part?.type}]`).join("");
+}
+
+/** Shows small copies of the images of a prompt, which are data URLs. */
+export function imagesView(images) {
+  if (!images?.length) return null;
+  return el("div", { class: "images" }, images.map((src, i) => el("img", { src, alt: `Image ${i + 1} of the prompt` })));
 }
 
 /** Formats a reward. A reward that is a record is shown whole. */

@@ -1,6 +1,8 @@
 // Provides the data of the page: from the server of `vime ui`, or from the page itself if it was exported. Both sources
 // have the same methods, and each method returns a promise.
 
+import { contentText } from "vime/sample";
+
 /** Gets data from the server. The number of a run is its index on the command line. */
 class ServedRuns {
   live = true;
@@ -53,7 +55,7 @@ class ExportedRuns {
     const found = [];
     for (const [name, sample] of Object.entries(this.parts[run].whole)) {
       const prompt = typeof sample.prompt === "string" ? sample.prompt
-        : sample.prompt.map((message) => String(message.content ?? "")).join("\n");
+        : sample.prompt.map((message) => contentText(message.content ?? "")).join("\n");
       if (prompt.toLowerCase().includes(wanted) || sample.response.toLowerCase().includes(wanted)) {
         found.push(name.split("/").map(Number));
       }
