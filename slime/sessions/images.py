@@ -55,7 +55,9 @@ def _open(part: Mapping[str, object]) -> PromptImage:
     try:
         return PromptImage(encoded)
     except ValueError as error:
-        raise RequestRejected("media", f"an image of a request must be readable, got {error}") from error
+        raise RequestRejected(
+            "media", f"an image of a request must be readable, got {error}; send a PNG or a JPEG"
+        ) from error
 
 
 def _decode(part: Mapping[str, object]) -> bytes:
@@ -80,5 +82,5 @@ def _decode(part: Mapping[str, object]) -> bytes:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestRejected(
-            "media", f"an image must be valid base64, got {data[:40]!r} ({error})"
+            "media", f"an image must be valid base64, got {data[:40]!r} ({error}); fix the client"
         ) from error

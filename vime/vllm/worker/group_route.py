@@ -179,7 +179,9 @@ async def _prompt(engine: AsyncLLM, request: GroupRequest) -> TokensInput | Mult
     if not request.images:
         return tokens_input(request.prompt)
     if missing := missing_files(request.images):
-        raise MissingFilesError(f"files of images must be on the engine's host, got none at {missing}")
+        raise MissingFilesError(
+            f"files of images must be on the engine's host, got none at {missing}; send their content"
+        )
     return await asyncio.to_thread(engine_input.make_input, engine, request.prompt, request.images)
 
 
