@@ -25,7 +25,11 @@ import httpx2
 import openai
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests/e2e"), str(ROOT / "tests/slime"), str(ROOT / "tests/e2e/engines")]
+sys.path[:0] = [
+    str(ROOT / "tests/e2e"),
+    str(ROOT / "tests/slime"),
+    str(ROOT / "tests/e2e/engines/conformance"),
+]
 
 from engine_fixtures import Stack  # noqa: E402
 from rollout_double import make_args  # noqa: E402

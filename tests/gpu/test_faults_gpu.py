@@ -1,5 +1,5 @@
-"""Tests the faults of tests/e2e/runs/test_faults.py in runs on GPUs: weights through CUDA IPC, engines that sleep,
-collectives of NCCL. A run needs about a minute to start, so each run has several faults.
+"""Tests the faults of tests/e2e/runs/faults/test_faults.py in runs on GPUs: weights through CUDA IPC, engines that
+sleep, collectives of NCCL. A run needs about a minute to start, so each run has several faults.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plug-ins in the shapes of slime's examples train a step: their results pass the border check and reach the trainer.
 
-A server answers /generate as the gateway does. tests/e2e/engines/agent_cases.py has a real engine.
+A server answers /generate as the gateway does. tests/e2e/engines/conformance/agent_cases.py has a real engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests `vime models`, and the table behind it and behind the pages (tests/house/test_docs.py)."""
+"""Tests `vime models`, and the table behind it and behind the pages (tests/house/pages/test_docs.py)."""
 
 from __future__ import annotations
 

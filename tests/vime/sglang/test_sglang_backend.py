@@ -1,5 +1,5 @@
 """Tests --rollout-backend sglang: its flags, its server's command line, and the parsing of answers. With an engine:
-e2e/test_backend_conformance.py."""
+e2e/engines/conformance/test_backend_conformance.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Tests the real sglang-router in front of servers that report their requests. With an engine:
-e2e/test_backend_conformance.py."""
+e2e/engines/conformance/test_backend_conformance.py."""
 
 from __future__ import annotations
 

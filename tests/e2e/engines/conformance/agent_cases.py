@@ -252,7 +252,7 @@ def test_the_coding_agent_example_runs_as_it_is(
 ) -> None:
     """The stand-in has the imports and calls of slime's example, or of upstream vime's. Its agent reaches the adapter
     at this host's address, corrects the program, and passes the check in a fresh sandbox."""
-    source = Path(__file__).parents[1] / "coding_agent_rl"
+    source = Path(__file__).parents[2] / "coding_agent_rl"
     folder = tmp_path / f"coding_agent_{package}"
     folder.mkdir()
     for file in source.glob("*.py"):

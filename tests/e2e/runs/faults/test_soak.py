@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from soak_faults import ENDING, FAULTS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 

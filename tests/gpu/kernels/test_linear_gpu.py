@@ -180,7 +180,7 @@ def test_auto_mode_falls_back_to_nothing_here_and_strict_mode_reads_targets():
 def test_no_step_after_the_first_compiles(monkeypatch):
     """The steps are those of tests/rl_kernel/test_compilations.py, which records launches without running them. Code
     from Triton's cache on the disk counts too."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "rl_kernel")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "rl_kernel")
     from trainer_steps import SIZES, STARTS, STEPS, Batch
     from triton import knobs
 
