@@ -8,6 +8,7 @@ tokenised separately, as in a rollout: prompt tokens end exactly where generated
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from slime.types import Message, Tools
@@ -93,8 +94,12 @@ class MultiTurnLossMaskGenerator:
         messages: list[Message],
         tools: Tools | None = None,
         template_kwargs: dict[str, object] | None = None,
+        expand: Callable[[str], str] = str,
     ) -> tuple[list[int], list[int]]:
         """(token_ids, loss_mask), both as long as the rendered conversation.
+
+        `expand` is called with the parts of the rendered text in their order, and returns a part with the text of its
+        images in the place of their markers.
 
         The mask is 1 on the tokens that the model would generate: an assistant's turn after the opening marker, up to
         and including the end-of-turn token. A message with "step_loss_mask": 0 is not trained on. ValueError if the
@@ -121,11 +126,11 @@ class MultiTurnLossMaskGenerator:
                 (text[done:start], 0),
                 (text[start:end], message.get("step_loss_mask", 1)),
             ):
-                ids = self.tokenizer.encode(piece, add_special_tokens=False)
+                ids = self.tokenizer.encode(expand(piece), add_special_tokens=False)
                 token_ids += ids
                 loss_mask += [int(trained)] * len(ids)
             done = end
-        tail = self.tokenizer.encode(text[done:], add_special_tokens=False)
+        tail = self.tokenizer.encode(expand(text[done:]), add_special_tokens=False)
         return token_ids + tail, loss_mask + [0] * len(tail)
 
     def _shadow(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from slime.config.schema import Config
 from slime.data.drawing.mixing import shuffled
+from slime.data.limits.samples import filter_long_prompt
 from slime.data.prompts import LabelCheck, load_prompts
 from slime.data.rows import RowColumns
 from slime.data.source import PromptDataSource, pop_first, pop_oldest
@@ -18,7 +19,7 @@ from slime.protocols import DataSource
 from slime.types import Metadata, Sample, SampleGroup
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 __all__ = [
     "DataSource",
@@ -75,19 +76,19 @@ class Dataset:
 
     `origin_samples` are in the order of the file. `samples` are in the order of the last `shuffle`, at first the file's
     order. Both lists hold the same objects, so copy a sample before it is generated. `path`, the keys and the errors
-    are those of `load_prompts`. Prompts with more than `max_length` tokens are left out. `processor` is not read,
-    because prompts are text.
+    are those of `load_prompts`. Prompts with more than `max_length` tokens are left out. With `processor`, the tokens
+    of images count.
     """
 
     def __init__(
         self,
         path: str,
         tokenizer: PreTrainedTokenizerBase | None,
-        processor: object,
+        processor: ProcessorMixin | None,
         max_length: int | None,
         *,
         prompt_key: str = "text",
-        multimodal_keys: object = None,
+        multimodal_keys: dict[str, object] | None = None,
         label_key: str | None = None,
         tool_key: str | None = None,
         metadata_key: str = "metadata",
@@ -95,10 +96,6 @@ class Dataset:
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: dict[str, object] | None = None,
     ) -> None:
-        if multimodal_keys:
-            raise ValueError(
-                f"multimodal_keys must be None, got {multimodal_keys!r}; images, video and audio are not supported"
-            )
         columns = RowColumns(
             input_key=prompt_key,
             label_key=label_key,
@@ -106,15 +103,24 @@ class Dataset:
             tool_key=tool_key,
             apply_chat_template=apply_chat_template,
             apply_chat_template_kwargs=apply_chat_template_kwargs or {},
+            multimodal_keys=multimodal_keys or {},
         )
         self.seed, self.epoch_id = seed, -1
+        text_limit = max_length if processor is None else None
         self.origin_samples = [
-            Sample(prompt=prompt.text, label=prompt.label, metadata=prompt.metadata)
-            for prompt in load_prompts(path, columns, tokenizer=tokenizer, max_prompt_len=max_length)
+            Sample(
+                prompt=prompt.text,
+                label=prompt.label,
+                metadata=prompt.metadata,
+                multimodal_inputs=prompt.multimodal_inputs(),
+            )
+            for prompt in load_prompts(path, columns, tokenizer=tokenizer, max_prompt_len=text_limit)
         ]
         for sample in self.origin_samples:
             if apply_chat_template or not isinstance(sample.prompt, str):
                 sample.apply_chat_template_kwargs = dict(columns.apply_chat_template_kwargs)
+        if processor is not None and tokenizer is not None:
+            self.origin_samples = filter_long_prompt(self.origin_samples, tokenizer, processor, max_length)
         self.samples = self.origin_samples
 
     def shuffle(self, new_epoch_id: int) -> None:

@@ -303,7 +303,8 @@ def _check(
         rows.append(first + number)
         sizes.append(len(text if isinstance(text, str) else json.dumps(without_media(text))))
         lists.append(int(not isinstance(text, str)))
-        lengths.append(0 if masks is None else masks.measure(prompt, where))
+        added = 0 if media is None or masks is None else media.count_added(prompt)
+        lengths.append(0 if masks is None else masks.measure(prompt, where) + added)
     return dict(zip(_CHECKED, (rows, sizes, lists, lengths), strict=True))
 
 

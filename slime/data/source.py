@@ -329,7 +329,7 @@ def load_training_prompts(
         tool_key=data.tool_key,
         chosen_key=data.chosen_key if loss_for(c.algorithm).pairs else None,
         rejected_key=data.rejected_key if loss_for(c.algorithm).pairs else None,
-        apply_chat_template=data.apply_chat_template,
+        apply_chat_template=data.apply_chat_template and not masked,  # the loss mask renders a conversation
         apply_chat_template_kwargs=dict(data.apply_chat_template_kwargs),
         conversations=c.rollout.rollout_function_path == SFT_ROLLOUT,
         multimodal_keys=dict(data.multimodal_keys or {}),

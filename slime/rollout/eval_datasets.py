@@ -328,6 +328,7 @@ def read_eval_prompts(
     rewards = config.custom_rm_path or c.reward.custom_rm_path, config.rm_type or c.reward.rm_type
     named |= {"conversations": masked and not pairs, "whole_rows": any_foreign(*rewards)}
     named |= {"multimodal_keys": dict(c.data.multimodal_keys or {})}
+    named["apply_chat_template"] = config.apply_chat_template and not masked  # the loss mask renders it
     columns = RowColumns(**named if pairs else named | {"chosen_key": None, "rejected_key": None})
     context = masks = None
     if checkpoint and masked:

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from slime.algo.losses import loss_for
+from slime.data.media.row import without_media
 from slime.loss_mask import MultiTurnLossMaskGenerator
 from slime.protocols import DataSource
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -36,7 +37,7 @@ def generate_rollout(
     generator = _generator(context)
 
     def make(sample: Sample) -> SampleGroup:
-        _fill(sample, generator)
+        _fill(sample, generator, context.run)
         return [sample]
 
     return _held_out(context.run, make) if evaluation else _draw_samples(context, data_source, make)
@@ -60,7 +61,7 @@ def generate_pairs(
         pair = [sample, copy.deepcopy(sample)]
         for one, name, sign in zip(pair, ("chosen", "rejected"), (1.0, -1.0), strict=True):
             one.prompt, one.rollout_id = one.metadata[name], sample.index
-            _fill(one, generator)
+            _fill(one, generator, context.run)
             if scored:
                 _score_all(one)
             one.columns["preference"] = [sign] * one.response_length
@@ -104,7 +105,7 @@ def _score_all(sample: Sample) -> None:
     sample.loss_mask = [*(sample.loss_mask or []), 1]
 
 
-def _fill(sample: Sample, generator: MultiTurnLossMaskGenerator) -> None:
+def _fill(sample: Sample, generator: MultiTurnLossMaskGenerator, state: GenerateState) -> None:
     who = f"sample {sample.index} of group {sample.group_index}"
     if not isinstance(sample.prompt, list):
         raise ValueError(
@@ -112,9 +113,14 @@ def _fill(sample: Sample, generator: MultiTurnLossMaskGenerator) -> None:
             "leave --apply-chat-template off"
         )
     try:
+        images = state.start_expansion(sample.multimodal_inputs)
         tokens, mask = generator.get_loss_mask(
-            sample.prompt, sample.metadata.get("tools"), sample.apply_chat_template_kwargs
+            without_media(sample.prompt),
+            sample.metadata.get("tools"),
+            sample.apply_chat_template_kwargs,
+            str if images is None else images.expand,
         )
+        sample.multimodal_train_inputs = None if images is None else images.finish()
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from error
     length = generator.get_response_lengths([mask])[0]

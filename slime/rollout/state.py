@@ -30,8 +30,7 @@ from slime.rollout.stream.concurrency import Concurrency
 from slime.tracking.events import Events
 from slime.tracking.traces.sample_spans import SampleSpans
 from slime.types import Prompt, Sample, SampleGroup, SamplingParams
-from slime.vision.inputs import ImageInputs
-from slime.vision.processor import MediaProcessor, list_media, load_processor
+from slime.vision.processor import Expansion, MediaProcessor, list_media, load_processor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -321,15 +320,18 @@ class GenerateState:
         text = sample.prompt
         if not isinstance(text, str):
             text = render_chat(text, self.tokenizer, kwargs or {}, sample.metadata.get("tools"))
-        if sample.multimodal_inputs is not None:
-            text, sample.multimodal_train_inputs = self.expand(text, sample.multimodal_inputs)
+        if (images := self.start_expansion(sample.multimodal_inputs)) is not None:
+            text = images.expand(text)
+            sample.multimodal_train_inputs = images.finish()
         ids = list(self._encode(text))
         raw = kwargs is None and isinstance(sample.prompt, str)
         return opened(ids, self._opening) if raw else ids
 
-    def expand(self, text: str, inputs: Mapping[str, object]) -> tuple[str, ImageInputs]:
-        """Returns a rendered text with the ids of the images in the place of their markers, and the processed images.
-        `inputs` has slime's form: the lists `images` and `videos`."""
+    def start_expansion(self, inputs: Mapping[str, object] | None) -> Expansion | None:
+        """Returns the expansion of a prompt with images, whose `inputs` have slime's form: the lists `images` and
+        `videos`. None for a prompt of text. ValueError for images without a processor."""
+        if inputs is None:
+            return None
         if self.media is None:
             raise FlagError(
                 "a prompt with images",
@@ -337,7 +339,7 @@ class GenerateState:
                 self.config.rollout.hf_checkpoint,
                 "train a model with a vision tower, or leave --multimodal-keys out",
             )
-        return self.media.expand(text, *(list_media(inputs, kind) for kind in ("images", "videos")))
+        return Expansion(self.media, *(list_media(inputs, kind) for kind in ("images", "videos")))
 
     async def context_tokens(self) -> int | None:
         """Returns the engines' limit on the tokens of a prompt with its response, or None if the limit is unknown.

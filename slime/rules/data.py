@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from slime.algo.losses import MASKED_ROLLOUTS, PAIRS_ROLLOUT, SFT_ROLLOUT, loss_for
@@ -11,6 +12,7 @@ from slime.config.schema import Config
 from slime.config.sections.debug import profiled_steps
 from slime.data.drawing.mixing import data_sets
 from slime.data.files import find_source
+from slime.data.media.row import KINDS
 from slime.hooks import load_function
 from slime.records.errors import FlagError
 
@@ -72,6 +74,43 @@ def check_held_out(c: Config) -> None:
                 f"be left out with --loss-type {kind.name}",
                 hook,
                 "the trainer computes held-out losses, and metrics.jsonl has them",
+            )
+        )
+    problems.report()
+
+
+def check_media(c: Config) -> None:
+    """Checks --multimodal-keys."""
+    keys = c.data.multimodal_keys
+    if not keys:
+        return
+    problems = Problems()
+    for kind, column in keys.items():
+        if kind not in KINDS:
+            problems.add(
+                FlagError(
+                    "--multimodal-keys",
+                    f"name columns of {' and '.join(KINDS)}",
+                    f"{kind!r}",
+                    "leave this kind of media out",
+                )
+            )
+        elif not isinstance(column, str) or not column:
+            problems.add(
+                FlagError(
+                    "--multimodal-keys",
+                    "map each kind of media to the name of a column",
+                    f"{column!r} for {kind!r}",
+                    """write '{"image": "images"}'""",
+                )
+            )
+    if loss_for(c.algorithm).pairs:
+        problems.add(
+            FlagError(
+                "--multimodal-keys",
+                f"be left out with --loss-type {c.algorithm.loss_type}",
+                json.dumps(keys),
+                "train on pairs of texts, or on conversations with --loss-type sft_loss",
             )
         )
     problems.report()

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 from urllib.parse import unquote, urlsplit
 
 import PIL._imaging
@@ -28,6 +28,11 @@ from slime.vision.downloads import read_url
 
 MOST_PIXELS = 89_478_485
 """Largest number of pixels of an image. Pillow warns above this number, because such a file can fill the memory."""
+PARTS: dict[str, Literal["image", "video"]] = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("video", "video_url"), "video"),
+}
+"""Type of a part in the forms of transformers, OpenAI's chats and Responses -> kind."""
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX")
 """Modes of Pillow with one way to RGB. The others need a color profile or a range of values."""
 _DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, zlib.error)
@@ -92,6 +97,18 @@ def open_image(value: object, folder: Path | None = None) -> PromptImage:
     if isinstance(value, PromptImage):
         return value
     return PromptImage(_read(value, folder))
+
+
+def read_part_source(part: object) -> tuple[Literal["image", "video"] | None, object]:
+    """Returns kind and value of an image or a video in a message's content. The kind is None for another part, and the
+    value is None for a part that names no image of its own."""
+    if not isinstance(part, Mapping) or (kind := PARTS.get(str(part.get("type")))) is None:
+        return None, None
+    names = (str(part["type"]), kind, "url", "path")
+    value = next((part[name] for name in names if part.get(name)), None)
+    if isinstance(value, Mapping) and "url" in value:
+        value = value["url"]
+    return kind, value
 
 
 def check_pixels(image: PromptImage) -> None:

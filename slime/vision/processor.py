@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -97,38 +97,8 @@ class MediaProcessor:
     ) -> tuple[str, ImageInputs]:
         """Returns `text` with the processor's text in the place of each marker, and the processed images. ValueError
         unless the text has one marker per image and video."""
-        waiting = {"image": list(images), "video": list(videos)}
-        found: list[StoredMedia] = []
-        pieces, done = [], 0
-        for kind, start, end in self._markers(text, waiting):
-            stored = self.process(kind, waiting[kind].pop(0))
-            found.append(stored)
-            pieces += [text[done:start], stored.text]
-            done = end
-        return "".join([*pieces, text[done:]]), ImageInputs(tuple(one.item for one in found))
-
-    def _markers(
-        self, text: str, waiting: Mapping[str, Sequence[object]]
-    ) -> Iterator[tuple[MediaKind, int, int]]:
-        """Yields kind, start and end of the markers of each kind that the prompt has."""
-        markers: dict[str, MediaKind] = {}
-        for kind in ("image", "video"):
-            if not waiting[kind]:
-                continue
-            marker = self.marker(kind)
-            count = 0 if marker is None else text.count(marker)
-            if marker is None or count != len(waiting[kind]):
-                shown = f"{count} of {marker!r}" if marker else "a model without one"
-                raise FlagError(
-                    f"a prompt with {len(waiting[kind])} {kind}s",
-                    f"have one marker per {kind}",
-                    f"{shown} in {text[:80]!r}",
-                    f"write <{kind}> where each {kind} belongs, and use a chat template that renders {kind}s",
-                )
-            markers[marker] = kind
-        if markers:
-            for match in re.finditer("|".join(map(re.escape, markers)), text):
-                yield markers[match[0]], match.start(), match.end()
+        expansion = Expansion(self, images, videos)
+        return expansion.expand(text), expansion.finish()
 
     def process(self, kind: MediaKind, value: object) -> StoredMedia:
         """Returns a processed image or video, from the store if it is there."""
@@ -210,6 +180,45 @@ class MediaProcessor:
         """Returns the ids of a text without the tokenizer's opening."""
         ids: list[int] = self.processor.tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+
+class Expansion:
+    """The expansion of a rendered text that is tokenised in several parts, such as the turns of a conversation."""
+
+    def __init__(self, media: MediaProcessor, images: Sequence[object], videos: Sequence[object]) -> None:
+        self._media = media
+        every: dict[MediaKind, Sequence[object]] = {"image": images, "video": videos}
+        self._waiting = {kind: list(values) for kind, values in every.items() if values}
+        self._markers = {str(media.marker(kind)): kind for kind in self._waiting}
+        self._found: list[StoredMedia] = []
+
+    def expand(self, text: str) -> str:
+        """Returns the next part of the text with the processor's text in the place of each marker."""
+        if not self._markers:
+            return text
+        return re.sub("|".join(map(re.escape, self._markers)), self._replacement, text)
+
+    def _replacement(self, match: re.Match[str]) -> str:
+        kind = self._markers[match[0]]
+        if not self._waiting[kind]:
+            raise self._wrong_number(kind, "more")
+        self._found.append(self._media.process(kind, self._waiting[kind].pop(0)))
+        return self._found[-1].text
+
+    def finish(self) -> ImageInputs:
+        """Returns the processed images. ValueError if the text had fewer markers than images."""
+        for kind, left in self._waiting.items():
+            if left:
+                raise self._wrong_number(kind, f"{len(left)} fewer")
+        return ImageInputs(tuple(one.item for one in self._found))
+
+    def _wrong_number(self, kind: MediaKind, got: str) -> FlagError:
+        return FlagError(
+            "a rendered prompt",
+            f"have one {self._media.marker(kind)} per {kind}",
+            f"{got} than its {kind}s",
+            f"write <{kind}> where each {kind} belongs, and use a chat template that renders {kind}s",
+        )
 
 
 def list_media(inputs: Mapping[str, object], name: str) -> list[object]:

@@ -12,6 +12,7 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.config.schema import Config
 from slime.data.files import RowLocation
 from slime.data.limits.context import MODEL_SETTING
+from slime.data.media.row import without_media
 from slime.data.rows import RowColumns
 from slime.data.tokenizer import tokenizer_identity
 from slime.loss_mask import MultiTurnLossMaskGenerator
@@ -59,8 +60,8 @@ class Masks:
         return f"{self.kind} {self.names} {tokenizer_identity(self.tokenizer)}"
 
     def measure(self, prompt: Prompt, where: RowLocation) -> int:
-        """Returns the number of tokens in the longest conversation of a row. ValueError with file and line for a
-        conversation without a loss mask."""
+        """Returns the number of tokens in the longest conversation of a row. An image counts as its marker. ValueError
+        with file and line for a conversation without a loss mask."""
         every = [prompt.metadata[name] for name in self.names] or [prompt.text]
         return max(self._tokens(messages, prompt, where) for messages in every)
 
@@ -68,7 +69,7 @@ class Masks:
         generator = MultiTurnLossMaskGenerator(self.tokenizer, self.kind)
         try:
             tokens, mask = generator.get_loss_mask(
-                messages, prompt.metadata.get("tools"), self.template_kwargs
+                without_media(messages), prompt.metadata.get("tools"), self.template_kwargs
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error

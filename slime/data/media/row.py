@@ -14,20 +14,12 @@ from typing import TypeVar, cast
 from slime.data.files import Row, RowLocation, parse_json
 from slime.records.errors import FlagError
 from slime.types import Message
-from slime.vision.images import PromptImage, open_image
+from slime.vision.images import PARTS, PromptImage, open_image, read_part_source
 
 T = TypeVar("T")
 
 KINDS = ("image", "video")
 """The keys of --multimodal-keys."""
-_PARTS = {
-    "image": "image",
-    "image_url": "image",
-    "input_image": "image",
-    "video": "video",
-    "video_url": "video",
-}
-"""Type of a part in the forms of transformers, OpenAI's chats and Responses -> kind."""
 _MARKERS = re.compile("|".join(f"<{kind}>" for kind in KINDS))
 
 
@@ -59,14 +51,11 @@ class RowMedia:
 
     def read_part(self, part: object) -> Message | None:
         """Returns an image or a video that is a part of a message's content, or None for another part."""
-        if not isinstance(part, Mapping) or part.get("type") not in _PARTS:
+        kind, value = read_part_source(part)
+        if kind is None:
             return None
-        kind = _PARTS[part["type"]]
-        value = next((part[name] for name in (part["type"], kind, "url", "path") if part.get(name)), None)
         if value is None:
             return self._next(kind)
-        if isinstance(value, Mapping) and "url" in value:
-            value = value["url"]
         return self._part(kind, value, f"the {kind} in a message")
 
     def take_all(self) -> None:
@@ -163,6 +152,6 @@ def _without_media(message: Message) -> Message:
 
 
 def _bare(part: object) -> object:
-    if isinstance(part, Mapping) and (kind := _PARTS.get(str(part.get("type")))):
+    if isinstance(part, Mapping) and (kind := PARTS.get(str(part.get("type")))):
         return {"type": kind}
     return part

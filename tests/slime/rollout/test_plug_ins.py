@@ -182,16 +182,6 @@ def note_rollout(args, sample, *, rollout_id, evaluation):
     sample.metadata["seen"] = rollout_id
 
 
-def test_what_comes_later_says_so():
-    from slime.utils import processing_utils
-
-    assert processing_utils.load_processor("anything") is None
-    with pytest.raises(ValueError, match="prompts must be text only, got an image; images, video and audio"):
-        processing_utils.encode_image_for_rollout_engine(object())
-    with pytest.raises(ValueError, match="text only"):
-        processing_utils.process_vision_info([], None)
-
-
 def test_fully_asynchronous_rollouts_are_the_default_function():
     path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
     assert (

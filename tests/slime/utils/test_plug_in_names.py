@@ -258,8 +258,6 @@ def test_a_data_set_of_a_plug_in(tmp_path):
         assert [found[i].metadata["i"] for i in range(3)] == order
     plain = Dataset(path, None, None, None, prompt_key="q")
     assert plain[3].prompt == rows[3]["q"] and plain[3].label is None
-    with pytest.raises(ValueError, match="multimodal_keys must be None, got {'image': 'x'}"):
-        Dataset(path, None, None, None, multimodal_keys={"image": "x"})
 
 
 def test_the_address_of_this_host():

@@ -80,9 +80,14 @@ def test_an_image_is_processed_once_in_all_forms_and_threads(media, monkeypatch)
     assert pickle.loads(pickle.dumps(found[0].item)) == found[0].item
 
 
-def test_a_prompt_without_a_marker_per_image_is_an_error(media, images):
-    with pytest.raises(ValueError, match="a prompt with 3 images must have one marker per image, got 2 of"):
-        media.expand(prompt(media, images[:2]), images)
+@pytest.mark.parametrize(("markers", "got"), [(2, "1 fewer"), (4, "more")])
+def test_a_prompt_without_a_marker_per_image_is_an_error(media, images, markers, got):
+    text = prompt(media, images[:1] * markers)
+    with pytest.raises(
+        ValueError, match=f"a rendered prompt must have one .* per image, got {got} than its images"
+    ):
+        media.expand(text, images)
+    assert media.expand(text)[0] == text  # a text without images
 
 
 def test_another_setting_gives_another_key(media):
