@@ -18,10 +18,10 @@ def check_quantization(machine: Machine, wanted: WantedRun) -> list[Finding]:
     a checkpoint."""
     if wanted.hf_checkpoint is None:
         return []
-    hf = read_hf_config(wanted.hf_checkpoint)
-    if not hf.get("quantization_config"):
-        return [ok(_NAME, f"none: plain weights in {wanted.hf_checkpoint}")]
     try:
+        hf = read_hf_config(wanted.hf_checkpoint)
+        if not hf.get("quantization_config"):
+            return [ok(_NAME, f"none: plain weights in {wanted.hf_checkpoint}")]
         scheme = family_for(hf).scheme(hf)
     except FlagError as error:
         return [problem(_NAME, error.finding, error.advice)]

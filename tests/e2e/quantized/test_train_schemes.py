@@ -1,5 +1,6 @@
 """Whole runs of `vime train` from a quantised checkpoint. The engine keeps its scheme, updates bring the scheme, and
-all live values are compared after each update. The runs cover files, broadcasts, deltas, and a trainer of two ranks."""
+all live values are compared after each update. The runs cover files, broadcasts, deltas, a trainer of two ranks, and
+plain weights in --ref-load for a quantised checkpoint, and the reverse."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ def world() -> Iterator[World]:
         for scheme in ("fp8", "int4"):
             quantize(["--scheme", scheme, "--experts-only", str(world.model), str(world.root / scheme)])
         quantize(["--scheme", "fp8", str(world.model), str(world.root / "fp8-all")])
+        (world.root / "plain").symlink_to(world.model)
         yield world
 
 
@@ -26,8 +28,12 @@ TWO_RANKS = (
     *("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
     *("--rollout-num-gpus", "1"),
 )
+COLOCATED = ("--colocate", "--actor-num-gpus-per-node", "1")
+REFERENCE = ("--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-load")
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "files": ("fp8-all", ("--colocate", "--actor-num-gpus-per-node", "1")),
+    "files": ("fp8-all", COLOCATED),
+    "plain-reference": ("fp8-all", (*COLOCATED, *REFERENCE, "{root}/plain")),
+    "quantized-reference": ("plain", (*COLOCATED, *REFERENCE, "{root}/fp8-all")),
     "deltas": ("fp8", (*APART, "--update-weight-mode", "delta", "--update-weight-transport", "disk")),
     "broadcast": (
         *("int4",),
@@ -44,7 +50,8 @@ def test_engines_agree_with_the_trainer(world: World, name: str) -> None:
     checkpoint, flags = RUNS[name]
     model, world.model = world.model, world.root / checkpoint
     try:
-        argv = [*world.grpo(name, rollouts=3), *flags, "--check-weight-update-equal", "--use-tis"]
+        given = [flag.format(root=world.root) for flag in flags]
+        argv = [*world.grpo(name, rollouts=3), *given, "--check-weight-update-equal", "--use-tis"]
     finally:
         world.model = model
     run(vime("train", *argv), world.root / f"{name}.out", timeout_s=480)
@@ -53,3 +60,5 @@ def test_engines_agree_with_the_trainer(world: World, name: str) -> None:
     differences = [row["train/train_rollout_logprob_abs_diff"] for row in steps.values()]
     print(name, differences)
     assert 0 < differences[0] < 0.05 and max(differences) < 0.3
+    if "--ref-load" in flags:  # the policy starts from the weights of the reference
+        assert abs(steps[0]["train/kl_loss"]) < 1e-6 < steps[2]["train/kl_loss"]
