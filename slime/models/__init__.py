@@ -28,6 +28,7 @@ from slime.models.families.qwen3_next import QWEN3_NEXT
 from slime.models.families.qwen3_vl import QWEN3_VL
 from slime.models.families.qwen3_vl_moe import QWEN3_VL_MOE
 from slime.models.family import Family
+from slime.records.errors import FlagError
 
 __all__ = [
     "FAMILIES",
@@ -74,12 +75,14 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 
 
 def family_for(hf: Hf) -> Family:
-    """Returns the family of a parsed config.json. Raises ValueError, which lists the families, for any other model."""
+    """Returns the family of a parsed config.json. Raises FlagError, which lists the families, for any other model."""
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type in config.json must be one of {', '.join(sorted(FAMILIES))}, got {model_type!r}; "
-            "docs/adding-a-model.md shows how to add a family"
+        raise FlagError(
+            "model_type in config.json",
+            f"be one of {', '.join(sorted(FAMILIES))}",
+            repr(model_type),
+            "docs/adding-a-model.md shows how to add a family",
         )
     return FAMILIES[model_type]
 

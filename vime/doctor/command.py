@@ -136,6 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="where runs are written")
     parser.add_argument(
-        "--hf-checkpoint", type=Path, help="a model directory: is shared memory large enough for its weights?"
+        "--hf-checkpoint",
+        type=Path,
+        help="a model directory: does shared memory hold its weights, and do engines run its scheme?",
     )
     return parser

@@ -84,6 +84,9 @@ def test_the_doctor_reports_a_scheme_that_no_run_can_use(tmp_path: Path) -> None
     mxfp4 = checkpoint(tmp_path / "oss", oss, {"quant_method": "mxfp4"})
     (finding,) = check_quantization(machine(tmp_path), WantedRun("cpu", tmp_path, mxfp4))
     assert finding.status == "problem" and finding.found.startswith("mxfp4: ")
+    other = checkpoint(tmp_path / "other", {"model_type": "mamba"}, FP8)
+    (finding,) = check_quantization(machine(tmp_path), WantedRun("cpu", tmp_path, other))
+    assert finding.found.endswith("got 'mamba'") and finding.remedy.startswith("docs/adding-a-model.md")
     (finding,) = check_quantization(machine(tmp_path), WantedRun("cpu", tmp_path, tmp_path / "none"))
     assert finding.status == "problem" and "must be a directory with a config.json" in finding.found
     assert check_quantization(machine(tmp_path), WantedRun("cpu", tmp_path)) == []
