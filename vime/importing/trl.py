@@ -42,6 +42,19 @@ _LOSSES: Mapping[str, dict[str, object]] = {
     "cispo": {"advantage-estimator": "cispo"},
     "sapo": {"pg-loss-type": "sapo"},
 }
+_READ = {"model", "reward_funcs", "args", "train_dataset", "eval_dataset", "peft_config"}
+"""Arguments of the trainer that are read."""
+_ABSENT = {
+    "processing_class": "no flag: the tokenizer is that of --hf-checkpoint",
+    "reward_processing_classes": "no flag: a reward model is served, and --rm-type remote_rm sends it the text",
+    "callbacks": "no flag: vime.train takes callbacks (docs/python-api.md)",
+    "optimizers": "no flag: --optimizer, --lr and --lr-decay-style choose the optimizer",
+    "tools": "no flag: an agent calls tools over a session (docs/agents.md), or a --custom-generate-function-path does",
+    "rollout_func": "no flag: a --custom-generate-function-path makes the samples (docs/hooks.md)",
+    "environment_factory": "no flag: --environment runs environments of hubs (docs/environments.md)",
+    "**": "its names are known to a run of the script only; write their flags yourself",
+}
+"""Arguments of the trainer without a counterpart, and the reason."""
 _LORA = {"r": "lora-rank", "lora_alpha": "lora-alpha", "target_modules": "lora-target-modules"}
 
 
@@ -57,6 +70,9 @@ def import_script(script: Script, overrides: Sequence[Setting], out: Path) -> Im
     _devices(made, settings)
     _batches(made, settings)
     _losses(made, settings)
+    for name, node in script.arguments.items():
+        if name not in _READ and not _is_none(node):
+            _name_argument(made, name, node)
     for name, expression in script.unread:
         reason = "an expression, whose value only a run of the script has; write the flag yourself"
         made.entries.append(Entry(f"{name}={expression}: {reason}", absent=reason))
@@ -87,6 +103,18 @@ _OWN = {
 """Settings with a rule of this file."""
 
 
+def _name_argument(made: Imported, name: str, node: ast.expr) -> None:
+    """Names an argument of the trainer that has no counterpart."""
+    reason = _ABSENT.get(name, "no table of vime has this argument of TRL's trainer")
+    made.entries.append(
+        Entry(f"{name}={ast.unparse(node)} of the trainer ({made.source}): {reason}", absent=reason)
+    )
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
 def _constant(script: Script, node: ast.expr | None) -> object:
     if node is None:
         return None
@@ -113,14 +141,18 @@ def _model(made: Imported, script: Script) -> None:
         made.first.append("give --hf-checkpoint: only a run of the script knows its model")
     peft = script.arguments.get("peft_config")
     if isinstance(peft, ast.Name):
-        peft = script.constants.get(peft.id)
-    for keyword in peft.keywords if isinstance(peft, ast.Call) else []:
+        peft = script.constants.get(peft.id, peft)
+    lora = isinstance(peft, ast.Call) and call_name(peft) == "LoraConfig"
+    for keyword in peft.keywords if isinstance(peft, ast.Call) and lora else []:
         value = _constant(script, keyword.value)
         if keyword.arg in _LORA and value not in (None, "all-linear"):
             made.add(f"{keyword.arg} of LoraConfig: same meaning", **{_LORA[keyword.arg]: value})
         elif keyword.arg not in ("task_type", "target_modules"):
             reason = "no flag: adapters have a rank, an alpha and target modules here"
-            made.entries.append(Entry(f"{keyword.arg} of LoraConfig: {reason}", absent=reason))
+            made.entries.append(Entry(f"{keyword.arg or '**'} of LoraConfig: {reason}", absent=reason))
+    if peft is not None and not lora and not _is_none(peft):
+        reason = "an expression, whose value only a run of the script has; write --lora-rank yourself"
+        made.entries.append(Entry(f"peft_config={ast.unparse(peft)}: {reason}", absent=reason))
 
 
 def _rewards(made: Imported, script: Script, out: Path) -> None:

@@ -61,7 +61,7 @@ def read_script(path: Path) -> Script:
     before = [one for one in statements(source, tree, inside) if not _holds(one.node, trainer)]
     names = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
     arguments = dict(zip(names, trainer.args, strict=False))
-    arguments |= {one.arg: one.value for one in trainer.keywords if one.arg is not None}
+    arguments |= {one.arg or "**": one.value for one in trainer.keywords}
     script = Script(path, before, arguments, constants=_constants(before))
     config = _call(tree, CONFIGS)
     if config is not None:

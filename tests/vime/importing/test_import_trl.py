@@ -88,6 +88,21 @@ def test_each_setting_without_a_counterpart_is_one_line(tmp_path: Path, capsys: 
     assert "# min_p=0.1" in comments and "# new_in_trl=3" in comments
 
 
+def test_each_argument_of_the_trainer_without_a_counterpart_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    more = ", callbacks=[Mine()], tools=[search], processing_class=None, in_trl_2=3, **rest"
+    imported(tmp_path, script("", f"{more}, peft_config=get_peft_config(x)"))
+    said = capsys.readouterr().out.splitlines()
+    for line in (
+        "TRL: callbacks=[Mine()] of the trainer (script.py): no flag: vime.train takes callbacks",
+        "TRL: tools=[search] of the trainer (script.py): no flag: an agent calls tools over a session",
+        "TRL: in_trl_2=3 of the trainer (script.py): no table of vime has this argument of TRL's trainer",
+        "TRL: **=rest of the trainer (script.py): its names are known to a run of the script only",
+        "TRL: peft_config=get_peft_config(x): an expression, whose value only a run of the script has; write --lora",
+    ):
+        assert sum(one.startswith(line) for one in said) == 1, (line, said)
+    assert not [one for one in said if "processing_class" in one or "reward_funcs" in one]
+
+
 def test_every_setting_has_a_comment(tmp_path: Path) -> None:
     imported(tmp_path, script("learning_rate=1e-5, logging_steps=1, top_p=0.9, use_vllm=True"))
     text = (tmp_path / "out.yaml").read_text()
