@@ -24,11 +24,14 @@ class Connector:
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         if name == "unknown":
             raise ModuleNotFoundError("No module named 'unknown'")
+        if name == "slow":
+            time.sleep(60)
         print("text of an environment")
         self.arguments = arguments
         self.child = subprocess.Popen(["sleep", "600"]) if arguments.get("child") else None
 
     async def load_prompts(self, split: str | None, limit: int | None) -> list[dict[str, Any]]:
+        await asyncio.sleep(self.arguments.get("load_s", 0))
         names = list(self.arguments.get("names", []))[:limit]
         prompt = [{"role": "user", "content": "go"}]
         return [{"prompt": prompt, "label": split, "task": name} for name in names]

@@ -150,6 +150,16 @@ def test_an_environment_that_cannot_be_loaded_is_named_in_one_line(environment: 
     assert str(error.value) == said
 
 
+def test_an_environment_that_does_not_start_is_named_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "START_S", 0.5)
+    with pytest.raises(ValueError) as error:
+        EnvironmentProcess(made("slow"))
+    assert str(error.value) == (
+        "--environment must name an environment that its hub can load, got 'scripted:slow': no environment after "
+        f"0.5 s; install the environment for {sys.executable}, or correct its name and arguments"
+    )
+
+
 def test_the_process_has_its_programs_first_and_no_key_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VIME_RUN_KEY", "secret")
     monkeypatch.setenv("JUDGE_API_KEY", "kept")

@@ -182,9 +182,18 @@ def test_flags_that_an_environment_decides_are_left_out(
             "scripted:one?names=3",
             "--environment must name an environment with tasks, got 'scripted:one?names=3': Type",
         ),
+        (
+            'scripted:one?names=["0"]&load_s=60',
+            "--environment must name an environment with tasks, got 'scripted:one?names=[\"0\"]&load_s=60': no tasks "
+            "after 0.5 s; correct its arguments",
+        ),
     ],
 )
-def test_an_environment_without_tasks_is_named(scripted: None, tmp_path: Path, text: str, said: str) -> None:
+def test_an_environment_without_tasks_is_named(
+    scripted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    if "load_s" in text:
+        monkeypatch.setattr(rows, "START_S", 0.5)
     with pytest.raises(ValueError) as error:
         parse_args(words(tmp_path, "--environment", text))
     assert said in str(error.value)
