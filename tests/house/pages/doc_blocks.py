@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import re
 import shlex
@@ -14,7 +15,6 @@ from functools import cache
 from pathlib import Path
 
 import plan_examples
-from architectures import ARCHITECTURES
 from house_tree import ROOT, files
 
 from slime.environments.hubs import find_environment
@@ -195,12 +195,14 @@ def _with_models(argv: list[str], block: Block, folder: Path) -> list[str]:
     for place, word in enumerate(argv[:-1]):
         if word in _MODELS and not argv[place + 1].startswith("--"):
             wanted = Path(argv[place + 1]).name.lower(), Path(block.page).parent.name
-            arch = next((name for name in wanted if name in ARCHITECTURES), "qwen3-0.6b")
+            arch = next((name for name in wanted if name in plan_examples.MODELS), "qwen3-0.6b")
             found[place + 1] = str(plan_examples.write_model(arch, folder))
         if word in ("--prompt-data", "--eval-prompt-data"):
-            # --eval-prompt-data has the name of the evaluation set before the path.
-            file = place + (1 if word == "--prompt-data" else 2)
-            found[file] = str(plan_examples.write_model("qwen3-0.6b", folder) / "prompts.jsonl")
+            # --eval-prompt-data has pairs: the name of an evaluation set, and its path.
+            rest = itertools.takewhile(lambda value: not value.startswith("--"), argv[place + 1 :])
+            count, step = (1, 1) if word == "--prompt-data" else (len(list(rest)), 2)
+            for file in range(place + step, place + 1 + count, step):
+                found[file] = str(plan_examples.write_model("qwen3-0.6b", folder) / "prompts.jsonl")
         if word == "--environment":  # the hub's package is not installed here
             find_environment(argv[place + 1])
             prompts = plan_examples.write_model("qwen3-0.6b", folder) / "prompts.jsonl"
