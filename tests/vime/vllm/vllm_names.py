@@ -80,6 +80,7 @@ GIVEN = {
     "lora_manager": "lora/model_manager.py",
     "load_weights": f"{MODELS}/qwen3.py",
     "mla_attn": f"{LAYERS}/mla.py",
+    "mm_tokens_per_image": f"{MODELS}/gemma3_mm.py",
     "model_config": "distributed/weight_transfer/base.py",
     "model": "v1/spec_decode/llm_base_proposer.py",
     "model_runner": "v1/worker/gpu_worker.py",
