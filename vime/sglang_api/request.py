@@ -242,8 +242,14 @@ def _images(found: str | list[str | list[str]] | None, count: int, *, is_list: b
     these for each prompt."""
     if not found:
         return [()] * count
-    entries = _one_each("image_data", found, count) if is_list else [found]
-    return [(one,) if isinstance(one, str) else tuple(one) for one in entries]
+    entries: list[Any] = _one_each("image_data", found, count) if is_list else [found]
+    images = [(one,) if isinstance(one, str) else tuple(one) for one in entries]
+    if not all(isinstance(one, str) for own in images for one in own):
+        raise ValueError(
+            f"image_data must be an image or a list of images for each prompt, got a list in a list for {count} "
+            "prompts; send one list of images"
+        )
+    return images
 
 
 def _one_each(name: str, value: object, count: int) -> list[Any]:

@@ -4,6 +4,8 @@ pixels, before and after an update of all weights."""
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +20,10 @@ from transformers import AutoTokenizer
 from vision_models import IDS, log_probs, make_vision_model
 
 from slime.protocols import GenerateResult, ScoreResult
+from slime.vision.images import encode_png
 from slime.vision.inputs import ImageInputs
 from slime.vision.processor import MediaProcessor, load_processor
+from vime.pool.control import ControlError, request
 from vime.pool.router import RouterSpec
 from vime.vllm import client
 from vime.vllm.images.wire import WireImage, describe, with_content
@@ -168,6 +172,28 @@ def test_an_image_that_does_not_fit_is_an_error_of_its_request(
         stack.sample(tokens, images)
     text, _ = stack.prompt("still alive")
     stack.check(text, None, 0)
+
+
+def test_the_gateway_takes_image_data_of_plug_ins(stack: VisionStack) -> None:
+    picture = draw(6, 32, 24)
+    tokens, images = stack.prompt(f"{MARK}a", picture)
+    facts, pad = stack.pool.facts, IDS["<|image_pad|>"]
+    address = f"http://{facts['sglang_router_ip']}:{facts['sglang_router_port']}"
+    short = [token for i, token in enumerate(tokens) if token != pad or tokens[i - 1] != pad]
+    url = f"data:image/png;base64,{base64.b64encode(encode_png(picture)).decode()}"
+    sampling = {"max_new_tokens": 4, "seed": 3, "ignore_eos": True}
+    answers = []
+    for prompt in ({"text": f"{MARK}a"}, {"input_ids": tokens}, {"input_ids": short}):
+        body = {**prompt, "image_data": [url], "sampling_params": sampling, "return_logprob": True}
+        _, answer = request(address, stack.key, "POST", "/generate", body, timeout_s=60)
+        answers.append(json.loads(answer))
+    assert answers[0]["output_ids"] == answers[1]["output_ids"] == answers[2]["output_ids"]
+    found = [row[0] for row in answers[0]["meta_info"]["output_token_logprobs"]]
+    expected = log_probs(stack.models[0], tokens + answers[0]["output_ids"], images)[len(tokens) - 1 :]
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=2e-5)
+    bad = {"text": f"{MARK}a", "image_data": ["/etc/passwd"]}
+    with pytest.raises(ControlError, match="image_data must be the content of an image"):
+        request(address, stack.key, "POST", "/generate", bad, timeout_s=60)
 
 
 def test_an_update_of_the_tower_empties_the_cache_of_its_outputs(stack: VisionStack) -> None:

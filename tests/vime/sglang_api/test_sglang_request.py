@@ -113,6 +113,10 @@ def test_what_the_answer_must_hold() -> None:
         ),
         ({"image_data": 3}, "image_data must be str"),
         (
+            {"image_data": [["x"]]},
+            "image_data must be an image or a list of images for each prompt, got a list in",
+        ),
+        (
             {"text": ["a", "b"], "input_ids": None, "image_data": ["x"]},
             "image_data must have one entry per prompt, got 1 for 2",
         ),
@@ -150,3 +154,17 @@ def test_a_malformed_field_is_named(fields: dict[str, Any], said: str) -> None:
 def test_a_body_that_is_no_object_is_refused(given: bytes) -> None:
     with pytest.raises(ValueError, match="the body must be"):
         parse(given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "images"),
+    [
+        ({"text": "a"}, [()]),
+        ({"text": "a", "image_data": "x"}, [("x",)]),
+        ({"text": "a", "image_data": ["x", "y"]}, [("x", "y")]),
+        ({"text": ["a", "b"], "image_data": ["x", ["y", "z"]]}, [("x",), ("y", "z")]),
+        ({"text": "a", "image_data": "x", "sampling_params": {"n": 2}}, [("x",), ("x",)]),
+    ],
+)
+def test_each_prompt_has_its_images(fields: dict[str, object], images: list[tuple[str, ...]]) -> None:
+    assert [one.images for one in parse(json.dumps(fields).encode()).each] == images
