@@ -52,6 +52,7 @@ from slime.rules.distillation import check_distillation, check_teacher
 from slime.rules.experts import check_expert_flags
 from slime.rules.flags import FALLBACKS, own_flags
 from slime.rules.heads import check_heads
+from slime.rules.images.tower import check_tower
 from slime.rules.kernels import check_bitwise_model, check_kernels
 from slime.rules.lora import check_lora
 from slime.rules.megatron import RULES as MEGATRON
@@ -369,6 +370,7 @@ TOGETHER: tuple[Rule, ...] = (
     _with_decoder(check_bitwise_model),
     _with_decoder(lambda c, _: check_lora(c, _model(c))),
     _with_decoder(lambda c, _: check_prediction(c, _model(c))),
+    _with_decoder(check_tower),
     _with_decoder(lambda c, _: check_parameter_names(c, _model(c))),
     _with_decoder(lambda c, decoder: check_padded_vocabulary(c, decoder.vocab)),
 )

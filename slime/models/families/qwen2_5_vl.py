@@ -43,10 +43,10 @@ def rope(hf: Hf, head_dim: int) -> Rope:
 def read_tower(hf: Hf) -> Vision:
     """Returns the record of the tower. Raises ValueError for a missing setting."""
     record = vision_record(hf)
-    need(record, "depth", "intermediate_size", "num_heads", "patch_size", "spatial_merge_size", "window_size")
+    need(record, "depth", "intermediate_size", "num_heads", "patch_size", "window_size")
     need(hf, "image_token_id", "video_token_id")
     only(record, hidden_act="silu", out_hidden_size=hf["hidden_size"])
-    patch, merge = record["patch_size"], record["spatial_merge_size"]
+    patch, merge = record["patch_size"], record.get("spatial_merge_size") or 2
     side = record["window_size"] // patch // merge * merge
     return Vision(
         kind="qwen2_5_vl",

@@ -43,7 +43,7 @@ def rope(hf: Hf, head_dim: int) -> Rope:
 def read_tower(hf: Hf, kind: str) -> Vision:
     """Returns the record of the tower. Raises ValueError for a missing setting."""
     record = vision_record(hf)
-    need(record, "depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "spatial_merge_size")
+    need(record, "depth", "hidden_size", "intermediate_size", "num_heads", "patch_size")
     need(hf, "image_token_id", "video_token_id")
     only(record, hidden_act="gelu_pytorch_tanh", out_hidden_size=hf["hidden_size"])
     deep = len(record.get("deepstack_visual_indexes") or ())
@@ -58,7 +58,7 @@ def read_tower(hf: Hf, kind: str) -> Vision:
         out=hf["hidden_size"],
         image_id=hf["image_token_id"],
         video_id=hf["video_token_id"],
-        merge=record["spatial_merge_size"],
+        merge=record.get("spatial_merge_size") or 2,
         patch_values=channels * frames * record["patch_size"] ** 2,
         mergers=1 + deep,
         deepstack=deep,

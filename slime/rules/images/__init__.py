@@ -1,0 +1,1 @@
+"""Rules of runs whose prompts have images."""

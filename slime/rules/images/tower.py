@@ -1,0 +1,78 @@
+"""Defines the rules of the vision tower (--multimodal-keys, --train-vision)."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from slime.models import Decoder
+from slime.models.vision import sees_images
+from slime.plan.stages import build_stages
+from slime.records.errors import FlagError
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
+
+
+def check_tower(c: Config, decoder: Decoder) -> None:
+    """Raises ValueError for a model without a tower, and for flags that do not work with images."""
+    if not sees_images(c):
+        if c.train.train_vision:
+            raise FlagError(
+                "--train-vision",
+                "be given with --multimodal-keys",
+                "True alone",
+                "name the columns of images, or leave it out",
+            )
+        return
+    if decoder.vision is None:
+        raise FlagError(
+            "--multimodal-keys",
+            "be left out for a model without a vision tower",
+            f"keys with {c.rollout.hf_checkpoint}",
+            "`vime models` lists the models that see images",
+        )
+    for flag, is_on, remedy in (
+        ("--enable-mtp-training", c.algorithm.enable_mtp_training, "its layers do not see images"),
+        ("--rlk-bitwise", c.kernels.rlk_bitwise, "a vision tower has no operators with equal bits"),
+    ):
+        if is_on:
+            raise FlagError(flag, "be left out with --multimodal-keys", "True", remedy)
+    if c.lora.lora_rank and c.train.train_vision:
+        raise FlagError(
+            "--train-vision",
+            "be left out with --lora-rank",
+            "both",
+            "adapters train the decoder, and the tower stays frozen",
+        )
+    _check_layout(c, decoder)
+
+
+def _check_layout(c: Config, decoder: Decoder) -> None:
+    """Raises ValueError if a stage without the tower has layers that get its rows, or if ranks cut an image."""
+    assert decoder.vision is not None
+    deep = decoder.vision.deepstack
+    if deep and c.megatron.overrides.get("transformer_impl") == "transformer_engine":
+        raise FlagError(
+            "--transformer-impl",
+            "be local for images of this model",
+            "transformer_engine",
+            f"the first {deep} layers get rows of the vision tower",
+        )
+    first = deep
+    with suppress(ValueError):  # `check_stages` reports layers that cannot be divided
+        first = len(build_stages(c.megatron, len(decoder.layers)).get_rank_layers(0)[0])
+    if first < deep:
+        raise FlagError(
+            "--pipeline-model-parallel-size",
+            f"leave the first {deep} layers on the first stage, because they get rows of the vision tower",
+            f"{first} layers there",
+            f"lower it, or give the first stage {deep} layers with --decoder-first-pipeline-num-layers",
+        )
+    if decoder.vision.sees_whole_image and c.megatron.context_parallel_size > 1:
+        raise FlagError(
+            "--context-parallel-size",
+            "be 1 for images of this model, whose tokens see the whole image",
+            c.megatron.context_parallel_size,
+            "raise --tensor-model-parallel-size instead",
+        )
