@@ -21,6 +21,7 @@ from slime.plan.adapter_params import adapter_params
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params, stage_layers
 from slime.plan.stages import build_stages, micro_batch_group
+from slime.plan.tower import run_tower, tower_memory
 from slime.plan.trained_params import list_end_matrices, trained_params
 from slime.plan.units import GIB, amount, count
 from slime.roles import POLICY, Role, get_roles
@@ -283,6 +284,7 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     counts as one more layer of the last stage. Each of C context-parallel ranks keeps the keys and values that its two
     runs of a sequence see: on average, the whole sequence and half a rank's share more. A prompt that samples share
     counts once per sample: the estimate is for samples that share no prompt.
+    In a run with images, all tokens count as image tokens (`tower_memory`).
     """
     size, split = (
         BYTES[c.megatron.params_dtype],
@@ -295,13 +297,18 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     how = f"{count(tokens)} tokens x {size} B x {layers:.4g} layers x {width:.0f}"
     one = tokens * size * max(layer_width(c, shape, kind) for kind in shape.kinds) if full else 0.0
     kept = Item("activations", tokens * size * layers * width, how)
+    if (vision := run_tower(c, shape.hf)) is not None:
+        more, text = tower_memory(c, vision, tokens, size)
+        kept = Item("activations and images", kept.bytes + more, f"{how} + {text}")
     if (
         c.off_policy.use_rollout_routing_replay
     ):  # int16, of all layers on every stage (slime.data.routed_experts)
         stages, group = build_stages(c.megatron, shape.layers), micro_batch_group(c.megatron, shape.layers)
         ids = tokens * shape.layers * shape.topk * 2 * stages.micro_batches(0, group)
         kept = Item(
-            "activations and experts' ids", kept.bytes + ids, f"{how} + {amount(ids)} of experts' ids"
+            "activations and experts' ids",
+            kept.bytes + ids,
+            f"{kept.arithmetic} + {amount(ids)} of experts' ids",
         )
     return kept, one
 

@@ -11,6 +11,7 @@ from slime.models.selection import Selection
 from slime.plan.adapter_params import adapter_params
 from slime.plan.model_shape import Params, Shape
 from slime.plan.stages import build_stages
+from slime.plan.tower import run_tower, trained_tower_params
 from slime.plan.trained_params import list_end_matrices, trained_params
 from slime.plan.units import count
 
@@ -31,7 +32,8 @@ def rank_params(
         c.megatron.expert_tensor_parallel,
     )
     replicas = c.data_parallel_size * c.megatron.context_parallel_size
-    of = "on each" if c.lora.lora_rank and trained else "of routers"
+    names = ["routers"] * bool(shape.experts) + ["the vision tower"] * (run_tower(c, shape.hf) is not None)
+    of = "on each" if c.lora.lora_rank and trained else f"of {' and '.join(names or ['routers'])}"
     whole = f" / TP {tp} (+ {count(params.whole)} {of})" if params.whole else f" / TP {tp}"
     shards = replicas if c.megatron.use_distributed_optimizer else 1
     yield "", params.split / tp + params.whole, f"{count(params.split)}{stage}", whole, shards
@@ -54,7 +56,7 @@ def stage_params(
     stage. With `predicts`, the last stage has the layers of multi-token prediction, and an embedding for them. Without
     `head`, it has no matrix of the vocabulary. `trained`: count the stage's trained parameters only, with all layers of
     multi-token prediction."""
-    stages = build_stages(c.megatron, shape.layers)
+    stages, vision = build_stages(c.megatron, shape.layers), run_tower(c, shape.hf)
     last = stages.ranks - 1
     tp, experts = (
         c.megatron.tensor_model_parallel_size,
@@ -67,6 +69,8 @@ def stage_params(
             list_end_matrices(shape, first=rank == 0, last=rank == last, head=head),
         )
         found = trained_params(selection, shape, layers, ends)
+        if rank == 0 and vision is not None:
+            found += Params(whole=trained_tower_params(selection, vision))
         if predicts and rank == last:
             copy = 0 if shape.tied or not last else 1  # a copy of the embedding
             found += shape.predicting + shape.count_params((), copy)

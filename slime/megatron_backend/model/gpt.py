@@ -97,7 +97,9 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
         self.has_tower = has_tower and described.vision is not None
         self.vision_model: nn.Module | None = None
         if has_tower and described.vision is not None and self.pre_process:
-            self.vision_model = build_tower(described.vision, core.params_dtype)
+            self.vision_model = build_tower(
+                described.vision, core.params_dtype, recompute=core.recompute_granularity == "full"
+            )
 
     def forward(
         self,

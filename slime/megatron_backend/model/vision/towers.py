@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from slime.models.vision import Vision
 
-
-class Features(Protocol):
-    """The output of a Qwen tower."""
-
-    pooler_output: Tensor
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -36,21 +33,25 @@ class TowerOutput:
 class TowerKind:
     """A kind of towers."""
 
-    build: Callable[[Vision], nn.Module]
+    build: Callable[[Vision], PreTrainedModel]
     """Returns the tower with uninitialised parameters in float32."""
     run: Callable[[nn.Module, Mapping[str, Tensor]], TowerOutput]
     """Computes the output from the tensors of the model's processor."""
 
 
-def build_tower(vision: Vision, dtype: torch.dtype) -> nn.Module:
-    """Returns the tower with uninitialised parameters in `dtype`. Its frequencies stay in float32."""
+def build_tower(vision: Vision, dtype: torch.dtype, *, recompute: bool = False) -> nn.Module:
+    """Returns the tower with uninitialised parameters in `dtype`. Its frequencies stay in float32. With `recompute`, a
+    training pass keeps only the inputs of the tower's blocks."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
         tower = TOWERS[vision.kind].build(vision)
     for parameter in tower.parameters():
         parameter.data = parameter.data.to(dtype)
-    return tower.to(torch.cuda.current_device())
+    if recompute:
+        tower.gradient_checkpointing_enable({"use_reentrant": False})
+    module: nn.Module = tower  # transformers' own `to` has no types
+    return module.to(torch.cuda.current_device())
 
 
 def run_tower(vision: Vision, tower: nn.Module, inputs: Mapping[str, Tensor]) -> TowerOutput:
@@ -58,7 +59,7 @@ def run_tower(vision: Vision, tower: nn.Module, inputs: Mapping[str, Tensor]) ->
     return TOWERS[vision.kind].run(tower, inputs)
 
 
-def _build_qwen2_5_vl(vision: Vision) -> nn.Module:
+def _build_qwen2_5_vl(vision: Vision) -> PreTrainedModel:
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as made_by
 
     return _from_settings(
@@ -66,33 +67,33 @@ def _build_qwen2_5_vl(vision: Vision) -> nn.Module:
     )
 
 
-def _build_qwen3_vl(vision: Vision) -> nn.Module:
+def _build_qwen3_vl(vision: Vision) -> PreTrainedModel:
     from transformers.models.qwen3_vl import modeling_qwen3_vl as made_by
 
     return _from_settings(made_by.Qwen3VLVisionModel, made_by.Qwen3VLVisionConfig, vision)
 
 
-def _build_qwen3_vl_moe(vision: Vision) -> nn.Module:
+def _build_qwen3_vl_moe(vision: Vision) -> PreTrainedModel:
     from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as made_by
 
     return _from_settings(made_by.Qwen3VLMoeVisionModel, made_by.Qwen3VLMoeVisionConfig, vision)
 
 
-def _build_qwen3_5(vision: Vision) -> nn.Module:
+def _build_qwen3_5(vision: Vision) -> PreTrainedModel:
     from transformers.models.qwen3_5 import modeling_qwen3_5 as made_by
 
     return _from_settings(made_by.Qwen3_5VisionModel, made_by.Qwen3_5VisionConfig, vision)
 
 
-def _build_qwen3_5_moe(vision: Vision) -> nn.Module:
+def _build_qwen3_5_moe(vision: Vision) -> PreTrainedModel:
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as made_by
 
     return _from_settings(made_by.Qwen3_5MoeVisionModel, made_by.Qwen3_5MoeVisionConfig, vision)
 
 
-def _from_settings(tower: Any, config: Any, vision: Vision) -> nn.Module:
+def _from_settings(tower: Any, config: Any, vision: Vision) -> PreTrainedModel:
     """Returns transformers' `tower` for the record in config.json."""
-    built: nn.Module = tower._from_config(config(**vision.settings))
+    built: PreTrainedModel = tower._from_config(config(**vision.settings))
     return built
 
 

@@ -1,0 +1,76 @@
+"""Compares the plan's parameters and FLOPs of vision towers with transformers' towers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from vision_architectures import VISION_ARCHITECTURES
+
+from slime.config import Config
+from slime.megatron_backend.model.vision.towers import TOWERS
+from slime.models import read_decoder
+from slime.models.vision import Vision
+from slime.plan.memory_estimate import activation_memory
+from slime.plan.model_shape import Shape
+from slime.plan.rank_params import rank_params
+from slime.plan.tower import tower_flops, tower_params
+
+KEYS = {"multimodal_keys": {"image": "images"}}
+
+
+def config_json(name: str) -> dict[str, object]:
+    row = VISION_ARCHITECTURES[name]
+    fields = row.config_fields()
+    return {"model_type": row.family, **fields["text_config"], **fields}
+
+
+@pytest.mark.parametrize("name", VISION_ARCHITECTURES)
+def test_parameters_and_flops_are_those_of_the_modules(name: str) -> None:
+    vision = read_decoder(config_json(name)).vision
+    assert isinstance(vision, Vision)
+    with torch.device("meta"):
+        whole = TOWERS[vision.kind].build(vision)
+    names = ("pos_embed",)  # a table, not a product
+    matrices = [p for n, p in whole.named_parameters() if p.dim() > 1 and not n.startswith(names)]
+    assert sum(p.numel() for p in matrices) == tower_params(vision)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 80, "depth": 2}
+    layers = {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0] * bool(vision.deepstack)}
+    small = replace(
+        vision,
+        **{"hidden": 64, "ffn": 96, "heads": 4, "out": 80, "depth": 2},
+        whole_layers=1,
+        mergers=1 + bool(vision.deepstack),
+        settings={**vision.settings, **sizes, **layers},
+    )
+    grid = (1, 16, 32)
+    inputs = {"pixel_values": torch.zeros(512, vision.patch_values), "image_grid_thw": torch.tensor([grid])}
+    tower = TOWERS[vision.kind].build(small)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        TOWERS[vision.kind].run(tower, inputs)
+    assert tower_flops(small, [grid]) == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+def test_a_run_with_images_has_the_tower_on_the_first_stage() -> None:
+    hf = config_json("qwen3-vl-4b")
+    vision = read_decoder(hf).vision
+    assert vision is not None
+
+    def held(trained: bool = False, **flags: object) -> float:
+        return sum(
+            params for _, params, *_ in rank_params(Config.from_flat(flags), Shape.of(hf), trained=trained)
+        )
+
+    without = held()
+    assert held(**KEYS) - without == tower_params(vision)
+    assert held(trained=True, **KEYS) == without  # frozen by default
+    assert held(trained=True, train_vision=True, **KEYS) - without == tower_params(vision)
+    text, frozen, trained = (
+        activation_memory(Config.from_flat({"params_dtype": "bfloat16"} | flags), Shape.of(hf), 1024)[0].bytes
+        for flags in ({}, KEYS, KEYS | {"train_vision": True})
+    )
+    assert frozen - text == 4 * 1024 * vision.patch_values * 4  # four patches per token, in float32
+    assert trained - frozen == 4 * 1024 * vision.depth * (10 * 1024 + 2 * 4096) * 2
