@@ -107,6 +107,9 @@ class Family:
     """Converts an exported tensor to the form of files that engines and transformers read. The tensors of rows without
     HF parts fill a stack. For a tensor-parallel shard, the function returns the shard of the same rank, cut along one
     axis, or its tensors have `keeps_order`."""
+    module_prefix: tuple[str, str] = ("", "")
+    """Prefix of the decoder's tensors in files, and of its modules in transformers' model, if they differ. PEFT names
+    adapters by modules."""
     flags: tuple[tuple[str, Callable[[Hf], object]], ...] = ()
     """MODEL_ARGS whose value only this family defines: name -> value for a config.json."""
 

@@ -182,6 +182,13 @@ def get_module(hf_name: str) -> str:
     return hf_name.removesuffix(".weight")
 
 
+def get_adapted_module(hf_name: str, family: Family) -> str:
+    """Returns the module of a weight in transformers' model, by which PEFT names an adapter."""
+    in_files, in_model = family.module_prefix
+    module = get_module(hf_name)
+    return in_model + module.removeprefix(in_files) if module.startswith(in_files) else module
+
+
 def list_modules(family: Family, hf: Hf, experts: int) -> Iterator[str]:
     """Yields the names of all modules of a model that could have an adapter, and some names that only other models of
     the family have."""
@@ -189,7 +196,7 @@ def list_modules(family: Family, hf: Hf, experts: int) -> Iterator[str]:
         for name in row.hf:
             for i in range(int(hf["num_hidden_layers"])):
                 for e in range(experts) if row.is_expert else (0,):
-                    yield get_module(name).replace("{i}", str(i)).replace("{e}", str(e))
+                    yield get_adapted_module(name, family).replace("{i}", str(i)).replace("{e}", str(e))
 
 
 def read_peft(directory: str | Path) -> tuple[Lora, str | None]:

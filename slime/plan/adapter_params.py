@@ -9,26 +9,30 @@ from collections.abc import Iterable
 
 from slime.models import Decoder, Layer, family_for, read_decoder
 from slime.models.decoder import Hf
+from slime.models.family import Family
 from slime.models.hybrid import ByKeyHead
 from slime.models.latent import Latent
 from slime.models.layouts import Row
-from slime.models.lora import Lora, get_module, linear_rows
+from slime.models.lora import Lora, get_adapted_module, linear_rows
 from slime.plan.model_shape import Params
 
 
 def adapter_params(lora: Lora, hf: Hf, layers: Iterable[int]) -> Params:
     """Returns the adapter parameters of decoder layers, given by their numbers in the model."""
-    decoder, rows = read_decoder(hf), list(linear_rows(family_for(hf)))
-    return sum((_count_row(lora, decoder, row, i) for i in layers for row in rows), Params())
+    family, decoder = family_for(hf), read_decoder(hf)
+    rows = list(linear_rows(family))
+    return sum((_count_row(lora, family, decoder, row, i) for i in layers for row in rows), Params())
 
 
-def _count_row(lora: Lora, decoder: Decoder, row: Row, number: int) -> Params:
+def _count_row(lora: Lora, family: Family, decoder: Decoder, row: Row, number: int) -> Params:
     layer = decoder.layers[number]
     sizes = product_sizes(decoder, layer, row)
     if sizes is None:
         return Params()
     inputs, outputs = sizes
-    modules = [get_module(name).replace("{i}", str(number)).replace("{e}", "0") for name in row.hf]
+    modules = [
+        get_adapted_module(name, family).replace("{i}", str(number)).replace("{e}", "0") for name in row.hf
+    ]
     count = Params()
     for module, wide in zip(modules, outputs, strict=True):
         if not lora.adapts(module):

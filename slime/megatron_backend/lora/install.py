@@ -23,7 +23,7 @@ from slime.megatron_backend.model.moe.experts import GatedExperts
 from slime.megatron_backend.model.parameter_names import whole_model_name
 from slime.models import family_for
 from slime.models.layouts import Row
-from slime.models.lora import Lora, get_module, linear_rows
+from slime.models.lora import Lora, get_adapted_module, linear_rows
 from slime.models.slices import pieces
 
 AnyAdapter = Adapter | ExpertAdapter
@@ -118,7 +118,7 @@ def products(inner: Any) -> Iterator[tuple[str, Row, list[str], list[nn.Paramete
         if row not in rows:
             continue
         layer = name.split(".")[2]
-        modules = [get_module(hf).replace("{i}", layer) for hf in row.hf]
+        modules = [get_adapted_module(hf, family).replace("{i}", layer) for hf in row.hf]
         path = name.removesuffix(".weight")
         if not row.is_expert:
             yield path, row, modules, [parameter]

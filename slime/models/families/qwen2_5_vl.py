@@ -82,4 +82,5 @@ QWEN2_5_VL = Family(
     read,
     ignored=IGNORED,
     tower=TOWER,
+    module_prefix=("model.", "model.language_model."),
 )

@@ -32,12 +32,20 @@ def check_tower(c: Config, decoder: Decoder) -> None:
             f"keys with {c.rollout.hf_checkpoint}",
             "`vime models` lists the models that see images",
         )
-    for flag, is_on, remedy in (
-        ("--enable-mtp-training", c.algorithm.enable_mtp_training, "its layers do not see images"),
-        ("--rlk-bitwise", c.kernels.rlk_bitwise, "a vision tower has no operators with equal bits"),
-    ):
-        if is_on:
-            raise FlagError(flag, "be left out with --multimodal-keys", "True", remedy)
+    if c.algorithm.enable_mtp_training:
+        raise FlagError(
+            "--enable-mtp-training",
+            "be left out with --multimodal-keys",
+            "True",
+            "leave it out, because layers of multi-token prediction do not see images",
+        )
+    if c.kernels.rlk_bitwise:
+        raise FlagError(
+            "--rlk-bitwise",
+            "be left out with --multimodal-keys",
+            "True",
+            "leave it out, because a vision tower has no operators with equal bits",
+        )
     if c.lora.lora_rank and c.train.train_vision:
         raise FlagError(
             "--train-vision",
