@@ -49,7 +49,7 @@ STATUS: dict[str, SupportStatus] = {
     "qwen3_moe": SupportStatus(
         "Qwen", "qwen3-30b-a3b", gpu="Qwen3-30B-A3B, whole, random weights (four H100)"
     ),
-    "qwen3_vl": SupportStatus("Qwen", "qwen3-vl-4b", steps=False),
+    "qwen3_vl": SupportStatus("Qwen", "qwen3-vl-4b", gpu="Qwen3-VL-4B, random weights (H100)"),
     "qwen3_vl_moe": SupportStatus("Qwen", "qwen3-vl-30b-a3b", steps=False),
     "qwen3_next": SupportStatus("Qwen", "qwen3-next-80b-a3b", _DELTA),
     "qwen3_5": SupportStatus("Qwen", "qwen3.5-9b", _DELTA, steps=False),
