@@ -23,7 +23,7 @@ from slime.data.files import FileSource, Row, RowLocation, find_source, read_tab
 from slime.data.limits.context import ContextLimits, PromptRows, check_prompt_lengths
 from slime.data.limits.conversations import Masks
 from slime.data.media.check import MediaCheck
-from slime.data.media.row import without_media
+from slime.data.media.row import RowMedia, without_media
 from slime.data.openings import warn_about_rows
 from slime.data.rows import (
     RowColumns,
@@ -98,6 +98,18 @@ class Prompts(Sequence[Prompt]):
         for number in map(int, self._rows[:most]):
             where = RowLocation(self._source, number)
             yield where, self._source.row(self._table[number], where) or {}
+
+    def require_files(self) -> None:
+        """ValueError with file and line for a prompt whose image is a file that does not exist."""
+        features, keys = self._table.features, self._columns.multimodal_keys
+        if not self._source.is_json and not any(
+            "string" in str(features.get(str(key))) for key in keys.values()
+        ):
+            return
+        for number in map(int, self._rows):
+            where = RowLocation(self._source, number)
+            row = self._source.row(self._table[number], where) or {}
+            RowMedia(row, keys, where).require_files()
 
     def locate(self, index: int) -> str:
         """Returns file and line of a prompt."""
@@ -191,6 +203,8 @@ def load_prompts(
     if not len(rows):
         raise FlagError(flag, "hold at least one prompt", f"none in {path}", "check the file and its slice")
     prompts = Prompts(table, source, columns, template, rows, len(whole) - len(part), media)
+    if columns.multimodal_keys:
+        prompts.require_files()  # also if the checks of an earlier start are in the cache
     warn_about_rows(prompts.first(_LOOKED_AT), columns, tokenizer)
     if max_prompt_len is not None:
         if masks is None:

@@ -187,42 +187,61 @@ def _opened(encoded: bytes) -> PIL.Image.Image:
     return image
 
 
+def require_file(value: object, folder: Path | None) -> None:
+    """ValueError if `value` names a file that does not exist. Returns at once for bytes, base64 texts and http URLs."""
+    if isinstance(value, Mapping):
+        value = _inner(value)
+    path = Path(value) if isinstance(value, Path) else _find_path(value) if isinstance(value, str) else None
+    if path is not None:
+        _find_file(path, folder)
+
+
+def _inner(record: Mapping[str, object]) -> object:
+    """Returns the image of a record, or None."""
+    names = ("bytes", "path", "url", "image_url", "image")
+    found = next((record[name] for name in names if record.get(name) is not None), None)
+    return _inner(found) if isinstance(found, Mapping) else found
+
+
 def _read(value: object, folder: Path | None) -> bytes:
     """Returns the encoded bytes of an image."""
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    if isinstance(value, PIL.Image.Image):
-        return encode_png(value)
-    if isinstance(value, Mapping):
-        if (data := value.get("bytes")) is not None:
-            return _read(data, folder)
-        for name in ("path", "url", "image_url", "image"):
-            if value.get(name) is not None:
-                return _read(value[name], folder)
-    if isinstance(value, Path):
-        return _read_file(value, folder)
-    if isinstance(value, str) and value:
-        return _read_text(value, folder)
+    found = _inner(value) if isinstance(value, Mapping) else value
+    if isinstance(found, bytes | bytearray | memoryview):
+        return bytes(found)
+    if isinstance(found, PIL.Image.Image):
+        return encode_png(found)
+    if isinstance(found, Path):
+        return _read_file(found, folder)
+    if isinstance(found, str) and found:
+        return _read_text(found, folder)
     shown = type(value).__name__ if not isinstance(value, Mapping | str) else repr(value)[:80]
     raise FlagError("an image", f"be {_FORMS}", shown, "fix the row")
 
 
-def _read_text(text: str, folder: Path | None) -> bytes:
+def _find_path(text: str) -> Path | None:
+    """Returns the path that a text names, or None for a text that holds or links an image."""
+    if len(text) > 4096 or (len(text) > 255 and "." not in text):  # longer than any path
+        return None
     scheme = urlsplit(text[:16]).scheme
-    if scheme == "data":
-        header, comma, data = text.partition(",")
-        if not comma or not header.endswith(";base64"):
-            raise FlagError(
-                "an image", "be data:...;base64,... if it is a data URL", repr(text[:40]), "fix the row"
-            )
-        return _decode(data)
+    if scheme == "file":
+        return Path(unquote(urlsplit(text).path))
+    return None if scheme in ("data", "http", "https") else Path(text)
+
+
+def _read_text(text: str, folder: Path | None) -> bytes:
+    if (path := _find_path(text)) is not None:
+        return _read_file(path, folder)
+    scheme = urlsplit(text[:16]).scheme
     if scheme in ("http", "https"):
         return read_url(text)
-    if scheme == "file":
-        return _read_file(Path(unquote(urlsplit(text).path)), None)
-    if len(text) > 4096 or (len(text) > 255 and "." not in text):  # longer than any path
+    if scheme != "data":
         return _decode(text)
-    return _read_file(Path(text), folder)
+    header, comma, data = text.partition(",")
+    if not comma or not header.endswith(";base64"):
+        raise FlagError(
+            "an image", "be data:...;base64,... if it is a data URL", repr(text[:40]), "fix the row"
+        )
+    return _decode(data)
 
 
 def _decode(text: str) -> bytes:
@@ -233,14 +252,20 @@ def _decode(text: str) -> bytes:
 
 
 def _read_file(path: Path, folder: Path | None) -> bytes:
-    tried = [path] if folder is None or path.is_absolute() else [folder / path, path]
-    found = next((one for one in tried if one.exists()), None)
-    if found is None:
-        _refuse_file(path, f"no file {' and no file '.join(map(str, tried))}")
+    found = _find_file(path, folder)
     try:
         return found.read_bytes()
     except OSError as error:
         _refuse_file(path, f"{found} ({error.strerror})")
+
+
+def _find_file(path: Path, folder: Path | None) -> Path:
+    """Returns the path of an existing file. A relative path belongs to `folder`, or else to the working directory."""
+    tried = [path] if folder is None or path.is_absolute() else [folder / path, path]
+    found = next((one for one in tried if one.exists()), None)
+    if found is None:
+        _refuse_file(path, f"no file {' and no file '.join(map(str, tried))}")
+    return found
 
 
 def _refuse_file(path: Path, got: str) -> NoReturn:

@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 from slime.data.files import Row, RowLocation, parse_json
 from slime.records.errors import FlagError
 from slime.types import Message
-from slime.vision.images import PARTS, PromptImage, open_image, read_part_source
+from slime.vision.images import PARTS, PromptImage, open_image, read_part_source, require_file
 
 T = TypeVar("T")
 
@@ -34,6 +34,15 @@ class RowMedia:
         self._used = dict.fromkeys(self._values, 0)
         self.images: list[PromptImage] = []
         self.videos: list[object] = []
+
+    def require_files(self) -> None:
+        """ValueError with file and line for an image of the columns whose file does not exist."""
+        for number, value in enumerate(self._values.get("image", ())):
+            try:
+                require_file(value, self._folder)
+            except FlagError as error:
+                name = f"image {number + 1} of column {self._keys['image']!r}"
+                raise error.after(f"{self._where}: {name}: ") from error
 
     def split(self, text: str) -> str | list[Message]:
         """Returns a text with markers as a list of parts, and another text unchanged."""

@@ -13,11 +13,14 @@ from rollout_double import make_args, write_lines
 from vision_cases import draw_image, encode_image, write_processor
 
 from slime.config import Config
+from slime.config.sections.engine import EngineFacts
 from slime.data.columns import COLUMNS
+from slime.data.media.check import check_for
 from slime.data.media.row import without_media
 from slime.data.prompts import load_prompts
 from slime.data.rows import RowColumns
 from slime.data.source import PromptDataSource
+from slime.data.tokenizer import load_tokenizer
 from slime.rollout.state import GenerateState
 from slime.types import Sample
 
@@ -128,6 +131,71 @@ def test_a_row_whose_images_are_wrong_is_an_error_with_file_and_line(folder, row
         one_prompt(folder, row)
 
 
+def test_a_file_that_is_gone_at_the_next_start_is_an_error_before_it(folder):
+    """The checks of a file are in the cache, but its images are other files."""
+    rows = [{"prompt": "a", "label": "1", "images": ["pictures/red.png"]} for _ in range(400)]
+    (folder / "pictures" / "last.png").write_bytes(BLUE)
+    rows[-1]["images"] = ["pictures/last.png"]
+    path = write_lines(folder / "rows.jsonl", rows)
+    assert len(load_prompts(path, COLUMNS_OF_ROWS)) == 400
+    (folder / "pictures" / "last.png").unlink()
+    text = r"rows.jsonl:400: image 1 of column 'images': an image must be a file .*last.png"
+    with pytest.raises(ValueError, match=text):
+        load_prompts(path, COLUMNS_OF_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "limits", "text"),
+    [
+        ("cut.png", RED[: len(RED) // 2], {}, "image 1 of the prompt: an image must be complete"),
+        (
+            "long.png",
+            encode_image(draw_image((4200, 20))),
+            {},
+            "must have a size that the model's processor accepts",
+        ),
+        (
+            "red.png",
+            RED,
+            {"media_limits": {"image": 0}},
+            "a prompt must have at most 0 images .*media_limits.*, got 1",
+        ),
+    ],
+)
+def test_an_image_that_the_model_cannot_use_is_an_error_while_reading(
+    folder, model, name, content, limits, text
+):
+    (folder / name).write_bytes(content)
+    rows = [{"prompt": "a", "label": "1", "images": [image]} for image in ("pictures/red.png", name)]
+    if limits:
+        rows = rows[1:]
+    config = Config.from_flat({"hf_checkpoint": model, "multimodal_keys": KEYS})
+    config = config.with_values(engine_facts=EngineFacts(**limits))
+    with pytest.raises(ValueError, match=f"rows.jsonl:{len(rows)}: {text}"):
+        load_prompts(write_lines(folder / "rows.jsonl", rows), COLUMNS_OF_ROWS, media=check_for(config))
+
+
+def test_a_model_of_text_is_an_error_at_the_start(folder):
+    config = Config.from_flat({"hf_checkpoint": str(folder), "multimodal_keys": KEYS})
+    with pytest.raises(
+        ValueError, match="--multimodal-keys must be used with a model that has an image processor"
+    ):
+        check_for(config)
+
+
+def test_image_tokens_count_for_the_limit_of_a_prompt(folder, model):
+    row = {"prompt": "<image>?", "images": ["pictures/red.png"]}
+    config = Config.from_flat({"hf_checkpoint": model, "multimodal_keys": KEYS})
+    columns = RowColumns(input_key="prompt", multimodal_keys=KEYS, apply_chat_template=True)
+    path = write_lines(folder / "rows.jsonl", [row, {"prompt": "?"}])
+    options = {"tokenizer": load_tokenizer(model), "media": check_for(config)}
+    prompts = load_prompts(path, columns, **options)
+    lengths = prompts.lengths(np.arange(2), options["tokenizer"])
+    assert lengths[0] == lengths[1] + 2 + 4  # <|vision_start|>, four tokens of the image, <|vision_end|>
+    assert len(load_prompts(path, columns, max_prompt_len=int(lengths[0]), **options)) == 2
+    assert len(load_prompts(path, columns, max_prompt_len=int(lengths[0]) - 1, **options)) == 1
+
+
 def test_an_image_without_the_flag_names_the_flag(folder):
     row = {"prompt": [{"role": "user", "content": [{"type": "image"}]}]}
     with pytest.raises(
@@ -168,8 +236,6 @@ def test_samples_of_a_group_share_their_images_and_have_ids_after_expansion(
 
 
 def make_state(model):
-    from slime.data.tokenizer import load_tokenizer
-
     return GenerateState(Config.from_flat({"hf_checkpoint": model}), None, load_tokenizer(model))
 
 
