@@ -72,6 +72,8 @@ async def _continue(context: RunContext, sample: Sample, sampling_params: Sampli
     assert own.engine is not None, "generation needs an engine"
     if not sample.tokens:
         sample.tokens = await own.encode_prompt(sample)
+    elif own.lacks_images(sample):
+        await asyncio.to_thread(own.restore_images, sample)
     budget = _token_budget(flags, sample, sampling_params, own.context)
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED

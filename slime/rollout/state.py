@@ -30,6 +30,7 @@ from slime.rollout.stream.concurrency import Concurrency
 from slime.tracking.events import Events
 from slime.tracking.traces.sample_spans import SampleSpans
 from slime.types import Prompt, Sample, SampleGroup, SamplingParams
+from slime.vision.inputs import ImageInputs
 from slime.vision.processor import Expansion, MediaProcessor, list_media, load_processor
 
 if TYPE_CHECKING:
@@ -326,6 +327,17 @@ class GenerateState:
         ids = list(self._encode(text))
         raw = kwargs is None and isinstance(sample.prompt, str)
         return opened(ids, self._opening) if raw else ids
+
+    def lacks_images(self, sample: Sample) -> bool:
+        """Returns true if the files of processed images are gone. The sample waited in a saved buffer then."""
+        inputs = sample.multimodal_train_inputs
+        return isinstance(inputs, ImageInputs) and not inputs.exist() and self.media is not None
+
+    def restore_images(self, sample: Sample) -> None:
+        """Processes the images of a sample again."""
+        inputs = sample.multimodal_train_inputs
+        if isinstance(inputs, ImageInputs) and self.media is not None:
+            sample.multimodal_train_inputs = self.media.restore(inputs, sample.multimodal_inputs or {})
 
     def start_expansion(self, inputs: Mapping[str, object] | None) -> Expansion | None:
         """Returns the expansion of a prompt with images, whose `inputs` have slime's form: the lists `images` and

@@ -6,6 +6,7 @@ file, so the host has one copy of the pixels.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -75,6 +76,10 @@ class ImageInputs:
     def bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(item.bytes for item in self.items)
+
+    def exist(self) -> bool:
+        """Returns true if all files exist."""
+        return all(os.path.exists(item.path) for item in self.items)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the inputs of the model's tower under the processor's names. Images follow each other along the

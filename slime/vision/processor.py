@@ -100,6 +100,13 @@ class MediaProcessor:
         expansion = Expansion(self, images, videos)
         return expansion.expand(text), expansion.finish()
 
+    def restore(self, inputs: ImageInputs, sources: Mapping[str, object]) -> ImageInputs:
+        """Returns the same images with files that exist. `sources` are the lists `images` and `videos`."""
+        found = [self.process("image", value).item for value in list_media(sources, "images")]
+        found += [self.process("video", value).item for value in list_media(sources, "videos")]
+        items = {item.key: item for item in found}
+        return ImageInputs(tuple(items.get(item.key, item) for item in inputs.items))
+
     def process(self, kind: MediaKind, value: object) -> StoredMedia:
         """Returns a processed image or video, from the store if it is there."""
         content = open_image(value) if kind == "image" else _video(value)

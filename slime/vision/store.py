@@ -70,7 +70,7 @@ class MediaStore:
         path = self._path(key)
         size = sum(tensor.nbytes for tensor in tensors.values())
         item = MediaFile(kind, key, str(path), tokens, grid, size)
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{key}.{os.getpid()}-{threading.get_ident()}.partial")
         try:
             whole = {name: tensor.contiguous() for name, tensor in tensors.items()}

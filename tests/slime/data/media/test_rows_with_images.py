@@ -3,6 +3,7 @@
 import base64
 import copy
 import json
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -152,7 +153,7 @@ def test_a_file_that_is_gone_at_the_next_start_is_an_error_before_it(folder):
             "long.png",
             encode_image(draw_image((4200, 20))),
             {},
-            "must have a size that the model's processor accepts",
+            "image 1 of the prompt: an image must have a size that the model's processor accepts",
         ),
         (
             "red.png",
@@ -231,6 +232,11 @@ def test_samples_of_a_group_share_their_images_and_have_ids_after_expansion(
     assert torch.equal(first.multimodal_train_inputs.tensors()["pixel_values"], theirs["pixel_values"])
     assert without_media(first.prompt) == COLUMNS["prompt"].read(first)
     again = Sample.from_dict(json.loads(json.dumps(copy.deepcopy(first.to_dict()))))
+    assert not state.lacks_images(again)
+    shutil.rmtree(state.media._folder)
+    assert state.lacks_images(again)
+    state.restore_images(again)
+    assert not state.lacks_images(again)
     assert again.multimodal_train_inputs == first.multimodal_train_inputs
     assert again.multimodal_inputs == first.multimodal_inputs and again.prompt == first.prompt
 
