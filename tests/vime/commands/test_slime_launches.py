@@ -22,7 +22,9 @@ import pytest
 import torch
 from rollout_double import make_tokenizer
 from safetensors.torch import save_file
+from vision_cases import draw_image, write_processor
 
+from slime.plug_ins.media import encode_image_for_rollout_engine
 from vime.backends import parse_config
 from vime.cli import main
 
@@ -76,7 +78,8 @@ QUANTISED = {
     "scripts/run-qwen3-235B-A22B.sh": "fp8 in blocks of 128 x 128",
 }
 ROW = {"prompt": "1+1?", "label": "2", "answer": "2", "problem": "1+1?", "text": "1+1?", "index": "0"}
-ROW |= {"metadata": {"a": 1}, "reward_model": {"ground_truth": {"target": ["2"]}}, "images": ["a"]}
+ROW |= {"metadata": {"a": 1}, "reward_model": {"ground_truth": {"target": ["2"]}}}
+ROW |= {"problem": "<image>1+1?", "images": [encode_image_for_rollout_engine(draw_image())]}
 TURNS = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
 PATHS = r"--(custom-.*-path|.*-function-path|.*-filter-path|rollout-sample-hook-path)"
 LOCAL = r"HOME/|/\w|[\w.-]+/\S+\.(jsonl|parquet|json)(@\[.*)?$"
@@ -129,8 +132,11 @@ def write_stand_in(flag: str, value: str, script: str, root: Path) -> None:
     path = Path(value)
     if flag == "--hf-checkpoint":
         path.mkdir(parents=True, exist_ok=True)
+        if "vision_config" in DATA["configs"][script]:
+            write_processor(path, "qwen3_vl")
+        else:
+            make_tokenizer().save_pretrained(path)
         (path / "config.json").write_text(DATA["configs"][script])
-        make_tokenizer().save_pretrained(path)
     elif flag == "--load" and (path / "config.json").exists():  # Hugging Face's files, which a plan opens
         config = json.loads((path / "config.json").read_text())
         layers = range(config.get("text_config", config)["num_hidden_layers"])
