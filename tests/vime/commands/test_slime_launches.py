@@ -80,7 +80,7 @@ QUANTISED = {
 ROW = {"prompt": "1+1?", "label": "2", "answer": "2", "problem": "1+1?", "text": "1+1?", "index": "0"}
 ROW |= {"metadata": {"a": 1}, "reward_model": {"ground_truth": {"target": ["2"]}}}
 ROW |= {"problem": "<image>1+1?", "images": [encode_image_for_rollout_engine(draw_image())]}
-TURNS = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+TURNS = [{"role": "user", "content": "<image>1+1?"}, {"role": "assistant", "content": "2"}]
 PATHS = r"--(custom-.*-path|.*-function-path|.*-filter-path|rollout-sample-hook-path)"
 LOCAL = r"HOME/|/\w|[\w.-]+/\S+\.(jsonl|parquet|json)(@\[.*)?$"
 """Paths that become paths below the test's folder."""
