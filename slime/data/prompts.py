@@ -100,10 +100,12 @@ class Prompts(Sequence[Prompt]):
             yield where, self._source.row(self._table[number], where) or {}
 
     def require_files(self) -> None:
-        """ValueError with file and line for a prompt whose image is a file that does not exist."""
+        """ValueError with file and line for a prompt whose image is a file that does not exist. The checks of an
+        earlier start may be in the cache."""
         features, keys = self._table.features, self._columns.multimodal_keys
-        if not self._source.is_json and not any(
-            "string" in str(features.get(str(key))) for key in keys.values()
+        if not keys or (
+            not self._source.is_json
+            and not any("string" in str(features.get(str(key))) for key in keys.values())
         ):
             return
         for number in map(int, self._rows):
@@ -176,8 +178,7 @@ def load_prompts(
     becomes one user turn. Without it, strings and message lists do not change. Tool descriptions are in
     `metadata["tools"]`. Prompts over `max_prompt_len` tokens are left out with a warning. With `conversations`, SFT
     must be able to train on each row. With `masks`, the trained conversations must have a loss mask and fit the model's
-    context, and `max_prompt_len` limits the longest one. About the first `most_bytes` bytes are read. `media` checks
-    and counts the images of a row.
+    context, and `max_prompt_len` limits the longest one. `most_bytes` limits the bytes that are read. `media` checks images.
 
     ValueError with file and line for a missing column, a wrong type, a message list that the chat template cannot
     render, or a label that `check_label` refuses. The text of `check_label` is in the cache's key, so it must name all
@@ -203,8 +204,7 @@ def load_prompts(
     if not len(rows):
         raise FlagError(flag, "hold at least one prompt", f"none in {path}", "check the file and its slice")
     prompts = Prompts(table, source, columns, template, rows, len(whole) - len(part), media)
-    if columns.multimodal_keys:
-        prompts.require_files()  # also if the checks of an earlier start are in the cache
+    prompts.require_files()
     warn_about_rows(prompts.first(_LOOKED_AT), columns, tokenizer)
     if max_prompt_len is not None:
         if masks is None:
