@@ -30,7 +30,6 @@ _TRACES = (
 _PROFILE = "--profile-steps A:B traces the training of those rollouts"
 _FILES = "--save-debug-rollout-data writes the samples of a rollout, and --load-debug-rollout-data reads them"
 _GROUPS = "torch.distributed makes groups; the trainer has made its own (megatron.core.parallel_state)"
-_MEDIA = "prompts are text only"
 
 MOVED = {
     "observability.trace_utils": "plug_ins.spans",
@@ -132,7 +131,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "rollout.sglang_rollout": (
         "_align_mm_feature_placeholders_to_tokens _apply_vllm_routed_experts _mm_render_response_to_generate_body",
-        f"{_MEDIA}, and Sample.append_response_tokens takes the rest of an answer",
+        "call generate of this module, which makes the request and takes the answer",
     ),
     "router.middleware_hub.radix_tree_middleware": (
         "RadixTreeMiddleware postprocess_sample_with_radix_tree",
@@ -161,7 +160,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "utils.timer": ("Timer inverse_timer timer with_defer", _TIMES),
     "utils.tracking_utils": ("finish_tracking init_tracking", _LOG),
     "utils.train_metric_utils": ("log_perf_data_raw", _LOG),
-    "utils.types": ("MultimodalTypes ParamInfo", f"{_MEDIA}, and the trainer describes its weights itself"),
+    "utils.types": ("MultimodalTypes ParamInfo", _TRAINER),
     "utils.wandb_utils": ("init_wandb_common init_wandb_primary init_wandb_secondary", _LOG),
 }
 """A path below `slime` -> its refused names, and what to do instead. A path of a file has further names that work."""
