@@ -92,6 +92,26 @@ def test_the_doctor_reports_a_scheme_that_no_run_can_use(tmp_path: Path) -> None
     assert check_quantization(machine(tmp_path), WantedRun("cpu", tmp_path)) == []
 
 
+def run_argv(folder: Path, device: str) -> list[str]:
+    (folder / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    argv = f"--hf-checkpoint {folder} --prompt-data {folder}/p.jsonl --num-rollout 1 --device {device}"
+    argv += " --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --num-gpus-per-node 2 --rollout-batch-size 4"
+    return [*argv.split(), "--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"]
+
+
+def test_odd_shapes_in_int4_need_a_gpu(tmp_path: Path) -> None:
+    """The bound is that of vLLM's `can_implement`."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": 96}
+    checkpoint(tmp_path, DENSE | heads, INT4 | {"ignore": ["lm_head", "re:.*o_proj"]})
+    config = parse_config(run_argv(tmp_path, "cpu"))
+    with pytest.raises(
+        ValueError, match="rows and columns on each rank .* got 80 x 96 in .*qkv_proj; use a check"
+    ):
+        backend_for(config).require_reachable(config)
+    config = parse_config(run_argv(tmp_path, "cuda"))
+    backend_for(config).require_reachable(config)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_and_its_plan_name_the_same_support(
@@ -100,10 +120,7 @@ def test_a_run_and_its_plan_name_the_same_support(
     monkeypatch.setattr(machines, "read_cpu", lambda: "flags : fpu")
     hf, form, status, text = CASES[case]
     checkpoint(tmp_path, hf, form)
-    (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
-    argv = f"--hf-checkpoint {tmp_path} --prompt-data {tmp_path}/p.jsonl --num-rollout 1 --device {device}"
-    argv += " --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --num-gpus-per-node 2 --rollout-batch-size 4"
-    config = parse_config([*argv.split(), "--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"])
+    config = parse_config(run_argv(tmp_path, device))
     first, support = scheme_lines(config, json.loads((tmp_path / "config.json").read_text()))
     assert first.startswith("checkpoint and engines: ")
     if device == "cuda":

@@ -12,9 +12,13 @@ from slime.models import family_for, read_decoder
 from slime.models.decoder import Hf
 from slime.models.quantization import QuantizationScheme
 from slime.records.errors import FlagError
+from vime.pool.engine_flags import engine_tensor_parallel
+from vime.vllm.quantized.layers import EngineReading, engine_layers
 
 _FP8_PRODUCTS = 8.9
 """Least compute capability of a GPU with products in fp8."""
+_CPU_STEP = 32
+"""The kernel for int4 on CPUs computes this number of rows and columns at a time."""
 _TILES = "amx_tile"
 """Flag of a CPU with the matrix instructions that vLLM's kernels for quantised weights need."""
 
@@ -91,10 +95,31 @@ def check_cpu(config: Config) -> None:
         return
     hf = read_hf_config(config.rollout.hf_checkpoint)
     scheme = family_for(hf).scheme(hf)
-    if scheme is not None and not (found := planned_support(config, hf, scheme)).runs:
+    if scheme is None:
+        return
+    if not (found := planned_support(config, hf, scheme)).runs:
         raise FlagError(
             "--hf-checkpoint",
             "have a scheme that engines of --device cpu run",
             f"{scheme.title} in {config.rollout.hf_checkpoint}: {found.text}",
             "use a GPU, or a checkpoint in bfloat16",
         )
+    if (odd := _find_odd_shape(hf, scheme, engine_tensor_parallel(config))) is not None:
+        raise FlagError(
+            "--hf-checkpoint",
+            f"have layers in int4 with multiples of {_CPU_STEP} rows and columns on each rank with --device cpu",
+            odd,
+            "use a checkpoint whose `ignore` has this layer, or one in bfloat16",
+        )
+
+
+def _find_odd_shape(hf: Hf, scheme: QuantizationScheme, ranks: int) -> str | None:
+    """Returns the first layer that vLLM's kernel for int4 on CPUs cannot compute, with its shape on a rank. Experts do
+    not use this kernel."""
+    reading = EngineReading(scheme)
+    for layer in engine_layers(hf, ranks) if scheme.kind == "int4" else ():
+        rows = sum(layer.rows) // (ranks if layer.split == "rows" else 1)
+        columns = layer.columns // (ranks if layer.split == "columns" else 1)
+        if (rows % _CPU_STEP or columns % _CPU_STEP) and not layer.is_expert and reading.quantizes(layer):
+            return f"{rows} x {columns} in {layer.name}"
+    return None
