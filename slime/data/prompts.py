@@ -178,11 +178,11 @@ def load_prompts(
     becomes one user turn. Without it, strings and message lists do not change. Tool descriptions are in
     `metadata["tools"]`. Prompts over `max_prompt_len` tokens are left out with a warning. With `conversations`, SFT
     must be able to train on each row. With `masks`, the trained conversations must have a loss mask and fit the model's
-    context, and `max_prompt_len` limits the longest one. `most_bytes` limits the bytes that are read. `media` checks images.
+    context, and `max_prompt_len` limits the longest one. `most_bytes` limits the bytes that are read.
 
     ValueError with file and line for a missing column, a wrong type, a message list that the chat template cannot
-    render, or a label that `check_label` refuses. The text of `check_label` is in the cache's key, so it must name all
-    settings of the check. ValueError if no prompt remains, or if a prompt leaves no room in `context`.
+    render, or what `check_label` and `media` refuse. The text of `check_label` is in the cache's key, so it must name
+    all settings of the check. ValueError if no prompt remains, or if a prompt leaves no room in `context`.
     """
     if tokenizer is None and (columns.apply_chat_template or max_prompt_len is not None):
         raise ValueError(

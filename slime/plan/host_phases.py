@@ -39,6 +39,9 @@ SHARED = 0.1 * GIB
 SYSTEM = 4.0 * GIB
 """Bytes that a host uses without a run. The value is chosen, not measured. If the plan is for this host, its measured
 value is used."""
+IMAGE = 2**19
+"""Bytes of an image's file, which the manager has for each prompt in flight. The value is chosen, not measured; a JPEG
+of 1024 x 768 pixels had 124 kB. Processed images are files, whose pages all processes of the host share."""
 PAGE_TABLES = 8 / 4096
 """Page-table bytes per byte of a process: eight bytes for each page of 4 KiB."""
 
@@ -121,7 +124,14 @@ def _list_run_items(c: Config, e: Estimate) -> Iterator[HostItem]:
         yield HostItem("engines", servers * each + here * WORKER, how)
         ranks = c.cluster.actor_num_gpus_per_node
         yield HostItem("queues", (here + ranks) * SHARED, "of processes on GPUs, in shared memory")
+    yield image_item(c)
     yield from _published(c, e)
+
+
+def image_item(c: Config) -> HostItem:
+    """Returns the bytes of the images of prompts in flight, or 0 for a run without images."""
+    prompts = c.data.rollout_batch_size * (1 + c.rollout.max_staleness) if c.data.multimodal_keys else 0
+    return HostItem("images", prompts * IMAGE, f"{prompts} prompts in flight x {amount(IMAGE)} of a file")
 
 
 def _published(c: Config, e: Estimate) -> Iterator[HostItem]:

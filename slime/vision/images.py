@@ -73,6 +73,14 @@ class PromptImage(PIL.Image.Image):
                 self.im = to_rgb(upright).im
         return super().load()
 
+    @contextmanager
+    def decoded(self) -> Iterator[None]:
+        """Frees the pixels at the end of the block, unless they were decoded before it. A later use decodes again."""
+        was_decoded = self._im is not None
+        yield
+        if not was_decoded:
+            self._im = None
+
     def __copy__(self) -> PromptImage:
         return self
 

@@ -12,6 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -136,7 +137,8 @@ class MediaProcessor:
         call: Callable[..., Mapping[str, object]] = self.processor
         media: dict[str, object] = {f"{kind}s": [content], "text": [self.marker(kind)]}
         try:
-            out = call(**media, return_tensors="pt", return_text_replacement_offsets=True)
+            with content.decoded() if isinstance(content, PromptImage) else nullcontext():
+                out = call(**media, return_tensors="pt", return_text_replacement_offsets=True)
         except ValueError as error:
             raise FlagError(
                 "an image" if kind == "image" else "a video",

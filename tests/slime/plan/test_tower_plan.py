@@ -14,10 +14,12 @@ from slime.config import Config
 from slime.megatron_backend.model.vision.towers import TOWERS
 from slime.models import read_decoder
 from slime.models.vision import Vision
+from slime.plan.host_phases import image_item
 from slime.plan.memory_estimate import activation_memory
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params
 from slime.plan.tower import tower_flops, tower_params
+from slime.plan.units import amount
 
 KEYS = {"multimodal_keys": {"image": "images"}}
 
@@ -74,3 +76,11 @@ def test_a_run_with_images_has_the_tower_on_the_first_stage() -> None:
     )
     assert frozen - text == 4 * 1024 * vision.patch_values * 4  # four patches per token, in float32
     assert trained - frozen == 4 * 1024 * vision.depth * (10 * 1024 + 2 * 4096) * 2
+
+
+def test_the_host_has_the_files_of_the_images_in_flight() -> None:
+    flags = {"rollout_batch_size": 250, "max_staleness": 3}
+    item = image_item(Config.from_flat(flags | KEYS))
+    assert item.bytes == 1000 * 2**19
+    assert item.arithmetic == f"1000 prompts in flight x {amount(2**19)} of a file"
+    assert image_item(Config.from_flat(flags)).bytes == 0

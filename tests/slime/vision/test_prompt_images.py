@@ -51,6 +51,9 @@ def test_an_image_is_decoded_when_its_pixels_are_needed_and_pickles_as_its_file(
     assert image._im is None and image.size == (12, 8)
     group = [copy.deepcopy({"images": [image]}) for _ in range(8)]
     assert all(one["images"][0] is image for one in group)
+    with image.decoded():
+        assert pixels(image) == pixels(PICTURE)
+    assert image._im is None
     assert len(pickle.dumps(image)) < len(PNG) + 200
     assert pixels(pickle.loads(pickle.dumps(image))) == pixels(PICTURE)
     assert image.copy() is not image and image.resize((3, 2)).size == (3, 2)

@@ -37,6 +37,7 @@ def test_ids_and_tensors_are_those_of_transformers(media, images):
     ids = media.processor.tokenizer.encode(expanded, add_special_tokens=False)
     theirs = media.processor(text=[text], images=IMAGES, return_tensors="pt")
     assert ids == theirs["input_ids"][0].tolist()
+    assert all(image._im is None for image in images), "the pixels are freed after the image was processed"
     tensors = inputs.tensors()
     for name in ("pixel_values", "image_grid_thw"):
         if name in theirs:
