@@ -124,8 +124,7 @@ def offline_engine(
             weight_transfer_config={"backend": "vime"},
             worker_cls=WORKER,
             disable_log_stats=True,
-            skip_tokenizer_init=True,
-            **{"dtype": "float32", **on_gpu, **settings},
+            **{"dtype": "float32", "skip_tokenizer_init": True, **on_gpu, **settings},
         )
         yield OfflineEngine(llm)
     finally:

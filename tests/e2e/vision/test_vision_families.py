@@ -1,5 +1,5 @@
-"""Engines with tiny models of each family with a tower: log-probs of a prompt with images equal those of transformers,
-before and after an update of all weights whose live tensors are compared."""
+"""Engines with tiny models of families with a tower: log-probs of a prompt with images equal those of transformers,
+for dense models also after updates of all weights whose live tensors are compared."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def test_the_engine_sees_what_transformers_sees(
     settings = {"skip_tokenizer_init": False, "skip_mm_profiling": True, "max_model_len": 512}
     settings |= {"limit_mm_per_prompt": {"image": 2, "video": 0}}
     settings |= {"mm_device_do_normalize": False} if processed_pixels() else {}
-    if kind == "qwen3_5":
-        settings["enable_prefix_caching"] = False
     with offline_engine(tmp_path / "0", tmp_path / "weights", monkeypatch, **settings) as engine:
         torch.testing.assert_close(engine_log_probs(engine, tokens, images), expected[0], rtol=0, atol=2e-5)
+        if kind == "qwen3_vl_moe":
+            return  # a trainer publishes each expert under its number, and this file has stacked experts
         for version, model in ((1, 1), (2, 0)):
             engine.take(
                 publish_checkpoint(tmp_path / str(model), tmp_path / "weights", version, checksums=True)

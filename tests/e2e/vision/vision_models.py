@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
@@ -62,15 +63,6 @@ def _rope(sections: list[int], **more: object) -> dict[str, object]:
 
 _QWEN3 = {"head_dim": 32, "rope_parameters": _rope([6, 5, 5], mrope_interleaved=True)}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-_HYBRID = {
-    "head_dim": 32,
-    "rope_parameters": _rope([6, 5, 5], mrope_interleaved=True, partial_rotary_factor=1.0),
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-}
 KINDS: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
     "qwen2_5_vl": (
         {"rope_parameters": _rope([4, 6, 6])},
@@ -79,7 +71,6 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
     ),
     "qwen3_vl": (_QWEN3, _QWEN3_TOWER, "Qwen3VLProcessor"),
     "qwen3_vl_moe": (_QWEN3 | _EXPERTS, _QWEN3_TOWER, "Qwen3VLProcessor"),
-    "qwen3_5": (_HYBRID, {"depth": 2, "num_position_embeddings": 64}, "Qwen3VLProcessor"),
 }
 """Model type -> settings of the text model and of the tower that differ from the others', and the processor."""
 
@@ -103,6 +94,8 @@ def make_vision_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0) 
         if parameter.ndim == 1:  # biases are zeros and norms are ones, which hides errors
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.1)
     model.save_pretrained(folder)
+    if kind == "qwen3_vl_moe":
+        _transpose_experts(folder / "model.safetensors")
     _save_tokenizer(folder)
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -114,6 +107,15 @@ def make_vision_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0) 
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return model.eval()
+
+
+def _transpose_experts(file: Path) -> None:
+    """Stores the matrices of the experts as published checkpoints do: rows are inputs."""
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _save_tokenizer(folder: Path) -> None:
