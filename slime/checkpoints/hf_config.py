@@ -194,7 +194,8 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: Hf, flag: str = "
                     name: TensorHeader(tuple(part.get_shape()), part.get_dtype(), str(file))
                     for name, part in parts.items()
                 }
-            for name in set(names).difference(family.prediction_names(names, hf_config)):
+            others = {*family.prediction_names(names, hf_config), *family.tower_names(names, hf_config)}
+            for name in set(names) - others:
                 layers |= set(re.findall(r"\blayers\.(\d+)\.", name))
                 for suffix, shape in expected.items():
                     got = list(tensors.get_slice(name).get_shape()) if name.endswith(suffix) else shape

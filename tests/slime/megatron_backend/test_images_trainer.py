@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tower_cases import KEYS, image_logits, make_samples, read_vision
 from trainer_cases import exported, make_config, rank_data
 
+from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.megatron_backend.checkpoint.export import export_checkpoint
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.types import Sample
@@ -106,3 +107,8 @@ def test_a_run_trains_on_images(root: Path, tmp_path: Path, train_vision: bool) 
     written = load_file(tmp_path / "hf" / "model.safetensors")
     assert written.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in written.items())
+
+
+def test_shapes_of_the_tower_are_not_those_of_the_decoder(root: Path) -> None:
+    """The tower has MLPs under the decoder's names of tensors, and more layers or fewer."""
+    check_checkpoint_shapes(root / "policy", read_hf_config(root / "policy"))

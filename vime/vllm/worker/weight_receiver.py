@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from slime.checkpoints.hf_config import read_hf_config
+from slime.models import Hf, family_for
 from slime.protocols import WeightSet
 from slime.weight_sync.channel import Part, Receiver, Worker
 from slime.weight_sync.delta.loader import DeltaLoader
@@ -319,7 +320,22 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         trained = bool(self._predicted(received))
         if trained not in self._expected:
             self._expected[trained] = checkpoint_shapes(self.model_config.model, trained=trained)
-        require_same_tensors(received, self._expected[trained], tied=tied, where=where)
+        expected = self._expected[trained]
+        if expected is not None:
+            expected = without_unsent_tower(expected, received, read_hf_config(self.model_config.model))
+        require_same_tensors(received, expected, tied=tied, where=where)
+
+
+def without_unsent_tower(
+    expected: dict[str, list[int]], received: Collection[str], hf_config: Hf
+) -> dict[str, list[int]]:
+    """Returns the tensors that an update must bring. The trainer of a run without images has no vision tower, so an
+    update brings all of the tower's tensors or none."""
+    family = family_for(hf_config)
+    if family.tower_names(received, hf_config):
+        return expected
+    tower = set(family.tower_names(expected, hf_config))
+    return {name: shape for name, shape in expected.items() if name not in tower}
 
 
 def _require_none(wrong: Sequence[str], origin: str) -> None:
