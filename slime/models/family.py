@@ -154,7 +154,7 @@ class Family:
     def tower_names(self, names: Iterable[str], hf: Hf) -> list[str]:
         """Returns the tensor names in `names` that belong to the vision tower. The trainer builds the tower only for
         runs with images."""
-        vision = self.read(hf).vision
+        vision = self.read(hf).vision if self.tower else None
         return [] if vision is None else [name for name in names if name.startswith(vision.files)]
 
     def first_prediction(self, hf: Hf) -> int:
