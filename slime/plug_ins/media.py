@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from slime.vision import processor
-from slime.vision.images import encode_png, open_image, read_part_source
+from slime.vision.images import encode_png, open_image
+from slime.vision.sources import read_part_source
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -43,13 +44,13 @@ def process_vision_info(prompt: object, processor: object) -> dict[str, object]:
 
 def build_processor_kwargs(multimodal_inputs: Mapping[str, object] | None = None) -> dict[str, object]:
     """Returns the arguments of a processor with which ids are lists, and the inputs of the model are tensors."""
-    given = {name: value for name, value in (multimodal_inputs or {}).items() if value is not None}
+    passed = {name: value for name, value in (multimodal_inputs or {}).items() if value is not None}
     forced: dict[str, dict[str, object]] = {
         "text_kwargs": {"return_tensors": None, "return_mm_token_type_ids": False},
         **{f"{kind}_kwargs": {"return_tensors": "pt"} for kind in ("audio", "images", "videos")},
     }
-    merged = {name: {**_record(given.get(name)), **values} for name, values in forced.items()}
-    return {**given, **merged}
+    merged = {name: {**_record(passed.get(name)), **values} for name, values in forced.items()}
+    return {**passed, **merged}
 
 
 def _record(value: object) -> Mapping[str, object]:

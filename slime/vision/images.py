@@ -15,8 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NoReturn
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import PIL._imaging
 import PIL.Image
@@ -25,14 +24,10 @@ import PIL.ImageOps
 
 from slime.records.errors import FlagError
 from slime.vision.downloads import read_url
+from slime.vision.sources import find_file, find_path, inner_source, refuse_file
 
 MOST_PIXELS = 89_478_485
 """Largest number of pixels of an image. Pillow warns above this number, because such a file can fill the memory."""
-PARTS: dict[str, Literal["image", "video"]] = {
-    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
-    **dict.fromkeys(("video", "video_url"), "video"),
-}
-"""Type of a part in the forms of transformers, OpenAI's chats and Responses -> kind."""
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX")
 """Modes of Pillow with one way to RGB. The others need a color profile or a range of values."""
 _DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, struct.error, zlib.error)
@@ -105,18 +100,6 @@ def open_image(value: object, folder: Path | None = None) -> PromptImage:
     if isinstance(value, PromptImage):
         return value
     return PromptImage(_read(value, folder))
-
-
-def read_part_source(part: object) -> tuple[Literal["image", "video"] | None, object]:
-    """Returns kind and value of an image or a video in a message's content. The kind is None for another part, and the
-    value is None for a part that names no image of its own."""
-    if not isinstance(part, Mapping) or (kind := PARTS.get(str(part.get("type")))) is None:
-        return None, None
-    names = (str(part["type"]), kind, "url", "path")
-    value = next((part[name] for name in names if part.get(name)), None)
-    if isinstance(value, Mapping) and "url" in value:
-        value = value["url"]
-    return kind, value
 
 
 def check_pixels(image: PromptImage) -> None:
@@ -195,25 +178,9 @@ def _opened(encoded: bytes) -> PIL.Image.Image:
     return image
 
 
-def require_file(value: object, folder: Path | None) -> None:
-    """ValueError if `value` names a file that does not exist. Returns at once for bytes, base64 texts and http URLs."""
-    if isinstance(value, Mapping):
-        value = _inner(value)
-    path = Path(value) if isinstance(value, Path) else _find_path(value) if isinstance(value, str) else None
-    if path is not None:
-        _find_file(path, folder)
-
-
-def _inner(record: Mapping[str, object]) -> object:
-    """Returns the image of a record, or None."""
-    names = ("bytes", "path", "url", "image_url", "image")
-    found = next((record[name] for name in names if record.get(name) is not None), None)
-    return _inner(found) if isinstance(found, Mapping) else found
-
-
 def _read(value: object, folder: Path | None) -> bytes:
     """Returns the encoded bytes of an image."""
-    found = _inner(value) if isinstance(value, Mapping) else value
+    found = inner_source(value) if isinstance(value, Mapping) else value
     if isinstance(found, bytes | bytearray | memoryview):
         return bytes(found)
     if isinstance(found, PIL.Image.Image):
@@ -226,18 +193,8 @@ def _read(value: object, folder: Path | None) -> bytes:
     raise FlagError("an image", f"be {_FORMS}", shown, "fix the row")
 
 
-def _find_path(text: str) -> Path | None:
-    """Returns the path that a text names, or None for a text that holds or links an image."""
-    if len(text) > 4096 or (len(text) > 255 and "." not in text):  # longer than any path
-        return None
-    scheme = urlsplit(text[:16]).scheme
-    if scheme == "file":
-        return Path(unquote(urlsplit(text).path))
-    return None if scheme in ("data", "http", "https") else Path(text)
-
-
 def _read_text(text: str, folder: Path | None) -> bytes:
-    if (path := _find_path(text)) is not None:
+    if (path := find_path(text)) is not None:
         return _read_file(path, folder)
     scheme = urlsplit(text[:16]).scheme
     if scheme in ("http", "https"):
@@ -260,21 +217,8 @@ def _decode(text: str) -> bytes:
 
 
 def _read_file(path: Path, folder: Path | None) -> bytes:
-    found = _find_file(path, folder)
+    found = find_file(path, folder)
     try:
         return found.read_bytes()
     except OSError as error:
-        _refuse_file(path, f"{found} ({error.strerror})")
-
-
-def _find_file(path: Path, folder: Path | None) -> Path:
-    """Returns the path of an existing file. A relative path belongs to `folder`, or else to the working directory."""
-    tried = [path] if folder is None or path.is_absolute() else [folder / path, path]
-    found = next((one for one in tried if one.exists()), None)
-    if found is None:
-        _refuse_file(path, f"no file {' and no file '.join(map(str, tried))}")
-    return found
-
-
-def _refuse_file(path: Path, got: str) -> NoReturn:
-    raise FlagError("an image", "be a file that can be read", got, f"restore {path.name}, or fix the row")
+        refuse_file(path, f"{found} ({error.strerror})")

@@ -12,7 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -20,13 +20,14 @@ from slime.bridges.processors import allow_no_torchvision
 from slime.records.errors import FlagError
 from slime.system.cache_folder import CACHE, find_cache_folder
 from slime.system.disk_space import DiskSpaceGuard
-from slime.vision.images import PromptImage, open_image
 from slime.vision.inputs import ImageInputs, MediaKind
 from slime.vision.store import MediaStore, StoredMedia
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import ProcessorMixin
+
+    from slime.vision.images import PromptImage
 
 _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of a checkpoint with a processor. A checkpoint has at least one of the first two."""
@@ -110,7 +111,7 @@ class MediaProcessor:
 
     def process(self, kind: MediaKind, value: object) -> StoredMedia:
         """Returns a processed image or video, from the store if it is there."""
-        content = open_image(value) if kind == "image" else _video(value)
+        content = _image(value) if kind == "image" else _video(value)
         key = hashlib.blake2b(
             f"{kind} {self.identity} {_digest(content)}".encode(), digest_size=16
         ).hexdigest()
@@ -137,7 +138,7 @@ class MediaProcessor:
         call: Callable[..., Mapping[str, object]] = self.processor
         media: dict[str, object] = {f"{kind}s": [content], "text": [self.marker(kind)]}
         try:
-            with content.decoded() if isinstance(content, PromptImage) else nullcontext():
+            with _decoded(content):
                 out = call(**media, return_tensors="pt", return_text_replacement_offsets=True)
         except ValueError as error:
             raise FlagError(
@@ -236,6 +237,18 @@ def list_media(inputs: Mapping[str, object], name: str) -> list[object]:
     return [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
 
 
+def _image(value: object) -> PromptImage:
+    from slime.vision.images import open_image  # imports Pillow, which the first commands do without
+
+    return open_image(value)
+
+
+def _decoded(content: object) -> AbstractContextManager[None]:
+    from slime.vision.images import PromptImage
+
+    return content.decoded() if isinstance(content, PromptImage) else nullcontext()
+
+
 def _video(value: object) -> object:
     """Returns a video in a form that a processor reads: a path, or a list of frames."""
     if isinstance(value, Mapping):
@@ -243,15 +256,15 @@ def _video(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, list | tuple):
-        return [open_image(frame) for frame in value]
+        return [_image(frame) for frame in value]
     if isinstance(value, str):
         return value
     raise FlagError("a video", "be a path or a list of frames", type(value).__name__, "fix the row")
 
 
 def _digest(content: object) -> str:
-    if isinstance(content, PromptImage):
-        return content.digest
+    if (digest := getattr(content, "digest", None)) is not None:
+        return str(digest)
     if isinstance(content, list):
         return " ".join(map(_digest, content))
     path = Path(str(content))

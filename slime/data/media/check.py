@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from slime.algo.losses import loss_for
 from slime.config.schema import Config
 from slime.data.files import RowLocation
 from slime.records.errors import FlagError
 from slime.types import Prompt
-from slime.vision.images import PromptImage, check_pixels
 from slime.vision.processor import MediaProcessor, load_processor
+
+if TYPE_CHECKING:
+    from slime.vision.images import PromptImage
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class MediaCheck:
                     len(found),
                     f"raise {self.limit_flag}, or leave the row out",
                 )
+        from slime.vision.images import PromptImage, check_pixels
+
         for number, image in enumerate(prompt.images):
             assert isinstance(image, PromptImage)
             try:
@@ -51,7 +56,7 @@ class MediaCheck:
     def count_added(self, prompt: Prompt) -> int:
         """Returns the number of tokens of the images and videos beyond one marker each."""
         count, process = self._processor.count_tokens, self._processor.process
-        images = sum(count(image) - 1 for image in prompt.images if isinstance(image, PromptImage))
+        images = sum(count(cast("PromptImage", image)) - 1 for image in prompt.images)
         encode = self._processor.encode
         return images + sum(len(encode(process("video", video).text)) - 1 for video in prompt.videos)
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from slime.data.files import Row, RowLocation, parse_json
 from slime.records.errors import FlagError
 from slime.types import Message
-from slime.vision.images import PARTS, PromptImage, open_image, read_part_source, require_file
+from slime.vision.sources import PARTS, read_part_source, require_file
+
+if TYPE_CHECKING:
+    from slime.vision.images import PromptImage
 
 T = TypeVar("T")
 
@@ -101,6 +104,8 @@ class RowMedia:
         return {"type": kind, kind: self.images[-1]}
 
     def _image(self, value: object, name: str) -> PromptImage:
+        from slime.vision.images import open_image
+
         try:
             return open_image(value, self._folder)
         except FlagError as error:
