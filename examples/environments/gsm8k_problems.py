@@ -21,7 +21,7 @@ def right(completion: list[Any], answer: str, **_: object) -> float:
 
 def load_environment(file: str, tasks: int = 7000) -> vf.Environment:
     """Returns the environment. `file` has one problem with "question" and "answer" per line, as GSM8K's JSON files."""
-    with open(file) as lines:
+    with open(file, encoding="utf-8") as lines:
         problems = [json.loads(line) for line in lines][:tasks]
     rows = [
         {"question": p["question"], "answer": p["answer"].rpartition("####")[2].strip()} for p in problems
