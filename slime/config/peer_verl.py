@@ -54,7 +54,7 @@ VERL_ROWS: tuple[Row, ...] = (
     ("data.return_raw_chat", "--apply-chat-template", "for a column of chat messages"),
     ("data.tokenizer", "", "the tokenizer is that of --hf-checkpoint"),
     ("data.trust_remote_code", "--trust-remote-code", "", {"true": "--trust-remote-code", "false": ""}),
-    ("data.image_key", "", "images are not supported yet"),
+    ("data.image_key", "", "--multimodal-keys names the columns of images"),
     ("data.reward_fn_key", "--rm-type", "one reward for a data set; a --custom-rm-path reads sample.metadata"),
     ("data.custom_cls.path", "--data-source-path", "module.class"),
     (f"{_MODEL}.path", "--hf-checkpoint {}", ""),
