@@ -65,7 +65,7 @@ class MediaStore:
         text: str = "",
     ) -> StoredMedia:
         """Stores the tensors of one image and returns their reference. `text` replaces its marker in a prompt."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         path = self._path(key)
         size = sum(tensor.nbytes for tensor in tensors.values())
@@ -74,7 +74,8 @@ class MediaStore:
         partial = path.with_name(f"{key}.{os.getpid()}-{threading.get_ident()}.partial")
         try:
             whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(whole, str(partial), metadata={"media": json.dumps(asdict(item)), "text": text})
+            # save_file would make a file that only its owner can read
+            partial.write_bytes(save(whole, {"media": json.dumps(asdict(item)), "text": text}))
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
