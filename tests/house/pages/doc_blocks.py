@@ -192,10 +192,12 @@ def _with_models(argv: list[str], block: Block, folder: Path) -> list[str]:
     """Replaces each model of the command line by a folder that has only a config.json, and each prompt file and each
     environment by an existing file."""
     found = list(argv)
+    images = "--multimodal-keys" in argv or "vision" in block.page
+    usual = "qwen3-vl-4b" if images else "qwen3-0.6b"
     for place, word in enumerate(argv[:-1]):
         if word in _MODELS and not argv[place + 1].startswith("--"):
             wanted = Path(argv[place + 1]).name.lower(), Path(block.page).parent.name
-            arch = next((name for name in wanted if name in plan_examples.MODELS), "qwen3-0.6b")
+            arch = next((name for name in wanted if name in plan_examples.MODELS), usual)
             found[place + 1] = str(plan_examples.write_model(arch, folder))
         if word in ("--prompt-data", "--eval-prompt-data"):
             # --eval-prompt-data has pairs: the name of an evaluation set, and its path.

@@ -16,7 +16,7 @@ from vime.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
-OWN_RUNS = {"qwen2", "qwen3", "qwen3_moe", "glm4_moe"}
+OWN_RUNS = {"qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "glm4_moe"}
 """Families whose whole runs are in separate tests."""
 
 
