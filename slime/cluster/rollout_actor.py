@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from slime.cluster.actors import PROGRESS, freeze_objects, log_to
 from slime.cluster.calls import Ref, ask_progress, first_failure_or_all
@@ -17,6 +19,9 @@ from slime.protocols import Evaluated, RolloutBatch, RolloutEngine
 from slime.system.import_path import SAFE_PATH
 from slime.system.imports import uncollected
 from slime.tracking.run_record import record_warnings
+
+LAST_SNAPSHOT_S = 5.0
+"""Maximum seconds for the last snapshot of the unfinished groups when a run ends."""
 
 
 class RolloutActor:
@@ -62,6 +67,11 @@ class RolloutActor:
     def set_engines(self, count: int) -> None:
         """Calls `GenerateState.set_engines`."""
         self.manager.state.set_engines(count)
+
+    @ray.method(concurrency_group="progress")
+    def keep_unfinished(self) -> None:
+        """Calls `RolloutManager.keep_unfinished`."""
+        self.manager.keep_unfinished()
 
     @ray.method(concurrency_group="evaluation")
     def evaluate(self, rollout_id: int) -> Evaluated:
@@ -117,6 +127,10 @@ class RolloutGroup:
     def stop(self) -> None:
         for threads in self._threads:
             threads.shutdown(wait=False, cancel_futures=True)
+        with contextlib.suppress(
+            RayError, AttributeError
+        ):  # the actor may be dead, hang, or have no manager yet
+            ray.get(self._actor.keep_unfinished.remote(), timeout=LAST_SNAPSHOT_S)
         ray.kill(self._actor)
 
 

@@ -68,6 +68,9 @@ class PromptDataSource:
         self.pass_rates = None if keep is None else PassRates(len(self.prompts), keep, seed)
         self.next_group_index = 0
         self.next_index = 0
+        self.snapshot: dict[str, str] = {}
+        """The id of the run and the path of its snapshots (`slime.rollout.stream.snapshots`), which the position has,
+        too."""
         self._locations: dict[int, PromptLocation] = {}
         self._buffer_filter = pop_oldest if rollout.buffer_sort_by_staleness else pop_first
         if rollout.buffer_filter_path:
@@ -141,6 +144,8 @@ class PromptDataSource:
             more["orders"] = [[order.epoch, order.position, order.draws] for order in self.orders]
         if self.pass_rates is not None:
             more["pass_rates"] = self.pass_rates.state_dict()
+        if self.snapshot:
+            more["snapshot"] = dict(self.snapshot)
         return {
             **more,
             "version": VERSION,
@@ -180,6 +185,7 @@ class PromptDataSource:
             order.epoch, order.position, order.draws = location
         if self.pass_rates is not None and "pass_rates" in state:
             self.pass_rates.load_state_dict(state["pass_rates"])
+        self.snapshot = dict(state.get("snapshot", {}))
         self.next_group_index, self.next_index = state["next_group_index"], state["next_index"]
         self.buffer = [
             [Sample.from_dict(sample) for sample in group] for group in copy.deepcopy(state["buffer"])

@@ -210,6 +210,8 @@ async def _sample(
     if old:
         sample.loss_mask = [0] * old
     result: Sample | list[Sample] = sample
+    if finished and own.lacks_images(sample):  # a resumed run has taken it from a file
+        await asyncio.to_thread(own.restore_images, sample)
     if not finished:
         async with own.semaphore:
             if own.aborted:

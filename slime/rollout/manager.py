@@ -46,6 +46,8 @@ from slime.rollout.sample_hooks import accepted
 from slime.rollout.state import GenerateState
 from slime.rollout.stream import stream
 from slime.rollout.stream.groups import get_number
+from slime.rollout.stream.snapshot_start import begin_snapshots
+from slime.rollout.stream.snapshots import Snapshots
 from slime.rollout.vllm_rollout import generate_rollout
 from slime.tracking import outbox
 from slime.tracking.memory import resident_peak_gib
@@ -106,6 +108,8 @@ class RolloutManager:
     def load(self, start_rollout_id: int) -> None:
         """Restores the data position of the checkpoint whose next rollout is `start_rollout_id`."""
         self.data_source.load(start_rollout_id - 1)
+        if self.config.logging.run_dir and self.config.fault_tolerance.rollout_snapshot_s:
+            begin_snapshots(self.state, self.data_source, start_rollout_id)
 
     def generate(self, rollout_id: int, saves: bool = False, *, may_be_last: bool = False) -> RolloutBatch:
         """Generates, scores, converts and splits one rollout.
@@ -364,7 +368,15 @@ class RolloutManager:
         ranks = held_out_data(config, data, self.dp_sizes[0], self.hf_config)
         return [self.put(of_rank) for of_rank in ranks]
 
+    def keep_unfinished(self) -> None:
+        """Takes a last snapshot, for a run that may resume."""
+        if (snapshots := self.state.has_part(Snapshots)) is not None:
+            snapshots.stop()
+            self.state.run(snapshots.take())
+
     def close(self) -> None:
+        if (snapshots := self.state.has_part(Snapshots)) is not None:
+            snapshots.stop()
         if stream.outstanding(self.state):
             self.state.run(stream.stop(self.state))
         self.state.close()

@@ -238,6 +238,19 @@ _ALL = (
     EventKind("dropped", "rollout", "groups reason", "they will not be trained"),
     EventKind("put_back", "rollout", "groups", "they return to the data source with their tokens"),
     EventKind(
+        "snapshot",
+        "rollout",
+        "groups tokens bytes seconds",
+        "a snapshot has these unfinished groups; the response tokens of the groups that were copied now",
+        durable=False,
+    ),
+    EventKind(
+        "restored",
+        "rollout",
+        "groups tokens samples",
+        "the group goes on with so many tokens of a snapshot, in so many samples",
+    ),
+    EventKind(
         "batch",
         "rollout",
         "rollout groups over_limit",

@@ -6,14 +6,18 @@ rollout `rollout_id`. With --stale-samples mask, tokens that are too old are not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from slime.data.columns import token_versions
 from slime.protocols import UNKNOWN_VERSION
+from slime.rollout.generate import FINISHED
 from slime.rollout.stream.groups import StreamGroup
-from slime.types import Sample
+from slime.types import Sample, SampleGroup
+
+START = "start_rollout_id"
+"""Key of a sample's metadata: the rollout that sampled its first token."""
 
 
 def figures(cut: Sequence[StreamGroup], rollout_id: int, allowed: int, *, masks: bool) -> dict[str, float]:
@@ -48,6 +52,23 @@ def figures(cut: Sequence[StreamGroup], rollout_id: int, allowed: int, *, masks:
         "token_over_limit_frac": float((ages > allowed).sum()) / count,
         "token_unknown_frac": unknown / count,
     }
+
+
+def mark_start(groups: Iterable[SampleGroup], rollout_id: int) -> None:
+    """Records, for samples with tokens that return to the data source, the rollout that sampled the first token."""
+    for group in groups:
+        for sample in group:
+            if sample.response_length:
+                sample.metadata.setdefault(START, rollout_id)
+
+
+def is_stale(group: SampleGroup, rollout_id: int, limit: int) -> bool:
+    """Returns True if a complete group from the buffer is older than `limit` weight updates. A group with an unfinished
+    sample is never stale, because it continues with the current weights. `figures` counts its old tokens."""
+    started: list[int] = [s.metadata[START] for s in group if START in s.metadata]
+    if not started or any(s.status not in FINISHED for s in group):
+        return False
+    return rollout_id - min(started) > max(limit, 1)
 
 
 def _trained(sample: Sample) -> np.ndarray:

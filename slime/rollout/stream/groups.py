@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 
 from slime.types import Sample, SampleGroup
+from slime.vision.plain import media_as_plain
 
 
 @dataclass(eq=False)
@@ -16,7 +19,12 @@ class StreamGroup:
     version: int
     """The version of the engines' weights when the group was drawn. No token of the group is older."""
     group: SampleGroup
-    """The group with its responses, once it is ready. A sample may have fanned out to several samples."""
+    """The group that is generated, and the group with its responses once it is ready. A sample may have fanned out to
+    several samples."""
+    prompts: str = ""
+    """`hash_prompts` of the group when it was drawn."""
+    is_ready: bool = False
+    """True once the group has its responses and rewards."""
 
     def age(self, rollout_id: int) -> int:
         """Returns the age of the group's oldest token in weight updates, seen from rollout `rollout_id`."""
@@ -42,6 +50,20 @@ def restarted(sample: Sample) -> Sample:
         custom_rm_path=sample.custom_rm_path,
         session_id=sample.session_id,
     )
+
+
+def hash_prompts(group: SampleGroup) -> str:
+    """Returns a hash of the prompts and labels of a group that was drawn now."""
+    fields = [[sample.index, media_as_plain(sample.prompt), sample.label] for sample in group]
+    text = json.dumps(fields, default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def resumable(original: SampleGroup, group: SampleGroup) -> SampleGroup:
+    """Returns the group that a later rollout can continue: the group, or its prompts if samples fanned out."""
+    if len(group) != len(original):
+        return [restarted(sample) for sample in original]
+    return group
 
 
 def get_number(group: SampleGroup) -> int:

@@ -28,23 +28,24 @@ from slime.protocols import DataSource
 from slime.rollout import generate
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.context import RunContext
-from slime.rollout.filter_hub.base_types import (
-    MetricGatherer,
-    call_dynamic_filter,
-    should_drop_dynamic_filter_output,
-)
+from slime.rollout.filter_hub.base_types import call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.metrics import compute_statistics
 from slime.rollout.request_abort import abort_calls
 from slime.rollout.state import GenerateState, rollout_sampling_params
 from slime.rollout.stream import ages
-from slime.rollout.stream.groups import StreamGroup, get_index, get_number, restarted
-from slime.tracking.concerns import dropped_groups, end_dropped_groups
+from slime.rollout.stream.drops import Drops
+from slime.rollout.stream.groups import (
+    StreamGroup,
+    get_index,
+    get_number,
+    hash_prompts,
+    restarted,
+    resumable,
+)
+from slime.rollout.stream.snapshots import Snapshots
 from slime.types import Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
-
-MAX_BARREN_BATCHES = 32
-"""A rollout raises an error after it has dropped this number of batches of groups in a row."""
 
 MIN_LATE_GROUPS = 8
 """A rollout raises an error after max(this, --rollout-batch-size) groups in a row have passed their deadline."""
@@ -67,6 +68,12 @@ async def generate_rollout_async(
         state.drop_part(Stream)
         stream = state.part(Stream, lambda: Stream(state, data_source))
     return await stream.batch(rollout_id)
+
+
+def unfinished(state: GenerateState) -> list[StreamGroup]:
+    """Returns the groups that were drawn and are in no batch, with their responses so far."""
+    stream = state.has_part(Stream)
+    return [] if stream is None else [*stream.ready, *stream.running.values()]
 
 
 def outstanding(state: GenerateState) -> list[SampleGroup]:
@@ -106,18 +113,21 @@ class Stream:
         self.filter = load_function(path, flag="--dynamic-sampling-filter-path") if path else None
         self.rollout_id = rollout_id
         self.finished: list[SampleGroup] = []
-        self.metrics = MetricGatherer()
-        self.barren = 0
+        self.drops = Drops(rollout_id, self.target, self.state.events)
         self.late = 0
 
     async def batch(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Returns the groups of rollout `rollout_id`."""
         self.state.begin()
         self._begin(rollout_id)
+        if (snapshots := self.state.has_part(Snapshots)) is not None:
+            snapshots.release()
         try:
             await self.collect()
             return await self.finish()
         except BaseException:
+            if snapshots is not None:
+                snapshots.hold()
             self.state.aborted = True
             await self.cancel()
             raise
@@ -134,7 +144,8 @@ class Stream:
             await self.state.changed(self.running)
             done = [task for task in self.running if task.done()]
             for task in sorted(done, key=lambda task: get_index(self.running[task].original)):
-                self.take(self.running.pop(task), task.result())
+                group = task.result()  # an error leaves the group in `running`, for the last snapshot
+                self.take(self.running.pop(task), group)
             self.state.progress = (min(len(self.ready), self.target) * self.group_size, wanted)
 
     def is_full(self) -> bool:
@@ -181,16 +192,24 @@ class Stream:
             )
         version = self.rollout_id if self.state.version is None else self.state.version
         for group in groups:
-            if self.is_stale(group):
+            if ages.is_stale(group, self.rollout_id, self.age_limit):
                 self.drop("stale", group)
                 continue
-            self.running[asyncio.create_task(self.generate(group))] = StreamGroup(group, version, [])
+            self.start(group, version)
         numbers = [get_number(group) for group in groups]
         get_locations = getattr(
             self.data_source, "get_locations", None
         )  # a plug-in's data source may lack it
         prompts = {} if get_locations is None else {"prompts": get_locations(numbers)}
         self.state.events.add("drawn", groups=numbers, version=version, **prompts)
+
+    def start(self, group: SampleGroup, version: int) -> None:
+        """Starts generation of a group, with the tokens that a snapshot has for it."""
+        entry = StreamGroup(group, version, group)
+        if (snapshots := self.state.has_part(Snapshots)) is not None:
+            entry.prompts = hash_prompts(group)
+            snapshots.restore(entry, self.age_limit)
+        self.running[asyncio.create_task(self.generate(entry.group))] = entry
 
     async def generate(self, group: SampleGroup) -> SampleGroup:
         """Returns the group with its responses and rewards."""
@@ -200,17 +219,6 @@ class Stream:
         finally:
             slowest = self.state.spans.slowest(group)
             self.state.events.add("ended", groups=[get_number(group)], **slowest)
-
-    def is_stale(self, group: SampleGroup) -> bool:
-        """Returns True if a complete group from the buffer is older than `age_limit` weight updates. A group with an
-        unfinished sample is never stale, because it continues with the current weights. `staleness` counts its old
-        tokens."""
-        started: list[int] = [
-            s.metadata["start_rollout_id"] for s in group if "start_rollout_id" in s.metadata
-        ]
-        if not started or any(s.status not in generate.FINISHED for s in group):
-            return False
-        return self.rollout_id - min(started) > max(self.age_limit, 1)
 
     def expire(self) -> None:
         """Drops the groups that are too old for this batch, with --stale-samples drop."""
@@ -230,7 +238,7 @@ class Stream:
 
     def take(self, entry: StreamGroup, group: SampleGroup) -> None:
         """Keeps or drops a finished group, or adds it to the surplus."""
-        entry.group = group
+        entry.group, entry.is_ready = group, True
         if any(s.status is Sample.Status.ABORTED for s in group):
             self.give_up(entry.original, group)
             return
@@ -238,7 +246,7 @@ class Stream:
         self.late = 0
         self.finished.append(group)
         if len(self.ready) == self.target and not self.runs_ahead:
-            self.surplus.append(self.resumable(entry.original, group))
+            self.surplus.append(resumable(entry.original, group))
             return
         output = call_dynamic_filter(self.filter, self.context.hook_args, group)
         left = len(self.ready) + len(self.running) + 1
@@ -247,9 +255,7 @@ class Stream:
             return
         self.ready.append(entry)
         self.state.events.add("kept", groups=[get_number(entry.original)])
-        if (concern := end_dropped_groups(self.rollout_id, self.barren, self.target)) is not None:
-            concern.record(self.state.events)
-        self.barren = 0
+        self.drops.end_series()
 
     def give_up(self, original: SampleGroup, group: SampleGroup) -> None:
         """Drops a group that was ended by its deadline or by an abort from outside before the batch was full.
@@ -264,31 +270,18 @@ class Stream:
                 f"{self.late} groups in a row that passed it; last: {reasons[-1]}"
             )
         if self.flags.partial_rollout and not reasons:
-            self.put_back([self.resumable(original, group)])
-            self.count("aborted")
+            self.put_back([resumable(original, group)])
+            self.drops.count("aborted")
         else:
             self.drop("deadline" if reasons else "aborted", original)
 
     def drop(self, reason: str, group: SampleGroup) -> None:
         self.state.events.add("dropped", groups=[get_number(group)], reason=reason)
-        self.count(reason)
-
-    def count(self, reason: str) -> None:
-        """Counts a group that the batch does not contain."""
-        self.metrics.on_dynamic_filter_drop(reason)
-        self.barren += 1
-        if (concern := dropped_groups(self.rollout_id, self.barren, self.target)) is not None:
-            concern.record(self.state.events)
-        if self.barren >= MAX_BARREN_BATCHES * self.target:
-            counts = ", ".join(f"{reason}: {count}" for reason, count in self.metrics.drops.most_common())
-            raise RuntimeError(
-                f"--dynamic-sampling-filter-path must keep some groups, got none in {self.barren} in a "
-                f"row ({counts}); check the rewards, the difficulty of the prompts, or the filter"
-            )
+        self.drops.count(reason)
 
     async def finish(self) -> RolloutFnTrainOutput:
         """Cuts the batch, ends the groups that may not continue, and runs the hooks on the batch."""
-        metrics: dict[str, float] = {**self.metrics.collect()}
+        metrics: dict[str, float] = {**self.drops.metrics.collect()}
         if not self.runs_ahead:
             metrics |= await self.end_rest()
         for figure, values in self.state.take_figures().items():
@@ -296,6 +289,8 @@ class Stream:
         cut = self.cut()
         if self.age_limit:
             metrics |= self.staleness(cut)
+        if (snapshots := self.state.has_part(Snapshots)) is not None:
+            metrics |= snapshots.take_metrics()
         groups = [entry.group for entry in cut]
         numbers = [get_number(entry.original) for entry in cut]
         over_limit = int(metrics.get("rollout/staleness/over_limit", 0))
@@ -359,12 +354,12 @@ class Stream:
                 self.state.forget(original)
                 if not any(s.status is Sample.Status.ABORTED for s in group):
                     self.finished.append(group)
-                ended.append(self.resumable(original, group))
+                ended.append(resumable(original, group))
         if self.running:
             logger.warning(
                 "%d groups did not end within --rollout-deadline-s and are cancelled", len(self.running)
             )
-            ended += [self.resumable(entry.original, entry.original) for entry in self.running.values()]
+            ended += [resumable(entry.original, entry.original) for entry in self.running.values()]
             await self.cancel()
         return ended
 
@@ -382,16 +377,7 @@ class Stream:
             if task.done() and not task.cancelled():
                 task.exception()  # marks the error as seen; the rollout raises its first error
 
-    def resumable(self, original: SampleGroup, group: SampleGroup) -> SampleGroup:
-        """Returns the group that a later rollout can continue: the group, or its prompts if samples fanned out."""
-        if len(group) != len(original):
-            return [restarted(s) for s in original]
-        return group
-
     def put_back(self, groups: list[SampleGroup]) -> None:
-        for group in groups:
-            for sample in group:
-                if sample.response_length:
-                    sample.metadata.setdefault("start_rollout_id", self.rollout_id)
+        ages.mark_start(groups, self.rollout_id)
         self.data_source.add_samples(groups)
         self.state.events.add("put_back", groups=[get_number(group) for group in groups])

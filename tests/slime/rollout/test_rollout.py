@@ -18,7 +18,7 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std_with_fallback,
 )
 from slime.rollout.state import current_state
-from slime.rollout.stream import stream
+from slime.rollout.stream import drops, stream
 from slime.tracking.journal import read_events
 from slime.types import Sample
 
@@ -124,7 +124,7 @@ def refuse_all(args, samples, **kwargs):
 
 
 def test_a_filter_that_drops_everything_is_an_error(monkeypatch):
-    monkeypatch.setattr(stream, "MAX_BARREN_BATCHES", 3)
+    monkeypatch.setattr(drops, "MAX_BARREN_BATCHES", 3)
     args, source = setup(["a"] * 100, dynamic_sampling_filter_path="test_rollout.refuse_all")
     with pytest.raises(
         RuntimeError,

@@ -1,0 +1,42 @@
+"""Begins the snapshots of a run: connects them with the stream and with the data source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime.protocols import DataSource
+from slime.rollout.state import GenerateState
+from slime.rollout.stream import stream
+from slime.rollout.stream.groups import StreamGroup, get_number, hash_prompts
+from slime.rollout.stream.snapshot_file import NAME
+from slime.rollout.stream.snapshots import Snapshots
+from slime.types import SampleGroup
+
+
+def begin_snapshots(state: GenerateState, data_source: DataSource, start: int) -> None:
+    """Opens the snapshot of the run that `start` resumes, and takes further snapshots every --rollout-snapshot-s
+    seconds. The data source has loaded its position before.
+
+    The data source of a plug-in may lack a buffer and the numbers of its groups. Then the snapshots have only the
+    groups of the stream, and a group of the snapshot waits until its number is drawn again.
+    """
+    assert state.config.logging.run_dir is not None
+    path = Path(state.config.logging.run_dir).resolve() / NAME
+    buffer: list[SampleGroup] = getattr(data_source, "buffer", [])
+    saved = {get_number(group) for group in buffer}
+    first_new = getattr(data_source, "next_group_index", 0)
+
+    def find_groups() -> list[StreamGroup]:
+        version = state.version or 0
+        now: list[SampleGroup] = getattr(data_source, "buffer", [])
+        waiting = [StreamGroup(group, version, group, hash_prompts(group), is_ready=True) for group in now]
+        return [*stream.unfinished(state), *waiting]
+
+    known: dict[str, str] = getattr(data_source, "snapshot", {})
+    snapshots = state.part(Snapshots, lambda: Snapshots(state, path, find_groups))
+    snapshots.open(
+        start, known.get("run"), known.get("path"), lambda number: number >= first_new or number in saved
+    )
+    if hasattr(data_source, "snapshot"):
+        data_source.snapshot = {"run": snapshots.run, "path": str(path)}
+    snapshots.start(state.config.fault_tolerance.rollout_snapshot_s)
