@@ -19,7 +19,9 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypeAlias
+
+from slime.types import Metadata
 
 logger = logging.getLogger(__name__)
 NAME = "unfinished.jsonl"
@@ -27,6 +29,8 @@ VERSION = 1
 MOST_BYTES = 4 * 2**30
 """A file never has more bytes than this. The groups that do not fit start again after a resume."""
 _SUM_DIGITS = 8
+Record: TypeAlias = Metadata
+"""The JSON object of a line."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class SnapshotFile:
         self._now = file, found
         return header
 
-    def read(self, number: int) -> dict[str, Any] | None:
+    def read(self, number: int) -> Record | None:
         """Returns the record of a group, or None if the file has no intact line for it."""
         return None if (text := self._read_text(number)) is None else decode(text)
 
@@ -176,7 +180,7 @@ def sample_text(sample: Mapping[str, object]) -> str:
     return json.dumps(sample, default=_refuse)
 
 
-def decode(line: bytes) -> dict[str, Any] | None:
+def decode(line: bytes) -> Record | None:
     """Returns the record of a line, or None for a damaged line."""
     digits, text = line[:_SUM_DIGITS], line[_SUM_DIGITS + 1 :].removesuffix(b"\n")
     if not line.endswith(b"\n") or digits != b"%08x" % zlib.crc32(text):
@@ -185,7 +189,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _header(record: Mapping[str, Any] | None) -> Header | None:
+def _header(record: Record | None) -> Header | None:
     """Returns the header, or None for a line that is no header of this version."""
     if (
         record is None
