@@ -201,4 +201,6 @@ def _header(record: Record | None) -> Header | None:
 
 
 def _refuse(value: object) -> object:
-    raise ValueError(f"a sample must have plain values to be stored, got {type(value).__name__}")
+    raise ValueError(
+        f"a sample must have plain values to be stored, got {type(value).__name__}; convert it in the hook"
+    )
