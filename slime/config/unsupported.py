@@ -74,11 +74,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "experts_shared_outer_loras": Unsupported(False, "each expert has adapters of its own"),
     "multi_lora_n_adapters": Unsupported(0, "a run trains one set of adapters"),
     # weight update
-    "flush_cache_interval": Unsupported(
-        1,
-        "each weight update empties the engines' caches of prompts. Generation continues during updates with "
-        "--max-staleness 1 or more",
-    ),
     "keep_old_actor": Unsupported(
         False, "old log-probs come from --use-rollout-logprobs or the recompute pass"
     ),

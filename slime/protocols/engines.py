@@ -54,6 +54,8 @@ class GenerateResult:
     """Versions of the weights that sampled the tokens, oldest first (a single entry for a single version)."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cache_ages: tuple[int, int] = (0, 0)
+    """Ages of the cached tokens in weight updates, with --flush-cache-interval above 1: their sum and the largest."""
     queue_s: float | None = None
     """Seconds that the request waited in the engine before its first computation. None if the engine does not report
     it."""

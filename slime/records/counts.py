@@ -49,15 +49,28 @@ class SpeculationCounts(_Tally):
 @dataclass
 class CacheCounts(_Tally):
     """Number of prompt tokens, and number of prompt tokens that the engine had in its cache: `Sample.PrefixCacheInfo`.
-    Sums over requests."""
+    Sums over requests. The ages of the cached tokens count weight updates (--flush-cache-interval): their sum, and the
+    largest age of all requests."""
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
+    age_total: int = 0
+    age_largest: int = 0
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
         """Adds the counts in an answer's `meta_info` (cached_tokens, prompt_tokens)."""
         self.cached_tokens += meta_info.get("cached_tokens", 0)
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+    def add_ages(self, total: int, largest: int) -> None:
+        """Adds the ages of a request's cached tokens."""
+        self.age_total += total
+        self.age_largest = max(self.age_largest, largest)
+
+    def to_dict(self) -> dict[str, int]:
+        """Returns slime's two counts, and the ages if the engine keeps its cache over updates."""
+        ages = {"age_total", "age_largest"}
+        return {name: count for name, count in super().to_dict().items() if count or name not in ages}
 
     @property
     def prefix_cache_hit_rate(self) -> float:

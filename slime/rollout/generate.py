@@ -165,6 +165,7 @@ def _take(
     sample.prefix_cache_info.add(
         {"cached_tokens": result.cached_tokens, "prompt_tokens": result.prompt_tokens}
     )
+    sample.prefix_cache_info.add_ages(*result.cache_ages)
     if result.speculation is not None:
         names = ("spec_verify_ct", "spec_draft_token_num", "spec_accept_token_num")
         counts = dict(zip(names, result.speculation, strict=True))

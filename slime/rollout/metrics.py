@@ -51,6 +51,8 @@ def rollout_metrics(c: Config, groups: list[SampleGroup], rollout_time_s: float)
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(c.logging, key, groups).items()}
     metrics["rollout/raw_reward"] = statistics.fmean(trajectory_rewards(samples, key))
     metrics |= {f"rollout/{name}": value for name, value in teacher_metrics(c, samples).items()}
+    if c.weight_update.flush_interval != 1:
+        metrics |= {f"rollout/{name}": value for name, value in _cache_ages(samples).items()}
     if any(one.name for one in data_sets(c.data)):
         metrics |= {f"rollout/{name}": value for name, value in data_source_metrics(key, groups).items()}
     if c.logging.log_passrate:
@@ -249,6 +251,17 @@ def _constant_rewards(reward_key: str | None, groups: list[SampleGroup]) -> Coun
         if len(rewards) > 1 and max(rewards) == min(rewards):
             counts[round(rewards[0], 1) + 0.0] += 1  # -0.0 + 0.0 is 0.0
     return counts
+
+
+def _cache_ages(samples: list[Sample]) -> dict[str, float]:
+    """Returns the mean and the largest age, in weight updates, of the prompt tokens that came from engines' caches."""
+    infos = [sample.prefix_cache_info for sample in samples]
+    if not (cached := sum(info.cached_tokens for info in infos)):
+        return {}
+    return {
+        "prefix_cache_age/mean": sum(info.age_total for info in infos) / cached,
+        "prefix_cache_age/max": max(info.age_largest for info in infos),
+    }
 
 
 def _cache_and_speculation(samples: list[Sample]) -> dict[str, float]:

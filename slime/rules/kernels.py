@@ -9,6 +9,7 @@ from slime.config.near_names import nearest
 from slime.config.problems import require_value
 from slime.config.schema import Config
 from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
+from slime.config.sections.weight_update import EACH
 from slime.hardware import HARDWARE
 from slime.hooks import MissingHookError, load_function
 from slime.models import Decoder
@@ -88,6 +89,7 @@ def _check_bitwise(c: Config) -> None:
         "--lora-rank": (0, c.lora.lora_rank or 0),
         "--max-staleness": (0, c.rollout.max_staleness),
         "--partial-rollout": (False, c.rollout.partial_rollout),
+        "--flush-cache-interval": (EACH, c.weight_update.flush_cache_interval),
     }
     for name, (wanted, got) in wants.items():
         if got != wanted:

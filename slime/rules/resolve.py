@@ -32,6 +32,7 @@ from slime.rules.kernels import provider_notes
 from slime.rules.megatron import muon_notes, never_run, rate_notes, same_result
 from slime.rules.off_policy import cuts, mismatch_notes
 from slime.rules.packages import package_notes
+from slime.rules.weights.cache_flush import flush_notes
 from slime.weight_sync.registry import CHANNELS, default_channel
 
 _OF_RANK = ("lora_alpha", "lora_name")
@@ -363,6 +364,7 @@ def _remarks(c: Config) -> Iterator[str]:
     yield from read_nowhere(c)
     yield from critic_notes(c)
     yield from mismatch_notes(c)
+    yield from flush_notes(c)
     yield from rate_notes(c)
     yield from muon_notes(c)
     version = megatron_versions.installed()  # `vime plan` works without it

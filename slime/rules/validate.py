@@ -72,6 +72,7 @@ from slime.rules.off_policy import (
 )
 from slime.rules.packages import check_packages
 from slime.rules.prediction import check_prediction
+from slime.rules.weights.cache_flush import check_flush_interval, check_flush_value
 from slime.rules.weights.scheme import check_scheme, scheme_notes
 from slime.rules.weights.sources import check_sources
 from slime.weight_sync.registry import CHANNELS
@@ -320,7 +321,14 @@ def checkpoint_notes(c: Config) -> Iterator[str]:
     yield from engine_notes(c)
 
 
-BY_THEMSELVES: tuple[Rule, ...] = (_required, _ranges, _precision, check_selection, check_environments)
+BY_THEMSELVES: tuple[Rule, ...] = (
+    _required,
+    _ranges,
+    check_flush_value,
+    _precision,
+    check_selection,
+    check_environments,
+)
 TOGETHER: tuple[Rule, ...] = (
     check_hardware,
     check_parallel_sizes,
@@ -338,6 +346,7 @@ TOGETHER: tuple[Rule, ...] = (
     *ALGORITHM,
     check_frozen_models,
     check_prefill,
+    check_flush_interval,
     check_distillation,
     check_off_policy,
     check_kept_tokens,

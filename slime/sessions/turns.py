@@ -149,6 +149,7 @@ def _append(sample: Sample, result: GenerateResult, *, again: bool) -> None:
         )
         cached = {"cached_tokens": result.cached_tokens, "prompt_tokens": result.prompt_tokens}
         sample.prefix_cache_info.add(cached)
+        sample.prefix_cache_info.add_ages(*result.cache_ages)
     columns.store(sample, result, again=again)
     for version in result.weight_versions if result.token_ids else []:
         sample.add_weight_version(version)

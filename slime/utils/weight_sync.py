@@ -1,5 +1,5 @@
-"""Import path of slime plug-ins: see slime.plug_ins.cache_refresh."""
+"""Import path of slime plug-ins: see slime.weight_sync.cache_flush."""
 
-from slime.plug_ins.cache_refresh import should_flush_cache
+from slime.weight_sync.cache_flush import should_flush_cache
 
 __all__ = ["should_flush_cache"]

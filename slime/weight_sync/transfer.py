@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 from slime.protocols import WeightSource, WeightUpdate
 from slime.system.waiting import wait
 from slime.tracking.timers import Timers
+from slime.weight_sync.cache_flush import should_flush_cache
 from slime.weight_sync.delta.refusals import refusals
 from slime.weight_sync.registry import CHANNELS
 
@@ -74,7 +75,9 @@ class Engine(Loader, Protocol):
     @property
     def workers(self) -> int: ...
 
-    def pause(self) -> None: ...
+    def pause(self, drops_cache: bool) -> None:
+        """Freezes the running requests. Without `drops_cache`, the engine keeps all keys and values."""
+        ...
 
     def resume(self) -> None: ...
 
@@ -123,10 +126,11 @@ def load_part(engine: Loader, part: WeightUpdate) -> None:
         on_failure.pop_all()
 
 
-def finish(engine: Loader, version: int) -> None:
+def finish(engine: Loader, version: int, *, drops_cache: bool = True) -> None:
     """Ends an update on one engine."""
     engine.finish_weight_update(version)
-    engine.reset_prefix_cache()
+    if drops_cache:
+        engine.reset_prefix_cache()
 
 
 def load(engine: Loader, update: WeightUpdate) -> None:
@@ -140,8 +144,9 @@ class WeightTransfer:
     """The state of a pool's engines, and every step that changes it. Thread-safe: `lock` is held during each step.
 
     `frees_memory`: sleeping engines free their devices' memory. Otherwise they only pause. `source` is the trainer;
-    None if nothing is trained. `on_loaded` is called for each part that all engines have loaded, with the part's index
-    in the update and the seconds that the engines needed.
+    None if nothing is trained. `flush_interval` is the number of updates between two that drop the engines' caches
+    (`should_flush_cache`; None: only the first update drops them). `on_loaded` is called for each part that all engines
+    have loaded, with the part's index in the update and the seconds that the engines needed.
     """
 
     def __init__(
@@ -150,9 +155,11 @@ class WeightTransfer:
         source: WeightSource | None,
         *,
         frees_memory: bool,
+        flush_interval: int | None = 1,
         on_loaded: Callable[[WeightUpdate, int, float], None] = lambda part, index, seconds: None,
     ) -> None:
         self._pool, self._source, self._frees_memory, self._on_loaded = pool, source, frees_memory, on_loaded
+        self._flush_interval, self._updates = flush_interval, 0
         self.lock = threading.RLock()
         self.state = State.SERVING
         self._last: WeightUpdate | None = None
@@ -186,16 +193,18 @@ class WeightTransfer:
                     "weights must be published to engines that are awake, got sleeping ones; wake them"
                 )
             empty = self.state is State.EMPTY
+            drops_cache = should_flush_cache(self._flush_interval or 0, self._updates + 1)
             self._timers.flush()  # figures that a failed update has left
             try:
-                self._load_everywhere(version)
+                self._load_everywhere(version, drops_cache)
                 self.state = State.FINISHING
                 with self._timers.measure("update_weights_finish"):
-                    self._pool.on_serving(lambda engine: finish(engine, version))
+                    self._pool.on_serving(lambda engine: finish(engine, version, drops_cache=drops_cache))
                     if empty:
                         self._pool.on_serving(lambda engine: engine.take_cache_memory())
                     self._pool.on_serving(lambda engine: engine.resume())
                 self.state = State.SERVING
+                self._updates += 1
                 self.figures = {**self.figures, **self._timers.flush()}
             finally:
                 if self.state is not State.SERVING:
@@ -246,9 +255,9 @@ class WeightTransfer:
         if self._frees_memory:
             engine.free_memory()
         else:
-            engine.pause()
+            engine.pause(self._flush_interval == 1)
 
-    def _load_everywhere(self, version: int) -> None:
+    def _load_everywhere(self, version: int, drops_cache: bool) -> None:
         """Loads all parts. If engines that receive a part together lose an engine, the others begin again. All engines
         begin again if one refuses a delta: the trainer then sends the whole set."""
         takers = self._pool.serving()
@@ -257,7 +266,7 @@ class WeightTransfer:
         with self._timers.measure("update_weights_pause"):
             if self.state is not State.EMPTY:
                 self.state = State.PAUSED
-                self._pool.on_serving(lambda engine: engine.pause())
+                self._pool.on_serving(lambda engine: engine.pause(drops_cache))
             self.state = State.LOADING
             self._pool.on_serving(lambda engine: engine.start_weight_update())
         part: WeightUpdate | None = first

@@ -98,6 +98,7 @@ class Stack:
             weight_dir=str(self.weight_dir),
             start_timeout_s=240,
             top_tokens=64,
+            keeps_cache=True,
         )
         router = RouterSpec(run_key=self.key, log_path=str(root / "router.log"))
         self.pool = VllmEnginePool([spec], router, source=self, health_check_interval_s=5)

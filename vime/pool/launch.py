@@ -78,10 +78,18 @@ def make_pool(
         events=Events("engines", config.logging.run_dir),
         model=model.name,
         source=source,
-        health_check_interval_s=config.fault_tolerance.rollout_health_check_interval,
-        health_check_timeout_s=config.fault_tolerance.rollout_health_check_timeout,
-        health_check_first_wait_s=config.fault_tolerance.rollout_health_check_first_wait,
+        **_health_checks(config),
         dtype=dtype,
         frees_memory=frees_memory,
+        flush_interval=1 if model.frozen else config.weight_update.flush_interval,
         kind=parts,
     )
+
+
+def _health_checks(config: Config) -> dict[str, float]:
+    f = config.fault_tolerance
+    return {
+        "health_check_interval_s": f.rollout_health_check_interval,
+        "health_check_timeout_s": f.rollout_health_check_timeout,
+        "health_check_first_wait_s": f.rollout_health_check_first_wait,
+    }

@@ -80,8 +80,8 @@ class Member:
         assert self.handle is not None
         return self.handle.poll() is None and self.control.is_healthy(timeout_s)
 
-    def pause(self) -> None:
-        self.control.pause(self._pause_mode)
+    def pause(self, drops_cache: bool = True) -> None:
+        self.control.pause(self._pause_mode, drops_cache=drops_cache)
 
     def resume(self) -> None:
         self.control.resume()

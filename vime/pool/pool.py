@@ -41,7 +41,9 @@ class ServerPool:
     call every method.
 
     `pause_mode`: what happens to running requests while weights change. With "keep" they continue afterwards on the new
-    weights, with keys and values computed again. `frees_memory`: `sleep` frees the device's memory (vLLM's level 2,
+    weights. With `flush_interval` N they compute their keys and values again at every Nth update.
+
+    `frees_memory`: `sleep` frees the device's memory (vLLM's level 2,
     which needs --enable-sleep-mode). Weights, keys and values are dropped; after `wake` the engine waits for an update;
     no server starts while the others sleep. Otherwise `sleep` only pauses, which is all that vLLM can do on CPU.
     `source` is the trainer; None for frozen weights. `dtype`: what engines compute in, for those who compare their
@@ -60,6 +62,7 @@ class ServerPool:
         dtype: str = "",
         pause_mode: PauseMode = "keep",
         frees_memory: bool = False,
+        flush_interval: int | None = 1,
         source: WeightSource | None = None,
         slots: EngineSlots | None = None,
         events: Events | None = None,
@@ -84,7 +87,7 @@ class ServerPool:
             model=model,
             patience_s=health_check_timeout_s,
         )
-        self.state.follow(source, frees_memory=frees_memory)
+        self.state.follow(source, frees_memory=frees_memory, flush_interval=flush_interval)
         self.state.members.extend(map(self.state.make, specs))
         self._members, self._router, self._transfer = (
             self.state.members,

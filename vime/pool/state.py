@@ -63,9 +63,17 @@ class PoolState:
     """The error after which the run cannot go on."""
     transfer: WeightTransfer = field(init=False)
 
-    def follow(self, source: WeightSource | None, *, frees_memory: bool) -> None:
+    def follow(
+        self, source: WeightSource | None, *, frees_memory: bool, flush_interval: int | None = 1
+    ) -> None:
         """Set up the weight updates of this pool. `source` is the trainer; None for frozen weights."""
-        self.transfer = WeightTransfer(self, source, frees_memory=frees_memory, on_loaded=self.record_part)
+        self.transfer = WeightTransfer(
+            self,
+            source,
+            frees_memory=frees_memory,
+            flush_interval=flush_interval,
+            on_loaded=self.record_part,
+        )
 
     def make(self, spec: EngineSpec) -> Member:
         """A new entry of the pool, whose server is not started and which is not yet in `members`."""

@@ -30,9 +30,10 @@ class SglangControl:
         self._folder: str | None = None
         self._paused = False
 
-    def pause(self, mode: PauseMode = "keep") -> None:
+    def pause(self, mode: PauseMode = "keep", *, drops_cache: bool = True) -> None:
         """Stop generating. Running requests wait without their keys and values (keep: SGLang's retract), or end with
         the tokens that they have (abort)."""
+        assert drops_cache, "check_weights requires --flush-cache-interval 1"
         if mode not in _MODES:
             raise ValueError(f"mode must be one of {', '.join(_MODES)}, got {mode}; SGLang has no other")
         self._post("/pause_generation", {"mode": _MODES[mode]}, timeout_s=_SLOW_S)

@@ -160,6 +160,13 @@ def check_weights(config: Config) -> None:
         raise FlagError(
             "--update-weight-mode", "be full with --rollout-backend sglang", "delta", "leave the flag out"
         )
+    if config.weight_update.flush_interval != 1:
+        raise FlagError(
+            "--flush-cache-interval",
+            "be 1 with --rollout-backend sglang",
+            config.weight_update.flush_cache_interval,
+            "SGLang drops its cache with each update",
+        )
     if sends_adapters(config):
         raise FlagError(
             "--lora-merge",

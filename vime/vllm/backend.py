@@ -237,7 +237,7 @@ class VllmBackend:
             "scores": model.frozen,
         }
         if model.frozen:  # no adapter belongs to a frozen model
-            own |= {"lora_rank": 0, "keeps_weights": False, "bitwise": ()}
+            own |= {"lora_rank": 0, "keeps_weights": False, "keeps_cache": False, "bitwise": ()}
         return make_pool(
             VllmEnginePool,
             config,

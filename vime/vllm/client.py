@@ -303,6 +303,7 @@ def parse_result(answer: SampleAnswer, prompt_tokens: int, asked: Mapping[str, i
         columns=columns,
         prompt_tokens=answer.prompt_tokens,
         cached_tokens=answer.cached_tokens,
+        cache_ages=answer.cache_ages,
         queue_s=answer.queue_s,
         preemptions=answer.preemptions,
         decode_tokens_per_s=answer.decode_tokens_per_s,

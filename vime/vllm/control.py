@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 from vime.pool.control import ADAPTER_HEADER, ControlError, EngineLoad, PauseMode, answers, request
 from vime.vllm.versions import finish_body
-from vime.vllm.worker.middleware import NEW_VERSION_HEADER, VERSIONS_HEADER
+from vime.vllm.worker.middleware import KEEPS_CACHE, NEW_VERSION_HEADER, VERSIONS_HEADER
 
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 """Names of the gauges that are read from the server's /metrics page. Each gauge has one value per engine process."""
@@ -35,10 +35,11 @@ class VllmControl:
         self._headers = {ADAPTER_HEADER: adapter} if adapter else {}
         self._run_key = run_key
 
-    def pause(self, mode: PauseMode = "keep") -> None:
+    def pause(self, mode: PauseMode = "keep", *, drops_cache: bool = True) -> None:
         """Stops generating. Running requests are frozen until `resume` (mode keep), ended with the tokens that they
-        have (abort), or finished first (wait)."""
-        self._post("/pause", query={"mode": mode}, timeout_s=_SLOW_S)
+        have (abort), or finished first (wait). Without `drops_cache`, the engine keeps all keys and values."""
+        query = {"mode": mode} | ({} if drops_cache else KEEPS_CACHE)
+        self._post("/pause", query=query, timeout_s=_SLOW_S)
 
     def resume(self) -> None:
         self._post("/resume")

@@ -70,6 +70,7 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     the sample by their names. In an answer to a request with SCORE_FIELD, `log_probs` are those of the prompt.
     `preemptions`: number of preemptions of the request, if the engine counts them. `speculation`: numbers of model
     passes, drafted tokens and accepted tokens, if the engine counts them.
+    `cache_ages`: see `slime.protocols.GenerateResult`.
     """
 
     place: int
@@ -87,6 +88,7 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     preemptions: int = 0
     columns: dict[str, list[Array]] = {}
     more: bool = False
+    cache_ages: tuple[int, int] = (0, 0)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -15,6 +15,7 @@ from slime.cluster.rendezvous import LOOPBACK_ONLY
 from slime.weight_sync.variables import LOCAL_DIR_VARIABLE, WEIGHT_DIR_VARIABLE
 from vime.pool.control import SERVED_MODEL_NAME
 from vime.pool.engine_server import EngineServer, EngineSpec, option, pair_up
+from vime.vllm.caches.ages import KEEPS_VARIABLE
 from vime.vllm.cpu import engine as cpu_engine
 from vime.vllm.versions import (
     processed_pixels,
@@ -68,6 +69,8 @@ class VllmSpec(EngineSpec):
     operators."""
     scores: bool = False
     """True if the engine computes log-probs of whole prompts."""
+    keeps_cache: bool = False
+    """True if the engine keeps keys and values over weight updates, and reports their ages."""
 
 
 class VllmServer(EngineServer):
@@ -162,6 +165,8 @@ class VllmServer(EngineServer):
             env[LOCAL_DIR_VARIABLE] = spec.local_checkpoint_dir
         if spec.bitwise:
             env |= bitwise.ENVIRONMENT
+        if spec.keeps_cache:
+            env[KEEPS_VARIABLE] = "1"
         if ip_address(spec.host).is_loopback:
             # A network interface that the user chose for a cluster does not reach loopback addresses.
             env |= LOOPBACK_ONLY

@@ -218,6 +218,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "bitwise": operators.bitwise(config),
         "reports_experts": config.off_policy.use_rollout_routing_replay,
         "top_tokens": count_policy_top_tokens(config),
+        "keeps_cache": config.weight_update.flush_interval != 1,
         "cache_bytes": _cache_bytes(config),
         # GPUs also serve frozen models of families that are not trained here
         "stateful": on_cpu and read_decoder(read_hf_config(config.rollout.hf_checkpoint)).stateful,

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from slime.config.fields import flag
 from slime.config.ranges import BYTES, COUNT
 
+EACH, NEVER = "1", "never"
+"""Values of --flush-cache-interval: each update drops the engines' caches, or no update after the first one."""
+
 
 @dataclass(frozen=True)
 class WeightUpdateConfig:
@@ -44,6 +47,10 @@ class WeightUpdateConfig:
     update_weights_interval: int = flag(
         1, "number of rollouts between two weight updates (more than 1 needs --max-staleness)", range=COUNT
     )
+    flush_cache_interval: str = flag(
+        EACH,
+        "number of weight updates after which engines drop the keys and values of older weights; never: they keep them",
+    )
     update_weight_disk_dir: str | None = flag(None, "older name of --weight-dir")
     update_weight_delta_dir: str | None = flag(None, "older name of --weight-dir")
     weight_dir: str | None = flag(
@@ -58,3 +65,8 @@ class WeightUpdateConfig:
     check_weight_update_equal: bool = flag(
         False, "compare every engine tensor with the trainer's after each update"
     )
+
+    @property
+    def flush_interval(self) -> int | None:
+        """--flush-cache-interval as a number of updates. None means that engines never drop their caches."""
+        return None if self.flush_cache_interval == NEVER else int(self.flush_cache_interval)

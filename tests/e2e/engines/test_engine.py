@@ -376,4 +376,5 @@ def test_a_corrupted_live_tensor_is_found(stack: Stack) -> None:
     check()
 
 
+from cache_cases import *  # noqa: E402, F403 (tests)
 from last_cases import *  # noqa: E402, F403 (tests)

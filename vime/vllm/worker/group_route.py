@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 from uuid import uuid4
 
 import msgspec
@@ -18,6 +18,7 @@ import numpy as np
 
 from slime.protocols import TOP, VERSIONS
 from vime.pool.asgi import Message, Receive, Send
+from vime.vllm.caches.ages import Ages, Arrival, CacheAges
 from vime.vllm.group_wire import (
     ADAPTER_FIELD,
     ALIVE,
@@ -60,7 +61,8 @@ class _Body(msgspec.Struct):
 
 
 class GroupRequest:
-    """A parsed request: the prompt and each sample's sampling parameters for vLLM.
+    """A parsed request: the prompt and each sample's sampling parameters for vLLM, and, in an engine that keeps its
+    cache over updates, the record of the cache's ages.
 
     Raises ValueError without a prompt or a sample, and for a response that does not fit. With `cuts`, such a response
     is cut, and only a prompt that leaves no room is an error. Raises one of `vllm_versions.refusals` for a value that
@@ -80,6 +82,7 @@ class GroupRequest:
         adapter = shared.pop(ADAPTER_FIELD, "")
         self.adapter = adapter if isinstance(adapter, str) else ""
         self.streams = shared.pop(STREAM_FIELD, False) is True
+        self.ages: RequestAges | None = None
         likeliest = [argument for name, argument in self.columns.items() if PRODUCERS[name].likeliest]
         most = max(likeliest, default=0)
         ours: dict[str, object] = {
@@ -111,6 +114,19 @@ class GroupRequest:
             params.min_tokens = min(params.min_tokens, params.max_tokens)
 
 
+class RequestAges(NamedTuple):
+    """The record of a request in the ages of the engine's cache."""
+
+    ages: CacheAges
+    arrival: Arrival
+
+    def finish(self, output: RequestOutput) -> Ages:
+        """Returns the ages of the cached tokens of a finished sample."""
+        completion = output.outputs[0]
+        spans = version_spans(completion)
+        return self.ages.finish(self.arrival, output.num_cached_tokens or 0, completion.token_ids, spans)
+
+
 def _columns(requested: object, vocabulary: int) -> dict[str, int]:
     """The columns of a request with their arguments. ValueError for a column that has no producer."""
     if not isinstance(requested, dict) or not all(
@@ -134,6 +150,7 @@ async def answer(
     send: Send,
     versions: Callable[[str], list[int]],
     adapters: ServedAdapters,
+    ages: CacheAges | None = None,
 ) -> None:
     """Samples the responses that `body` requests. Sends each sample's frame when it is finished, and keep-alive frames
     until then.
@@ -157,6 +174,10 @@ async def answer(
         await _respond(send, 400, b"text/plain", str(error).encode())
         return
     finished: Finished = asyncio.Queue()
+    if ages is not None and not request.images:
+        request.ages = RequestAges(
+            ages, ages.arrive(request.prompt, versions(request.adapter)[-1], request.adapter)
+        )
     name = uuid4().hex
     tasks = [
         asyncio.create_task(
@@ -241,7 +262,10 @@ async def _sample(
         if isinstance(request.score_from, int):
             finished.put_nowait(_make_scores(output, index, versions(request.adapter), request.score_from))
             return
-        finished.put_nowait(_make_answer(output, index, request.columns))
+        made = _make_answer(output, index, request.columns)
+        if request.ages is not None:
+            made.cache_ages = request.ages.finish(output)
+        finished.put_nowait(made)
     except refusals() as error:
         finished.put_nowait(SampleAnswer(index, error=str(error)))
     except Exception as error:  # the border of a task: `_send_frames` raises it

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+from urllib.parse import urlencode
 
 from slime.peers.proof import PROOF_PATH
 from vime.pool.asgi import (
@@ -32,6 +33,7 @@ from vime.pool.asgi import (
 )
 from vime.pool.control import ADAPTER_HEADER
 from vime.sglang_api.request import ROUTES, WRAPPED
+from vime.vllm.caches.ages import CacheAges
 from vime.vllm.cpu.memory import return_cache
 from vime.vllm.group_wire import SAMPLES
 from vime.vllm.worker.adapter import ServedAdapters, abort_all
@@ -39,6 +41,9 @@ from vime.vllm.worker.columns.token_versions import TokenVersions
 
 VERSIONS_HEADER = "x-weight-versions"
 NEW_VERSION_HEADER = "x-new-weight-version"
+
+KEEPS_CACHE = {"clear_cache": "false"}
+"""Query of /pause with which the engine keeps its keys and values. Otherwise vLLM drops them."""
 
 _SAMPLES = f'"{SAMPLES}":'.encode()
 _WRAPPED = f'"{WRAPPED}":'.encode()
@@ -68,6 +73,7 @@ class RunKeyMiddleware:
         self.prefix = health_prefix(self.run_key)
         self.token_versions, self.adapters = TokenVersions(), ServedAdapters()
         self.running: dict[str, str] = {}
+        self.ages: CacheAges | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -112,7 +118,9 @@ class RunKeyMiddleware:
             from vime.vllm.worker import group_route
 
             engine = scope["app"].state.engine_client
-            await group_route.answer(engine, bytes(body), receive, send, since, self.adapters)
+            if self.ages is None and CacheAges.needed():
+                self.ages = CacheAges(engine.vllm_config.cache_config.block_size)
+            await group_route.answer(engine, bytes(body), receive, send, since, self.adapters, self.ages)
         elif route in ROUTES or _WRAPPED in body:
             from vime.vllm.worker import sglang_routes
 
@@ -161,13 +169,19 @@ class RunKeyMiddleware:
                     await self.token_versions.change(state.engine_client, int(new[0]), name)
                     if name:
                         self.adapters.serve(name, state.openai_serving_models)
-                if scope["path"] in _EMPTIES_CACHE and message["status"] == 200:
+                if scope["path"] in _EMPTIES_CACHE and message["status"] == 200 and not _keeps_cache(scope):
                     await return_cache(scope["app"].state.engine_client)
+                    if self.ages is not None:
+                        self.ages.flush()
                 live = ",".join(map(str, since(adapter)))
                 message["headers"] = [*message["headers"], (VERSIONS_HEADER.encode(), live.encode())]
             await send(message)
 
         return annotated
+
+
+def _keeps_cache(scope: Scope) -> bool:
+    return urlencode(KEEPS_CACHE).encode() in scope["query_string"]
 
 
 def _read_adapter(scope: Scope) -> str | None:

@@ -1,4 +1,4 @@
-"""The rule by which --flush-cache-interval counts weight updates, under slime's name."""
+"""The rule by which --flush-cache-interval counts weight updates. It has slime's name, because plug-ins import it."""
 
 from __future__ import annotations
 
