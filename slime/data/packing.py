@@ -22,6 +22,7 @@ from slime.config.sections.data import DataConfig
 from slime.config.sections.megatron import MegatronConfig
 from slime.data.columns import COLUMNS
 from slime.data.media.packing import PackedImages, pack_images
+from slime.data.media.tower_cache import TowerCache
 from slime.data.sharing.prompts import sample_images, shared_prompts
 from slime.data.token_slice import TokenSlice, token_slice
 from slime.models import read_decoder
@@ -302,12 +303,14 @@ def pack(
     share_prompts: bool = False,
     vision: Vision | None = None,
     has_tower: bool = True,
+    cache: TowerCache | None = None,
 ) -> MicroBatch:
     """Concatenates samples of a rank into a MicroBatch whose rows P are a multiple of `multiple`.
 
     With `share_prompts`, the model computes a prompt once for all samples that begin with it. This needs one
-    context-parallel rank. `vision` is the model's vision tower. Only a rank with `has_tower` reads pixels. `columns`
-    are names of `slime.data.columns` with kind response or ragged, which `data` has.
+    context-parallel rank. `vision` is the model's vision tower, which a rank with `has_tower` has. `cache` has
+    the outputs of frozen towers. `columns` are names of `slime.data.columns` with kind response or ragged, which `data`
+    has.
     """
     lengths = [len(data["tokens"][i]) for i in samples]
     images = sample_images(data, samples, vision)
@@ -327,7 +330,7 @@ def pack(
     offset = torch.arange(int(response.sum())) - first_row[sample_of_row]
     predicting = (ends - response - 1)[sample_of_row] + offset
     mine, rows = part.find_rows(predicting)
-    packed_images = pack_images(images, vision, part.tokens, part.rows, read=has_tower)
+    packed_images = pack_images(images, vision, part.tokens, part.rows, has_tower=has_tower, cache=cache)
     return MicroBatch(
         part=part,
         tokens=tokens.to(device),

@@ -6,7 +6,7 @@ tokens, the model computes P rows, k of them are image tokens, and the tower has
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,29 +14,33 @@ from torch import Tensor
 
 from slime.data.media.media import Medium, list_media, media_identity
 from slime.data.media.positions import ImageRun, find_runs, image_positions
+from slime.data.media.tower_cache import TowerCache
 from slime.models.vision import Vision
-from slime.vision.inputs import TrainInputs, concatenate
+from slime.vision.inputs import TrainInputs
 
 
 @dataclass(frozen=True)
 class PackedImages:
     """The images of this rank's rows of a micro-batch."""
 
-    inputs: Mapping[str, Tensor]
-    """The tower's inputs under the processor's names, for the distinct images. Empty on ranks without image rows."""
+    media: Sequence[Medium]
+    """The distinct images, in the order of the tower's rows. Empty on ranks without image rows or without tower."""
     rows: Tensor
     """[k] int64: the rows of image tokens."""
     features: Tensor
     """[k] int64: the tower's output row for each of `rows`."""
     positions: Tensor | None
     """[3, P] int64: the rotary positions of this rank's rows. None for a decoder whose positions have one axis."""
+    cache: TowerCache | None = None
+    """The outputs of frozen towers. None: a frozen tower computes each micro-batch."""
 
     def to(self, device: torch.device | str) -> PackedImages:
         return PackedImages(
-            {name: tensor.to(device) for name, tensor in self.inputs.items()},
+            self.media,
             self.rows.to(device),
             self.features.to(device),
             None if self.positions is None else self.positions.to(device),
+            self.cache,
         )
 
 
@@ -79,10 +83,16 @@ class SampleImages:
 
 
 def pack_images(
-    samples: Sequence[SampleImages], vision: Vision | None, taken: Tensor, rows: int, *, read: bool = True
+    samples: Sequence[SampleImages],
+    vision: Vision | None,
+    taken: Tensor,
+    rows: int,
+    *,
+    has_tower: bool = True,
+    cache: TowerCache | None = None,
 ) -> PackedImages | None:
     """Returns the images of a rank that computes the packed tokens `taken` [n] and `rows` rows. Returns None if no
-    sample has an image. Without `read`, the pixels are not read, for a rank without the tower."""
+    sample has an image. Pixels are read when the tower runs."""
     if vision is None or not any(sample.runs for sample in samples):
         return None
     total = sum(len(sample.tokens) for sample in samples)
@@ -110,10 +120,11 @@ def pack_images(
         starts[number] = start
         start += media[number].tokens
     return PackedImages(
-        concatenate(media[number].read() for number in used) if read else {},
+        [media[number] for number in used] if has_tower else [],
         image_rows,
         starts[mine[image_rows]] + index_in[taken][image_rows],
         _positions(samples, vision, taken, rows) if vision.axes else None,
+        cache,
     )
 
 

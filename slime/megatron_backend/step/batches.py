@@ -7,6 +7,7 @@ from typing import Any
 
 from slime.config import Config
 from slime.data import columns
+from slime.data.media.tower_cache import TowerCache
 from slime.data.packing import MicroBatch, pack
 from slime.data.rank_data import RankData
 from slime.data.sharing.prompts import shares_prompts
@@ -18,7 +19,7 @@ from slime.tracking.timers import Timers
 
 class Batches:
     """The micro-batches of a trainer rank. `progress`: micro-batches that training has taken, and their total in the
-    rollout."""
+    rollout. `towers`: the outputs of frozen vision towers for the images of the rollout."""
 
     def __init__(
         self,
@@ -32,6 +33,7 @@ class Batches:
         self._replay = replay
         self._share_prompts = shares_prompts(config, hf_config)
         self._vision = read_decoder(hf_config).vision
+        self.towers = TowerCache()
         self.begin(0)
 
     def pack(self, data: RankData, samples: list[int], *, training: bool, policy: bool = True) -> MicroBatch:
@@ -92,4 +94,5 @@ class Batches:
             share_prompts=self._share_prompts,
             vision=self._vision,
             has_tower=info.pp_rank == 0,
+            cache=self.towers,
         )

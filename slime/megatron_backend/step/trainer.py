@@ -180,6 +180,7 @@ class MegatronTrainer:
         if template is not None and POLICY.name in self.models:  # the policy's ranks have every column
             save_debug_train_data(template, rollout_id, self.info.rank, data)
         self.replay.forget()
+        self.batches.towers.clear()
         self.models.update_reference(rollout_id)
         with self.timers.measure("rollout_metrics"):
             return steps, self._rollout_means(data, steps) | more
@@ -196,6 +197,7 @@ class MegatronTrainer:
             if self.held_out is None:
                 self.held_out = HeldOut(self.config, self.hooks, self.policy, self.models, self.batches)
             means = {name: self.held_out.means(data) for name, data in sets.items()}
+            self.batches.towers.clear()
             if away:
                 residence.release("parameters")
         operators.step_metrics()  # the calls of the next step count from 0

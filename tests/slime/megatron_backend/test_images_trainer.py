@@ -15,8 +15,12 @@ from tower_cases import KEYS, image_logits, make_samples, read_vision
 from trainer_cases import exported, make_config, rank_data
 
 from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config
+from slime.data.media.media import list_media
 from slime.megatron_backend.checkpoint.export import export_checkpoint
+from slime.megatron_backend.model.gpt import unwrap
 from slime.megatron_backend.step.trainer import MegatronTrainer
+from slime.models.vision import Vision
+from slime.roles import POLICY
 from slime.types import Sample
 
 GRIDS = [[(1, 4, 8)], [], [(1, 6, 4), (1, 4, 4)], [(1, 8, 8)]]
@@ -45,6 +49,11 @@ def samples_of(root: Path) -> list[Sample]:
     return found
 
 
+def image_key(sample: Sample) -> str:
+    (medium,) = list_media(sample.multimodal_train_inputs, Vision("", {}, 0, 0, 0, 0, 0, image_id=0, merge=2))
+    return medium.key
+
+
 def config_of(root: Path, **flags: Any) -> Any:
     return make_config(root, multimodal_keys=KEYS, max_tokens_per_gpu=96, save=str(root / "saved"), **flags)
 
@@ -68,7 +77,16 @@ def test_a_run_trains_on_images(root: Path, tmp_path: Path, train_vision: bool) 
     try:
         before = exported(trainer)
         data = rank_data(config, samples)
+        calls: list[int] = []
+        tower = unwrap(trainer.models[POLICY.name]).vision_model
+        hook = tower.register_forward_hook(
+            lambda _, __, kw, ___: calls.append(len(kw["grid_thw"])), with_kwargs=True
+        )
         trainer.train(0, data)
+        hook.remove()
+        if not train_vision:
+            assert calls == [1] * 4, "a frozen tower computes each of the 4 images once"
+            assert trainer.batches.towers.find(tower, image_key(samples[0])) is None
         hf = transformers.AutoModelForImageTextToText.from_pretrained(root / "reference").eval()
         for i, sample in enumerate(samples):
             one = {

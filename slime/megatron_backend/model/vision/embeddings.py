@@ -10,6 +10,7 @@ Shapes: P rows of a micro-batch, p rows of this rank, k image tokens among them,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
+from slime.data.media.media import Medium
 from slime.data.media.packing import PackedImages
+from slime.data.media.tower_cache import TowerCache
 from slime.megatron_backend.model.attention import PackedLayout
 from slime.megatron_backend.model.vision.towers import TowerOutput, run_tower
 from slime.models.vision import Vision
+from slime.vision.inputs import concatenate
 
 
 def embed_images(
@@ -30,13 +34,13 @@ def embed_images(
     layers in `layout`. Raises ValueError if the number of the tower's rows does not fit the images.
 
     A tower that is trained runs in each micro-batch, because --overlap-grad-reduce waits for its gradients. Without
-    images, it computes one empty image, and the output is multiplied by 0.
+    images, it computes one empty image, and the output is multiplied by 0. A frozen tower keeps its output in a cache.
     """
     images = layout.images
     trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower.parameters())
-    if images is None or not images.inputs:
+    if images is None or not images.media:
         return embedded + _nothing(vision, tower) if trained else embedded
-    output = run_tower(vision, tower, images.inputs)
+    output = _run(vision, tower, images, embedded.device)
     rows, features = images.rows, images.features
     _require_rows(output, images)
     if sequence_parallel:
@@ -48,6 +52,38 @@ def embed_images(
     if any(part.requires_grad for part in parts[1:]):
         embedded = _WithDeep.apply(embedded, layout.deep, *parts[1:])
     return embedded
+
+
+def _run(vision: Vision, tower: nn.Module, images: PackedImages, device: torch.device) -> TowerOutput:
+    """Returns the tower's output for the images of a micro-batch.
+
+    A frozen tower computes each image alone. Then an image has the same rows, to the bit, in every micro-batch and in a
+    run that resumes, with or without a cache. A trained tower computes all images together, which is faster.
+    """
+    if any(parameter.requires_grad for parameter in tower.parameters()):
+        pixels = concatenate(medium.read() for medium in images.media)
+        return run_tower(vision, tower, _moved(pixels, device))
+    outputs = [_run_alone(vision, tower, medium, images.cache, device) for medium in images.media]
+    rows, *deep = (torch.cat(parts) for parts in zip(*outputs, strict=True))
+    return TowerOutput(rows, tuple(deep))
+
+
+def _run_alone(
+    vision: Vision, tower: nn.Module, medium: Medium, cache: TowerCache | None, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Returns the rows of a frozen tower for one image, and its rows for the first decoder layers."""
+    found = None if cache is None else cache.find(tower, medium.key)
+    if found is not None:
+        return tuple(part.to(device) for part in found)
+    with torch.no_grad():
+        output = run_tower(vision, tower, _moved(medium.read(), device))
+    if cache is not None:
+        cache.add(tower, medium.key, (output.rows, *output.deep))
+    return output.rows, *output.deep
+
+
+def _moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _nothing(vision: Vision, tower: nn.Module) -> Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from slime.megatron_backend.model.vision.attention import register_frame_attention
 from slime.models.vision import Vision
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ def _build_qwen3_5_moe(vision: Vision) -> PreTrainedModel:
 def _from_settings(tower: Any, config: Any, vision: Vision) -> PreTrainedModel:
     """Returns transformers' `tower` for the record in config.json."""
     built: PreTrainedModel = tower._from_config(config(**vision.settings))
+    # not an argument of `_from_config`, which looks for a package of flash attention then
+    built.config._attn_implementation = register_frame_attention()
     return built
 
 

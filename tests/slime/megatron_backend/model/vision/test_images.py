@@ -78,7 +78,7 @@ def test_equal_images_go_through_the_tower_once(tiny):
     one = make_samples(vision, [[(1, 4, 8), (1, 4, 4)]])
     data = {name: column * 3 for name, column in one.items()}
     batch = pack(data, [0, 1, 2], [], device="cpu", vision=vision)
-    assert len(batch.images.inputs["pixel_values"]) == 48 and len(batch.images.rows) == 3 * 12
+    assert [medium.tokens for medium in batch.images.media] == [8, 4] and len(batch.images.rows) == 3 * 12
     images = sample_images(data, [0, 1, 2], vision)
     prompt = len(one["tokens"][0]) - 5
     assert shared_prompts(data, [0, 1, 2], [], images) == [(0, 0), (0, prompt), (0, prompt)]
