@@ -6,16 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from memory_cases import config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from vision_architectures import VISION_ARCHITECTURES
 
 from slime.config import Config
+from slime.data.media.tower_cache import MOST_BYTES
 from slime.megatron_backend.model.vision.towers import TOWERS
 from slime.models import read_decoder
 from slime.models.vision import Vision
-from slime.plan.host_phases import image_item
-from slime.plan.memory_estimate import activation_memory
+from slime.plan.host_phases import host_sum, image_item
+from slime.plan.memory_estimate import activation_memory, estimate
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params
 from slime.plan.tower import tower_flops, tower_params
@@ -84,3 +86,15 @@ def test_the_host_has_the_files_of_the_images_in_flight() -> None:
     assert item.bytes == 1000 * 2**19
     assert item.arithmetic == f"1000 prompts in flight x {amount(2**19)} of a file"
     assert image_item(Config.from_flat(flags)).bytes == 0
+
+
+def test_the_trainers_keep_the_rows_of_images() -> None:
+    hf = config_json("qwen3-vl-4b")
+
+    def kept_bytes(**flags: object) -> float:
+        c = config(actor_num_gpus_per_node=2, **flags)
+        found = host_sum([(c, estimate(c, hf), ())]).items
+        return sum(item.bytes for item in found if item.name == "rows of images")
+
+    assert kept_bytes(**KEYS) == 2 * MOST_BYTES
+    assert kept_bytes() == 0
