@@ -63,11 +63,25 @@ def tower_memory(c: Config, vision: Vision, tokens: int, size: int) -> tuple[flo
     )
 
 
-def tower_flops(vision: Vision, grids: Iterable[tuple[int, int, int]]) -> float:
+def tower_token_flops(vision: Vision) -> int:
+    """Returns the FLOPs of a forward pass per token of an image, in the tower's layers without attention's products."""
+    return 2 * (vision.merge**2 * _block_params(vision) + _projector_params(vision))
+
+
+def _whole_grid(vision: Vision) -> tuple[int, int, int]:
+    """Returns the patches of each image of a tower that resizes images to one size."""
+    image, patch = (vision.settings[name] for name in ("image_size", "patch_size"))
+    assert isinstance(image, int) and isinstance(patch, int)
+    return 1, image // patch, image // patch
+
+
+def tower_flops(vision: Vision, grids: Iterable[tuple[int, ...]]) -> float:
     """Returns the FLOPs of a forward pass over images and videos with `grids` patches (time, height, width). All
-    patches of a frame attend to each other; with windows, most layers attend within windows."""
+    patches of a frame attend to each other; with windows, most layers attend within windows. An empty grid is an image
+    of a tower whose images have one size."""
     total = 0.0
-    for time, height, width in grids:
+    for grid in grids:
+        time, height, width = grid or _whole_grid(vision)
         frame = height * width
         near = min(vision.window or frame, frame)
         whole = vision.depth if vision.window is None else vision.whole_layers

@@ -45,6 +45,8 @@ class RolloutBatch:
     """FLOPs of the pass for old log-probs, which may leave out the samples of the first step."""
     ahead_flops: float = 0.0
     """FLOPs of training the layers of multi-token prediction."""
+    tower_flops: Mapping[str, float] = field(default_factory=dict)
+    """FLOPs of the vision tower per timer (`slime.data.media.tower_work`), which the other fields leave out."""
     logged: list[Logged] = field(default_factory=list)
     learning: dict[str, float] = field(default_factory=dict)
     learning_texts: dict[str, str] = field(default_factory=dict)

@@ -26,6 +26,7 @@ from slime.config import Config
 from slime.config.hook_calls import Hooks
 from slime.data import columns
 from slime.data.drawing.position import state_path
+from slime.data.media.tower_work import sum_tower_work
 from slime.data.rank_data import RankData, mark_saved_samples
 from slime.data.sharing.flops import forward_flops, prediction_flops
 from slime.data.sharing.prompts import shares_prompts
@@ -228,6 +229,7 @@ class RolloutManager:
             forward_flops=flops,
             old_flops=old,
             ahead_flops=ahead,
+            tower_flops=sum_tower_work(self.config, self.hf_config, ranks),
             logged=logged,
         )
 

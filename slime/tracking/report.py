@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Protocol
 
 from slime.config import Config
@@ -113,6 +114,7 @@ class Reporter:
             forward_flops=batch.forward_flops,
             old_flops=batch.old_flops,
             ahead_flops=batch.ahead_flops,
+            tower_flops=batch.tower_flops,
             ranks=self.config.world_size,
         )
         traced = rollout_id in self._profiled
@@ -250,6 +252,7 @@ def training_speed(
     old_flops: float,
     ranks: int,
     ahead_flops: float = 0.0,
+    tower_flops: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Returns perf/{log_probs,ref_log_probs,actor_train}_tflops, in 1e12 FLOPs per second per trainer rank, and
     perf/actor_train_tok_per_s over all ranks, for the parts that were timed.
@@ -260,6 +263,7 @@ def training_speed(
     """
     work = {"log_probs": old_flops} | {part: forwards * forward_flops for part, forwards in FORWARDS.items()}
     work["actor_train"] += ahead_flops
+    work = {part: flops + tower_flops.get(part, 0.0) for part, flops in work.items()}
     speed = {
         f"perf/{part}_tflops": flops / ranks / seconds / 1e12
         for part, flops in work.items()

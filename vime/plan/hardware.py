@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from slime.config import Config
 from slime.hardware import HARDWARE, Hardware
+from slime.models.selection import Selection
 from slime.plan.flops import ForwardFlops
 from slime.plan.memory_estimate import BYTES
 from slime.plan.model_shape import Shape
+from slime.plan.tower import run_tower, tower_token_flops, trained_tower_params
 from slime.plan.units import amount
 from slime.plan.update_estimate import update_lines
 from slime.roles.groups import RoleGroup, trainer_ranks
@@ -63,6 +65,22 @@ def _bounds(c: Config, hf: dict[str, object], gpu: Hardware, domain: int) -> Ite
             f"upper bound of training: {c.world_size} x {gpu.bf16_flops / 1e12:g} TFLOP/s / {flops / 1e9:.3g} GFLOP "
             f"a token = {rate:,.0f} tokens/s (layers alone, without attention's products, head and recomputation)"
         )
+        yield from _tower_bound(c, hf, gpu)
+
+
+def _tower_bound(c: Config, hf: dict[str, object], gpu: Hardware) -> Iterator[str]:
+    """Yields the bound of the vision tower. Nothing for a run without images."""
+    vision = run_tower(c, hf)
+    if vision is None:
+        return
+    trained = trained_tower_params(Selection.of(c), vision) > 0
+    flops = (3 if trained else 1) * tower_token_flops(vision)
+    rate = c.world_size * gpu.bf16_flops / flops
+    often = "trained, in each micro-batch" if trained else "frozen, once per rollout"
+    yield (
+        f"upper bound of the vision tower: {flops / 1e9:.3g} GFLOP a token of an image ({often}) = {rate:,.0f} "
+        "tokens/s"
+    )
 
 
 def update(groups: Sequence[RoleGroup], shape: Shape) -> Iterator[str]:

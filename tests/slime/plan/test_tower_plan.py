@@ -20,8 +20,9 @@ from slime.plan.host_phases import host_sum, image_item
 from slime.plan.memory_estimate import activation_memory, estimate
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params
-from slime.plan.tower import tower_flops, tower_params
+from slime.plan.tower import tower_flops, tower_params, tower_token_flops
 from slime.plan.units import amount
+from vime.plan.hardware import hardware
 
 KEYS = {"multimodal_keys": {"image": "images"}}
 
@@ -98,3 +99,20 @@ def test_the_trainers_keep_the_rows_of_images() -> None:
 
     assert kept_bytes(**KEYS) == 2 * MOST_BYTES
     assert kept_bytes() == 0
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_plan_has_a_bound_for_the_tower(trained: bool) -> None:
+    hf = config_json("qwen3-vl-4b")
+    vision = read_decoder(hf).vision
+    assert vision is not None
+    lines = list(hardware(config(gpu="h100", params_dtype="bfloat16", train_vision=trained, **KEYS), hf))
+    flops = tower_token_flops(vision) * (3 if trained else 1)
+    assert (
+        sum(f"upper bound of the vision tower: {flops / 1e9:.3g} GFLOP a token" in line for line in lines)
+        == 1
+    )
+    # per frame, the patches of 16 x 16 have attention in addition
+    assert tower_flops(vision, [(1, 16, 16)]) > 64 * tower_token_flops(vision)
+    text = hardware(config(gpu="h100", params_dtype="bfloat16"), hf)
+    assert not any("vision tower" in line for line in text)

@@ -74,7 +74,9 @@ def test_a_step(parts):
             "perf/ref_log_probs_time": 0.5,
         },
     )
-    batch = RolloutBatch([], {"rollout/raw_reward": 0.75}, tokens=800, forward_flops=4e12, ahead_flops=2e12)
+    tower = {"log_probs": 1e12, "ref_log_probs": 2e12, "actor_train": 6e12}
+    flops = {"forward_flops": 4e12, "ahead_flops": 2e12, "tower_flops": tower}
+    batch = RolloutBatch([], {"rollout/raw_reward": 0.75}, tokens=800, **flops)
     report.step(3, batch, trained)
     (key, step, metrics), *train = recorder.logged
     assert (key, step) == ("rollout/step", 3)
@@ -87,10 +89,10 @@ def test_a_step(parts):
         "perf/columns_wait_time": 0.25,
         "perf/actor_train_time": 2.0,
         "perf/actor_train_tok_per_s": 400.0,
-        # 3 x 4 TFLOPs, and 2 of multi-token prediction, divided by 2 s and 2 ranks
-        "perf/actor_train_tflops": 3.5,
+        # 3 x 4 TFLOPs, 2 of multi-token prediction and 6 of the tower, divided by 2 s and 2 ranks
+        "perf/actor_train_tflops": 5.0,
         "perf/ref_log_probs_time": 0.5,
-        "perf/ref_log_probs_tflops": 4.0,  # there is no figure for old log-probs without their pass
+        "perf/ref_log_probs_tflops": 6.0,  # there is no figure for old log-probs without their pass
         "perf/handover_time": 0.5,
         "perf/wait_time_ratio": 0.5,
         "perf/step_tokens_per_sec": 100.0,
