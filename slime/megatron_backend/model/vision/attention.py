@@ -1,7 +1,7 @@
 """Attention of a tower over all images at once: the patches of a frame, or of a window, attend to each other.
 
-transformers' towers call their attention once per frame or window, unless it takes the bounds of all of them. So this
-module registers an attention that takes them. On a GPU it is torch's kernel for sequences of several lengths. Other
+transformers' towers call their attention once per frame or window, unless the attention takes all bounds at
+once. So this module registers an attention that takes them. On a GPU it is torch's kernel for sequences of several lengths. Other
 devices and dtypes compute frames of equal length as one batch.
 
 Shapes: T patches, S frames or windows of L patches, A heads, D head size.

@@ -33,7 +33,7 @@ def image(key: str, grid: tuple[int, int, int]) -> ImageInputs:
 
 
 def rank_data() -> RankData:
-    """Returns two steps of two micro-batches. Image a is in three of them, and b in the last one."""
+    """Returns two steps of two micro-batches. Image a is in three micro-batches, and b in the last one."""
     images = [image("a", A), image("a", A), image("a", A), None, image("a", A), image("b", B)]
     return RankData(
         multimodal_train_inputs=images,
