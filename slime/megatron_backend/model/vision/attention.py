@@ -1,8 +1,8 @@
 """Attention of a tower over all images at once: the patches of a frame, or of a window, attend to each other.
 
-transformers' towers call their attention once per frame or window, unless the attention takes all bounds at
-once. So this module registers an attention that takes them. On a GPU it is torch's kernel for sequences of several lengths. Other
-devices and dtypes compute frames of equal length as one batch.
+transformers' towers call their attention once per frame or window, unless the attention takes all bounds at once. So
+this module registers an attention that takes them. On a GPU it is torch's kernel for sequences of several lengths.
+Other devices and dtypes compute frames of equal length as one batch.
 
 Shapes: T patches, S frames or windows of L patches, A heads, D head size.
 """
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from slime.data.token_slice import ranges
@@ -33,7 +32,7 @@ def register_frame_attention() -> str:
 
 
 def _from_transformers(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -43,7 +42,7 @@ def _from_transformers(
     cu_seq_lens_q: Tensor,
     max_length_q: int | Tensor,
     dropout: float = 0.0,
-    **rest: Any,
+    **rest: object,
 ) -> tuple[Tensor, None]:
     """Computes query, key and value [1, A, T, D] -> [1, T, A, D], as a module of a tower calls it. The bounds of the
     keys are those of the queries."""
@@ -70,11 +69,12 @@ def batched_attention(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale:
         index = ranges(starts, [length] * len(starts))
         rows.append(index)
         whole = len(members) == 1
-        batch = [
+        query, key, value = (
             (x if whole else x[index.to(x.device)]).unflatten(0, (-1, length)).transpose(1, 2)
             for x in (q, k, v)
-        ]
-        parts.append(scaled_dot_product_attention(*batch, scale=scale).transpose(1, 2).flatten(0, 1))
+        )
+        out = scaled_dot_product_attention(query, key, value, scale=scale)
+        parts.append(out.transpose(1, 2).flatten(0, 1))
     if len(parts) == 1:
         return parts[0]
     order = torch.empty(len(q), dtype=torch.int64)
