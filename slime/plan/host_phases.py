@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from slime.checkpoints.hf_config import MAPPED_BYTES
 from slime.config import Config
-from slime.data.media.tower_cache import MOST_BYTES
 from slime.plan.loading_estimate import largest_slice, reads_whole, stored_bytes
 from slime.plan.memory_estimate import BYTES, Estimate
-from slime.plan.tower import run_tower
+from slime.plan.tower import CACHE_BYTES, run_tower
 from slime.plan.units import GIB, amount
 from slime.plan.update_estimate import compute_update_bytes
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, PHASES, SAVING, TRAINING
@@ -99,8 +98,8 @@ def _list_trainer_items(c: Config, e: Estimate, leaving: Collection[str]) -> Ite
     )
     hf = e.shape.hf
     if run_tower(c, hf) is not None:
-        how = f"{ranks} ranks x {amount(MOST_BYTES)}: the rows of frozen towers for the images of a rollout, at most"
-        yield HostItem("rows of images", ranks * MOST_BYTES, how, (TRAINING,))
+        how = f"{ranks} ranks x {amount(CACHE_BYTES)}: the rows of frozen towers for the images of a rollout, at most"
+        yield HostItem("rows of images", ranks * CACHE_BYTES, how, (TRAINING,))
     elements, _ = largest_slice(c, e.shape, whole=reads_whole(hf))
     reads = elements * stored_bytes(c, hf) + MAPPED_BYTES
     yield HostItem("files read", ranks * reads, f"{ranks} ranks x {amount(reads)}", (LOADING,))

@@ -14,6 +14,10 @@ from slime.models.decoder import Hf
 from slime.models.selection import Selection
 from slime.models.vision import PREFIX, Vision, sees_images
 
+CACHE_BYTES = 2**29
+"""Host memory per trainer rank for the rows of frozen towers (slime.data.media.tower_cache). A 4B model has 6 MB for an
+image of 640 x 480 pixels."""
+
 
 def run_tower(c: Config, hf: Hf) -> Vision | None:
     """Returns the tower that a run builds. None for a run without images."""

@@ -1,27 +1,22 @@
 """The outputs of frozen vision towers for the images of a rollout.
 
 A frozen tower returns the same rows for an image in every pass, and for all samples of a group. A trainer rank keeps
-them on the host until the rollout is trained, while they fit in `MOST_BYTES`. An image beyond this goes through the
-tower again: in a pass over all samples, each image is used equally often, so replacing another one would save nothing.
-The planner imports this module, so it imports torch for types only.
-"""
+them on the host until the rollout is trained, while they fit in `CACHE_BYTES`. An image beyond this goes through the
+tower again: in a pass over all samples, each image is used equally often, so replacing another one would save nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from torch import Tensor, nn
 
-MOST_BYTES = 2**29
-"""Host memory per trainer rank. A 4B model has 6 MB for an image of 640 x 480 pixels."""
+from slime.plan.tower import CACHE_BYTES
 
 
 class TowerCache:
     """Tensors by tower and by the digest of an image. The tensors are on the host."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
         self._most_bytes = most_bytes
         self.clear()
 

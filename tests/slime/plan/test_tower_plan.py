@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from vision_architectures import VISION_ARCHITECTURES
 
 from slime.config import Config
-from slime.data.media.tower_cache import MOST_BYTES
 from slime.megatron_backend.model.vision.towers import TOWERS
 from slime.models import read_decoder
 from slime.models.vision import Vision
@@ -20,7 +19,7 @@ from slime.plan.host_phases import host_sum, image_item
 from slime.plan.memory_estimate import activation_memory, estimate
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params
-from slime.plan.tower import tower_flops, tower_params, tower_token_flops
+from slime.plan.tower import CACHE_BYTES, tower_flops, tower_params, tower_token_flops
 from slime.plan.units import amount
 from vime.plan.hardware import hardware
 
@@ -97,7 +96,7 @@ def test_the_trainers_keep_the_rows_of_images() -> None:
         found = host_sum([(c, estimate(c, hf), ())]).items
         return sum(item.bytes for item in found if item.name == "rows of images")
 
-    assert kept_bytes(**KEYS) == 2 * MOST_BYTES
+    assert kept_bytes(**KEYS) == 2 * CACHE_BYTES
     assert kept_bytes() == 0
 
 
