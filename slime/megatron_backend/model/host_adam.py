@@ -12,15 +12,14 @@ groups hold the rank's part of the model's own weights, and main weights are a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from slime.megatron_backend.host_memory import pinned, unpin
+from slime.megatron_backend.host_memory import computing, pinned, unpin
 from slime.megatron_backend.model.state_files import StateFile
 
 Group: TypeAlias = dict[str, Any]
@@ -81,10 +80,10 @@ class HostAdam(torch.optim.Optimizer):
         ]
         most = max((_elements(part) for _, part in parts), default=0)
         count = min(BUFFERS, len(parts))
-        self._pinned = pinned(4 * count * most, self._device, "the optimizer's gradients")
+        self._pinned = pinned(4 * count * most, self._device, "the optimizer's gradients", threads)
         buffers = self._pinned.view(torch.float32).split(most) if parts else []
         # The system zeroes memory when it is first written. One thread writes about 1 GB/s, and a rank can have 80 GB.
-        with _computing(threads):
+        with computing(threads):
             self._on_host = [
                 _HostPart(self, group, part, buffers[i % count], files)
                 for i, (group, part) in enumerate(parts)
@@ -101,7 +100,7 @@ class HostAdam(torch.optim.Optimizer):
     def take_weights(self) -> None:
         """Copies the model's weights to the main weights, after they were loaded or changed outside of the
         optimizer."""
-        with _computing(self._threads):
+        with computing(self._threads):
             for part in self._on_host:
                 part.take()
         for device_part in self._on_device:
@@ -119,7 +118,7 @@ class HostAdam(torch.optim.Optimizer):
                 part.fetch()
         for device_part in self._on_device:
             device_part.update()
-        with _computing(self._threads):
+        with computing(self._threads):
             for number, part in enumerate(parts):
                 part.update()
                 with torch.cuda.stream(self._copies):
@@ -159,17 +158,6 @@ class HostAdam(torch.optim.Optimizer):
         unpin(self._pinned, self._device)
         self._on_host.clear()
         self._on_device.clear()
-
-
-@contextmanager
-def _computing(threads: int) -> Iterator[None]:
-    """Lets torch compute with `threads` threads on the host. Ray starts its processes with one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _elements(weights: list[Tensor]) -> int:

@@ -7,7 +7,6 @@ One step: `model.zero_grad_buffer(); optimizer.zero_grad()`, forward and backwar
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from torch import nn
 from slime.config import Config
 from slime.config.fields import spelled
 from slime.config.sections.megatron import MegatronConfig
+from slime.megatron_backend.host_memory import host_threads
 from slime.megatron_backend.model.gpt import HiddenGPTModel, get_parts
 from slime.megatron_backend.model.host_adam import HostAdam, OptimizerFiles
 from slime.megatron_backend.model.model_config import params_dtype
@@ -85,7 +85,7 @@ def _move_to_host(optimizer: MegatronOptimizer, config: Config) -> None:
             chained.optimizer = HostAdam(
                 chained.optimizer.param_groups,
                 fraction=flags.optimizer_offload_fraction,
-                threads=_host_threads(config),
+                threads=host_threads(config),
                 files=_state_files(flags),
             )
 
@@ -106,13 +106,6 @@ def _use_muon(optimizer: MegatronOptimizer, parts: list[HiddenGPTModel], core: O
     for chained in optimizer.chained_optimizers:
         if chained.optimizer is not None:
             chained.optimizer = Muon(chained.optimizer.param_groups, matrices, settings)
-
-
-def _host_threads(config: Config) -> int:
-    """Returns the number of cores per trainer rank on a host. Ray sets the number of threads of an actor with a GPU to
-    1."""
-    ranks = config.cluster.actor_num_gpus_per_node
-    return max(min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks), 1)
 
 
 def reload_weights(optimizer: MegatronOptimizer) -> None:

@@ -24,6 +24,7 @@ from slime.megatron_backend.checkpoint import distributed as checkpoint
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
 from slime.megatron_backend.checkpoint.peft import FOLDER, load_peft, save_peft
 from slime.megatron_backend.checkpoint.weights import load_weights
+from slime.megatron_backend.host_memory import host_threads
 from slime.megatron_backend.lora.base import note_base
 from slime.megatron_backend.lora.install import add_adapters
 from slime.megatron_backend.model.gpt import build_model, get_parts, unwrapped
@@ -156,7 +157,9 @@ class Learner:
         Each trained role moves separately: the states of two roles are never on the device together.
         """
         models = [part for model in (self.model, *others) for part in get_parts(model)]
-        self.residence = Residence(leaving, self.info.device, self.timers, models, self.optimizer)
+        self.residence = Residence(
+            leaving, self.info.device, self.timers, models, self.optimizer, host_threads(self.config)
+        )
         self.residence.release(*PARTS)  # engines that start now measure the free memory
         return self.residence
 

@@ -45,7 +45,7 @@ class Residence:
     """Moves `parts` between `device` and host (see PARTS in the cluster section). Other parts stay on the device.
 
     `models`: first the trained model in its data-parallel wrapper, then a reference model. The optimizer's state must
-    exist.
+    exist. `threads` allocate the host copies.
     """
 
     def __init__(
@@ -55,8 +55,10 @@ class Residence:
         timers: Timers,
         models: Iterable[nn.Module],
         optimizer: Any,
+        threads: int,
     ) -> None:
         self._device, self._timers, self._optimizer = device, timers, optimizer
+        self._threads = threads
         self._pieces: dict[str, list[_Piece]] = {}
         self._host: dict[str, Tensor] = {}
         self._away: set[str] = set()
@@ -163,7 +165,7 @@ class Residence:
         """Returns the part's host copy, which is made on first use: pinning tens of GB takes seconds."""
         if part not in self._host:
             size = self._pieces[part][-1].offset + self._pieces[part][-1].nbytes if self._pieces[part] else 0
-            self._host[part] = pinned(size, self._device, part)
+            self._host[part] = pinned(size, self._device, part, self._threads)
         return self._host[part]
 
 
