@@ -25,3 +25,10 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     return await generate_one(
         args, sample, {**sampling_params, "max_new_tokens": count, "min_new_tokens": count}
     )
+
+
+async def generate_longest(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """Generates one sample of --rollout-max-response-len tokens. Use: --custom-generate-function-path
+    lengths.generate_longest."""
+    count = sampling_params["max_new_tokens"]
+    return await generate_one(args, sample, {**sampling_params, "min_new_tokens": count})
