@@ -1,6 +1,6 @@
 """The outputs of frozen vision towers for the images of a rollout.
 
-A frozen tower returns the same rows for an image in every pass, and for all samples of a group. A trainer rank keeps
+A frozen tower returns the same rows for an image in every pass of a rollout. A trainer rank keeps
 them on the host until the rollout is trained, while they fit in `CACHE_BYTES`. An image beyond this goes through the
 tower again: in a pass over all samples, each image is used equally often, so replacing another one would save nothing.
 """

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModel
 
 from slime.megatron_backend.model.vision.attention import NAME, batched_attention, register_frame_attention
+from slime.megatron_backend.model.vision.towers import TOWERS
+from slime.models.vision import Vision
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +22,7 @@ BOUNDS = [0, 64, 128, 129, 700, 1972, 2036]
 HEADS = 4
 SLACK = 1.2
 """Largest error of the kernel, divided by that of torch's attention per frame in the same dtype."""
-TOWERS = {
+SHAPES = {
     "qwen3_vl": {"depth": 2, "hidden_size": 288, "num_heads": 4, "deepstack_visual_indexes": [0]},
     "qwen2_5_vl": {"depth": 2, "hidden_size": 320, "num_heads": 4, "fullatt_block_indexes": [1]},
 }
@@ -45,9 +47,9 @@ def all_frames(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def run(attention: Callable[..., Tensor], inputs: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Returns the output and the gradients of q, k and v, in float32."""
-    *leaves, upstream = (x.to(dtype).requires_grad_() for x in inputs)
-    out = attention(*leaves, leaves[0].shape[-1] ** -0.5)
-    out.backward(upstream.detach())
+    *leaves, upstream = (x.clone().to(dtype) for x in inputs)
+    out = attention(*(leaf.requires_grad_() for leaf in leaves), leaves[0].shape[-1] ** -0.5)
+    out.backward(upstream)
     return torch.stack([out.detach(), *(leaf.grad for leaf in leaves)]).float()
 
 
@@ -63,15 +65,17 @@ def test_all_frames_are_as_exact_as_one_by_one_never_run(size: int) -> None:
     torch.testing.assert_close(whole, exact, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", TOWERS)
+@pytest.mark.parametrize("kind", SHAPES)
 def test_a_tower_calls_it_once_per_layer_never_run(kind: str) -> None:
-    config = AutoConfig.for_model(kind).vision_config
-    config.update({**TOWERS[kind], "out_hidden_size": 256, "intermediate_size": 512})
+    settings = {**SHAPES[kind], "out_hidden_size": 256, "intermediate_size": 512}
+    vision = Vision(kind, settings, depth=0, hidden=0, ffn=0, heads=0, out=0, image_id=0)
     torch.manual_seed(0)
-    tower = AutoModel.from_config(config).cuda().eval().requires_grad_(False)
+    tower: Any = TOWERS[kind].build(vision).cuda().eval().requires_grad_(False)
+    config = tower.config
     grids = torch.tensor([[1, 16, 24], [3, 12, 8], [1, 32, 30]], device="cuda")
     width = config.patch_size**2 * config.temporal_patch_size * 3
     pixels = torch.randn(int(grids.prod(-1).sum()), width, device="cuda")
+    tower.config._attn_implementation = "sdpa"
     exact = tower(pixels, grid_thw=grids).pooler_output
     tower.bfloat16()
     errors = {}

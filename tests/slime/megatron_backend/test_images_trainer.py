@@ -85,7 +85,7 @@ def test_a_run_trains_on_images(root: Path, tmp_path: Path, train_vision: bool) 
         trainer.train(0, data)
         hook.remove()
         if not train_vision:
-            assert calls == [1] * 4, "a frozen tower computes each of the 4 images once"
+            assert sum(calls) == 4, "a frozen tower computes each of the 4 images once"
             assert trainer.batches.towers.find(tower, image_key(samples[0])) is None
         hf = transformers.AutoModelForImageTextToText.from_pretrained(root / "reference").eval()
         for i, sample in enumerate(samples):

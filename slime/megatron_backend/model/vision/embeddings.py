@@ -10,7 +10,7 @@ Shapes: P rows of a micro-batch, p rows of this rank, k image tokens among them,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from slime.data.media.media import Medium
 from slime.data.media.packing import PackedImages
-from slime.data.media.tower_cache import TowerCache
 from slime.megatron_backend.model.attention import PackedLayout
 from slime.megatron_backend.model.vision.towers import TowerOutput, run_tower
 from slime.models.vision import Vision
@@ -42,7 +41,6 @@ def embed_images(
         return embedded + _nothing(vision, tower) if trained else embedded
     output = _run(vision, tower, images, embedded.device)
     rows, features = images.rows, images.features
-    _require_rows(output, images)
     if sequence_parallel:
         rows, features = _local(rows, features, len(embedded))
     parts = [_chosen(part, features, embedded, sequence_parallel) for part in (output.rows, *output.deep)]
@@ -55,35 +53,36 @@ def embed_images(
 
 
 def _run(vision: Vision, tower: nn.Module, images: PackedImages, device: torch.device) -> TowerOutput:
-    """Returns the tower's output for the images of a micro-batch.
-
-    A frozen tower computes each image alone. Then an image has the same rows, to the bit, in every micro-batch and in a
-    run that resumes, with or without a cache. A trained tower computes all images together, which is faster.
-    """
-    if any(parameter.requires_grad for parameter in tower.parameters()):
-        pixels = concatenate(medium.read() for medium in images.media)
-        return run_tower(vision, tower, _moved(pixels, device))
-    outputs = [_run_alone(vision, tower, medium, images.cache, device) for medium in images.media]
-    rows, *deep = (torch.cat(parts) for parts in zip(*outputs, strict=True))
-    return TowerOutput(rows, tuple(deep))
-
-
-def _run_alone(
-    vision: Vision, tower: nn.Module, medium: Medium, cache: TowerCache | None, device: torch.device
-) -> tuple[Tensor, ...]:
-    """Returns the rows of a frozen tower for one image, and its rows for the first decoder layers."""
-    found = None if cache is None else cache.find(tower, medium.key)
-    if found is not None:
-        return tuple(part.to(device) for part in found)
-    with torch.no_grad():
-        output = run_tower(vision, tower, _moved(medium.read(), device))
-    if cache is not None:
-        cache.add(tower, medium.key, (output.rows, *output.deep))
-    return output.rows, *output.deep
+    """Returns the tower's output for the images of a micro-batch. A frozen tower computes the images that its cache
+    does not have."""
+    cache, found = images.cache, {}
+    if cache is None or any(parameter.requires_grad for parameter in tower.parameters()):
+        return _run_all(vision, tower, images.media, device)
+    for medium in images.media:
+        if (stored := cache.find(tower, medium.key)) is not None:
+            found[medium.key] = [part.to(device) for part in stored]
+    missing = [medium for medium in images.media if medium.key not in found]
+    if missing:
+        output = _run_all(vision, tower, missing, device)
+        parts = (part.split([medium.tokens for medium in missing]) for part in (output.rows, *output.deep))
+        for medium, *rows in zip(missing, *parts, strict=True):
+            cache.add(tower, medium.key, rows)
+            found[medium.key] = rows
+    joined = [torch.cat(parts) for parts in zip(*(found[medium.key] for medium in images.media), strict=True)]
+    return TowerOutput(joined[0], tuple(joined[1:]))
 
 
-def _moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+def _run_all(vision: Vision, tower: nn.Module, media: Sequence[Medium], device: torch.device) -> TowerOutput:
+    """Returns the tower's output for images. Raises ValueError unless it has a row per token of the images."""
+    pixels = concatenate(medium.read() for medium in media)
+    output = run_tower(vision, tower, {name: tensor.to(device) for name, tensor in pixels.items()})
+    wanted = sum(medium.tokens for medium in media)
+    if len(output.rows) != wanted:
+        raise ValueError(
+            f"the vision tower must return a row per image token, {wanted}, got {len(output.rows)}; the processor's "
+            "tensors and the tokens are of different images"
+        )
+    return output
 
 
 def _nothing(vision: Vision, tower: nn.Module) -> Tensor:
@@ -100,15 +99,6 @@ def make_one_image(vision: Vision, device: int) -> dict[str, Tensor]:
         "pixel_values": torch.zeros(side * side, vision.patch_values, device=device),
         "image_grid_thw": torch.tensor([[1, side, side]], device=device),
     }
-
-
-def _require_rows(output: TowerOutput, images: PackedImages) -> None:
-    wanted = int(images.features.max()) + 1
-    if len(output.rows) < wanted:
-        raise ValueError(
-            f"the vision tower must return a row per image token, {wanted}, got {len(output.rows)}; the processor's "
-            "tensors and the tokens are of different images"
-        )
 
 
 def _local(rows: Tensor, features: Tensor, size: int) -> tuple[Tensor, Tensor]:

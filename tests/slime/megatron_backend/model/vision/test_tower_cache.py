@@ -66,12 +66,24 @@ def test_a_frozen_tower_computes_an_image_once(checkpoint: Path) -> None:
     runs, cache = tiny.count_runs(), TowerCache()
     batches = [[0, 0, 1, 2], [1, 0], [2], [0]]
     with_cache = [tiny.hidden(cache, batch) for batch in batches]
-    assert runs == [1, 1, 1], "one call per distinct image"
+    assert runs == [3], "each distinct image once"
     without = [tiny.hidden(None, batch) for batch in batches]
-    assert len(runs) == 3 + 3 + 3 + 0 + 1
-    assert all(torch.equal(a, b) for a, b in zip(with_cache, without, strict=True)), "equal to the bit"
+    assert runs == [3, 3, 3, 1]
+    assert torch.equal(with_cache[0], without[0]), "equal to the bit for equal calls of the tower"
+    for cached, computed in zip(with_cache, without, strict=True):
+        torch.testing.assert_close(cached, computed, rtol=0, atol=1e-6)
+    assert torch.equal(with_cache[0][:5], with_cache[3][:5]), "equal to the bit between micro-batches"
     cache.clear()
-    assert torch.equal(tiny.hidden(cache, [0]), without[3]) and len(runs) == 11
+    assert torch.equal(tiny.hidden(cache, [0]), without[3]) and runs == [3, 3, 3, 1, 1]
+
+
+def test_an_image_beside_a_stored_one_is_computed(checkpoint: Path) -> None:
+    tiny = make_tiny(checkpoint)
+    runs, cache = tiny.count_runs(), TowerCache()
+    tiny.hidden(cache, [0])
+    found = tiny.hidden(cache, [1, 0, 1])
+    assert runs == [1, 2]
+    torch.testing.assert_close(found, tiny.hidden(None, [1, 0, 1]), rtol=0, atol=1e-6)
 
 
 def test_an_image_that_does_not_fit_is_computed_again(checkpoint: Path) -> None:
@@ -79,7 +91,7 @@ def test_an_image_that_does_not_fit_is_computed_again(checkpoint: Path) -> None:
     deep, runs = len(unwrap(tiny.model).vision_model.deepstack_merger_list), tiny.count_runs()
     cache = TowerCache(most_bytes=(1 + deep) * 8 * tiny.vision.out * 4)  # the image of sample 0 has 8 rows
     found = [tiny.hidden(cache, batch) for batch in ([0], [0, 1], [0, 1])]
-    assert len(runs) == 1 + 2 + 2
+    assert runs == [1, 2, 2]
     assert torch.equal(found[1], found[2])
 
 
