@@ -54,7 +54,7 @@ def run(attention: Callable[..., Tensor], inputs: list[Tensor], dtype: torch.dty
 
 
 @pytest.mark.parametrize("size", [64, 72, 80])
-def test_all_frames_are_as_exact_as_one_by_one_never_run(size: int) -> None:
+def test_all_frames_are_as_exact_as_one_by_one(size: int) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (BOUNDS[-1], HEADS, size)
     inputs = [torch.randn(shape, device="cuda", generator=generator).bfloat16() for _ in range(4)]
@@ -66,7 +66,7 @@ def test_all_frames_are_as_exact_as_one_by_one_never_run(size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_a_tower_calls_it_once_per_layer_never_run(kind: str) -> None:
+def test_a_tower_calls_it_once_per_layer(kind: str) -> None:
     settings = {**SHAPES[kind], "out_hidden_size": 256, "intermediate_size": 512}
     vision = Vision(kind, settings, depth=0, hidden=0, ffn=0, heads=0, out=0, image_id=0)
     torch.manual_seed(0)

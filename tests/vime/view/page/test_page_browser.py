@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,31 @@ def test_curves_of_runs_and_their_values_by_keys(tmp_path: Path) -> None:
         assert "not finite" in table
 
     in_browser([make_run(tmp_path / "a"), make_run(tmp_path / "b", state="failed")], steps)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_chart_names_its_lines(tmp_path: Path, dark: bool) -> None:
+    """Two evaluation sets of a run have a legend with the colours of their lines. A chart with one line has none."""
+
+    async def steps(tab: Chromium, base: str) -> None:
+        legends = await tab.run(
+            "Object.fromEntries([...document.querySelectorAll('figure')].map((own) => "
+            "[own.querySelector('figcaption').firstChild.textContent, own.querySelector('.legend').innerText]))"
+        )
+        assert legends["Evaluation"].split() == ["dots", "shuffled"] and legends["Reward"] == ""
+        colours = await tab.run(
+            "[...document.querySelectorAll('.stroke')].map((own) => own.style.background.match(/rgb.*?\\)/)[0])"
+        )
+        assert len(set(colours)) == 2
+        box = await tab.run("JSON.stringify(document.querySelector('.stroke').getBoundingClientRect())")
+        assert json.loads(box)["width"] == 24 and json.loads(box)["height"] == 3
+
+    run = make_run(tmp_path / "a")
+    tracker = JsonlTracker(run / "metrics.jsonl", {})
+    for step in range(3):
+        tracker.log({"eval/dots": 0.3 * step, "eval/shuffled": 0.1 * step}, step, "eval/step")
+    tracker.close()
+    in_browser([run], steps, dark=dark)
 
 
 def test_the_timeline_by_keys(tmp_path: Path) -> None:

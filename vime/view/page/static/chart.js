@@ -21,10 +21,11 @@ export class Chart {
     this.drag = null;
     this.canvas = el("canvas", { tabindex: 0, role: "img", class: "chart" });
     this.readout = el("output", { class: "readout" });
+    this.legend = el("ul", { class: "legend", "aria-label": "Lines" });
     this.unit = el("span", { class: "faint" });
     this.rows = el("div");
     this.more = el("details", { ontoggle: () => this.fillTable() }, el("summary", {}, "Table"), this.rows);
-    this.element = el("figure", { class: "card" }, el("figcaption", {}, title, " ", this.unit), this.canvas, this.readout, this.more);
+    this.element = el("figure", { class: "card" }, el("figcaption", {}, title, " ", this.unit), this.canvas, this.legend, this.readout, this.more);
     this.draw = this.draw.bind(this);
     this.end = onLookChange(this.canvas, this.draw);
     this.listen();
@@ -32,10 +33,11 @@ export class Chart {
 
   /**
    * `lines`: {name, colour, dash, width, unit, steps, values}; a value that was not finite is null. `log`: the axis is
-   * logarithmic by default.
+   * logarithmic by default. `legend`: the chart names its lines.
    */
-  set(lines, log) {
+  set(lines, log, legend) {
     this.lines = lines;
+    fill(this.legend, legend ? lines.map((line) => el("li", {}, stroke(line), line.name)) : []);
     this.ownLog = log;
     this.unit.textContent = lines.length ? `by ${lines[0].unit}` : "";
     this.canvas.setAttribute("aria-label", `${this.title}. ${lines.map(said).join(". ")}`);
@@ -177,6 +179,15 @@ export class Chart {
       context.globalAlpha = 1;
     }
   }
+}
+
+/** Returns a short piece of a line, with its colour and dashes. */
+function stroke({ colour, dash }) {
+  const piece = el("span", { class: "stroke", "aria-hidden": "true" });
+  let at = 0;
+  const stops = (dash.length ? dash : [1, 0]).map((length, i) => `${i % 2 ? "transparent" : colour} ${at}px ${at += length}px`);
+  piece.style.background = `repeating-linear-gradient(to right, ${stops.join(", ")})`;
+  return piece;
 }
 
 function said(line) {

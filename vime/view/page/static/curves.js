@@ -124,11 +124,16 @@ export class CurvesScreen {
     const elements = panels.map(([title, names, log]) => {
       if (!this.charts.has(title)) this.charts.set(title, new Chart(title, this.look, (window) => this.zoom(window)));
       const chart = this.charts.get(title);
-      chart.set(this.linesOf(names), log);
+      chart.set(this.linesOf(names), log, this.hasSeveral(names));
       return chart.element;
     });
     const same = elements.length === parent.childElementCount && elements.every((own, i) => parent.children[i] === own);
     if (!same) fill(parent, elements);  // a chart that has the focus is not moved
+  }
+
+  /** Returns whether a run has several lines in a chart. The picker names the runs, so one line per run needs no legend. */
+  hasSeveral(names) {
+    return this.curves.some((curves, i) => !this.hidden.has(i) && names.filter((name) => curves[name]).length > 1);
   }
 
   linesOf(names) {
