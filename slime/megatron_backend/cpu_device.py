@@ -19,6 +19,7 @@ from slime import bridges
 from slime.bridges.torch import PATCHES
 
 _CPU = torch.device("cpu")
+_NAMES_OF_DEVICES = frozenset({torch.device, str})
 _thread = threading.local()
 
 
@@ -32,7 +33,11 @@ def _on_cpu(value: Any) -> Any:
 
 
 class _CudaRequestsToCpu(TorchFunctionMode):
-    """Rewrites the arguments of torch functions that name a CUDA device or a CUDA tensor type."""
+    """Rewrites the arguments of torch functions that name a CUDA device or a CUDA tensor type.
+
+    torch calls it for each operation, and a step of a tiny model has ten thousand. Most calls have neither keywords nor
+    an argument that names a device, so they must be short.
+    """
 
     def __torch_function__(
         self,
@@ -41,18 +46,21 @@ class _CudaRequestsToCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
         if func is torch.device:  # a torch.device object alone needs no GPU
-            return func(*args, **kwargs)
+            return func(*args, **kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type:
             if len(args) == 1 and not kwargs:  # `Tensor.type()` without arguments: return the name for a GPU
                 return func(*args).replace("torch.", "torch.cuda.", 1)
             args = tuple(a.replace("torch.cuda.", "torch.") if isinstance(a, str) else a for a in args)
+        if not _NAMES_OF_DEVICES.isdisjoint(map(type, args)):
+            args = tuple(_on_cpu(a) for a in args)
+        if not kwargs:
+            return func(*args)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
-        return func(*(_on_cpu(a) for a in args), **kwargs)
+        return func(*args, **kwargs)
 
 
 class _InOrder:
