@@ -56,27 +56,25 @@ def test_family(name):
 """
 
 
-def said(folder: Path, text: str, *options: str) -> str:
+def said(folder: Path, *options: str) -> str:
     shutil.copy(ROOT / "tests" / "gpu" / "conftest.py", folder)
     (folder / "one_gpu.py").write_text(PLUGIN)
-    (folder / "test_it.py").write_text(text)
+    (folder / "test_groups.py").write_text(GROUPS)
+    (folder / "test_marked.py").write_text(MARKED)
     (folder / "pytest.ini").write_text(
         "[pytest]\nmarkers =\n    gpu: one GPU\n    delta_net: fla-core\npythonpath = .\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(folder)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "one_gpu", *options, str(folder)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120).stdout
 
 
-def test_a_process_group_that_is_left_is_an_error_of_its_own_test_only(tmp_path: Path) -> None:
-    out = said(tmp_path, GROUPS)
-    assert "test_leaves left its process group" in out and "test_breaks left its process group" in out
-    assert "2 passed" in out and "test_joins" not in out.partition("short test summary")[2]
-
-
-@pytest.mark.parametrize("required", [(), ("--require-gpu",)])
-def test_what_the_packages_cannot_run_is_deselected_with_its_reason(
+@pytest.mark.parametrize("required", [(), ("--require-gpu",)], ids=["found", "required"])
+def test_process_groups_that_are_left_and_tests_that_cannot_run(
     tmp_path: Path, required: tuple[str, ...]
 ) -> None:
-    out = said(tmp_path, MARKED, "-p", "one_gpu", *required)
-    assert "1 passed, 1 deselected" in out
+    """A process group that is left is an error of its own test only. A test that the packages cannot run is deselected
+    with its reason."""
+    out = said(tmp_path, *required)
+    assert "test_leaves left its process group" in out and "test_breaks left its process group" in out
+    assert "3 passed, 1 deselected" in out and "test_joins" not in out.partition("short test summary")[2]
     assert "deselected here: 1 tests: no kernels for them" in out

@@ -39,10 +39,8 @@ def in_fp8(name, weight):
     scales = blocks.abs().amax((1, 3)) / 448
     codes = (blocks / scales[:, None, :, None]).view_as(padded)[: weight.shape[0], : weight.shape[1]]
     codes = codes.to(torch.float8_e4m3fn).contiguous()
-    wanted = torch.empty_like(weight)
-    for row in range(weight.shape[0]):
-        for column in range(weight.shape[1]):
-            wanted[row, column] = codes[row, column].float() * scales[row // 16, column // 16]
+    height, width = weight.shape
+    wanted = codes.float() * scales.repeat_interleave(16, 0)[:height].repeat_interleave(16, 1)[:, :width]
     return {name: codes, f"{name}_scale_inv": scales}, wanted.to(torch.bfloat16).float()
 
 

@@ -28,7 +28,6 @@ def score(program, label, rm_type="code"):
     return asyncio.run(async_rm(Namespace(rm_type=rm_type), sample))
 
 
-@pytest.mark.parametrize("label", [ASSERTS, "\n".join(ASSERTS)])
 @pytest.mark.parametrize(
     ("program", "reward"),
     [
@@ -41,16 +40,22 @@ def score(program, label, rm_type="code"):
         (GOOD + "\nprint('noise')", 1.0),
     ],
 )
-def test_statements_decide(program, reward, label):
-    assert score(program, label) == reward
+def test_statements_decide(program, reward):
+    assert score(program, ASSERTS) == reward
 
 
-@pytest.mark.parametrize("label", [PAIRS, json.dumps(PAIRS)])
 @pytest.mark.parametrize(
     ("program", "reward"), [(READS, 1.0), ("print(3)", 0.0), (READS + "\nraise ValueError", 0.0), ("", 0.0)]
 )
-def test_what_the_program_prints_decides(program, reward, label):
-    assert score(program, label) == reward
+def test_what_the_program_prints_decides(program, reward):
+    assert score(program, PAIRS) == reward
+
+
+@pytest.mark.parametrize(
+    ("label", "right"), [("\n".join(ASSERTS), GOOD), (json.dumps(PAIRS), READS)], ids=["statements", "pairs"]
+)
+def test_a_label_may_be_text(label, right):
+    assert (score(right, label), score("print(3)", label)) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(
