@@ -64,7 +64,8 @@ def said(folder: Path, *options: str) -> str:
     (folder / "pytest.ini").write_text(
         "[pytest]\nmarkers =\n    gpu: one GPU\n    delta_net: fla-core\npythonpath = .\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "one_gpu", *options, str(folder)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "one_gpu", *options]
+    command.append(str(folder))
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120).stdout
 
 
@@ -72,8 +73,8 @@ def said(folder: Path, *options: str) -> str:
 def test_process_groups_that_are_left_and_tests_that_cannot_run(
     tmp_path: Path, required: tuple[str, ...]
 ) -> None:
-    """A process group that is left is an error of its own test only. A test that the packages cannot run is deselected
-    with its reason."""
+    """A test that leaves a process group has an error, and later tests have none. A test that the packages cannot run
+    is deselected with its reason."""
     out = said(tmp_path, *required)
     assert "test_leaves left its process group" in out and "test_breaks left its process group" in out
     assert "3 passed, 1 deselected" in out and "test_joins" not in out.partition("short test summary")[2]

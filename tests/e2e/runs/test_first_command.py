@@ -54,16 +54,40 @@ def test_the_views_of_the_run(tiny_run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "No flag differs." in text and "### score: `eval/addition`" in text and "0 [0, 0]" in text
 
 
-def test_a_model_data_and_a_reward_of_ones_own(tiny_run: Path) -> None:
-    """Runs docs/your-own.md with two rollouts, from its data to the answer of the trained model."""
-    folder = tiny_run.parent.parent
+@pytest.fixture(scope="module")
+def own(tiny_run: Path) -> tuple[Path, list[str]]:
+    """Writes the files of docs/your-own.md into the checkout. Returns the folder and the page's commands for a CPU."""
+    folder, commands = tiny_run.parent.parent, []
     for language, title, text in re.findall(FENCE, (ROOT / "docs/your-own.md").read_text()):
         if title.endswith((".py", ".yaml")):
             (folder / title).write_text(text.replace("num-rollout: 20 ", "num-rollout: 2 "))
         elif language == "python":
             subprocess.run([sys.executable, "-c", text], cwd=folder, check=True)
         elif title.startswith("takes ") and "run-tiny-grpo" not in text:
-            shown = in_shell(text, folder)
+            commands += text.splitlines()
+    return folder, commands
+
+
+def test_a_model_data_and_a_reward_of_ones_own(own: tuple[Path, list[str]]) -> None:
+    """The plan of docs/your-own.md reads the page's data, calls its reward, and shows the first prompt."""
+    folder, commands = own
+    assert [command.split()[:2] for command in commands[:2]] == [["vime", "plan"], ["vime", "train"]]
+    shown = in_shell(commands[0], folder)
+    for line in (
+        "sums.csv: 500 prompts",
+        "2 rollouts = 2 optimizer steps",
+        "its label: ",
+        "its reward, with its own text as the response: 0.0\n",
+    ):
+        assert line in shown, shown
+
+
+@pytest.mark.slow
+def test_the_run_of_ones_own(own: tuple[Path, list[str]]) -> None:
+    """Runs the page with two rollouts, to the answer of the trained model."""
+    folder, commands = own
+    for command in commands[1:]:
+        shown = in_shell(command, folder)
     assert sorted(rows(folder / "runs/sums/run", "rollout/step")) == [0, 1]
     assert (folder / "runs/sums/model/model.safetensors").is_file()
     assert re.search(r"\d", shown), "the last block prints the model's answer"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from vime.start.fork_call import run_in_fork
+from vime.vllm import patches
 from vime.vllm.cpu import engine as cpu_engine
 from vime.vllm.cpu.engine import METHOD_VARIABLE, WAIT_VARIABLE, cache_bytes, environment, torchs_openmp
 from vime.vllm.server import VllmServer, VllmSpec
@@ -63,16 +63,16 @@ def test_a_model_with_a_state_is_served_without_a_cache_of_prefixes():
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_vllm_keeps_the_start_method(method):
-    """The test uses a child process, because vLLM's CPU platform sets many variables."""
-    program = (
-        "import os; from vime.vllm import patches; [patches.apply('server on CPUs') for _ in range(2)]\n"
-        "from vllm.config import VllmConfig, CacheConfig, DeviceConfig\n"
-        "from vllm.platforms import current_platform\n"
-        "VllmConfig(device_config=DeviceConfig('cpu'), cache_config=CacheConfig(kv_cache_memory_bytes=1 << 26))\n"
-        "print(os.environ['VLLM_WORKER_MULTIPROC_METHOD'], os.environ['NUMEXPR_MAX_THREADS'])"
-    )
-    env = os.environ | cpu_engine.environment({METHOD_VARIABLE: method}, 1, eager=True)
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found, threads = done.stdout.split()[-2:]
+    """The test uses a fork, because vLLM's CPU platform sets many variables. The test process has imported vLLM."""
+    from vllm.config import CacheConfig, DeviceConfig, VllmConfig
+
+    def configure() -> tuple[str, str]:
+        os.environ.pop("NUMEXPR_MAX_THREADS", None)
+        os.environ.update(cpu_engine.environment({METHOD_VARIABLE: method}, 1, eager=True))
+        for _ in range(2):
+            patches.apply("server on CPUs")
+        VllmConfig(device_config=DeviceConfig("cpu"), cache_config=CacheConfig(kv_cache_memory_bytes=1 << 26))
+        return os.environ["VLLM_WORKER_MULTIPROC_METHOD"], os.environ["NUMEXPR_MAX_THREADS"]
+
+    found, threads = run_in_fork(configure, "vLLM's configuration")
     assert found == method and int(threads) > 0, "the platform has run"

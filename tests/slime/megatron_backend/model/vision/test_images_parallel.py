@@ -6,6 +6,8 @@ Two worker processes run all layouts and models in turn and write their results;
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +45,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+SHORT = {
+    "qwen2-5-vl": {"tp", "cp"},
+    "qwen3-vl": {"sp", "pp"},
+    "qwen3-vl-moe": {"ep"},
+    "qwen3-5": {"sp", "dp"},
+}
+"""Layouts of the short suite: each layout with one model, and each model with a split layer."""
+
+
 def fits(name: str, layout: str) -> bool:
     """Layouts of dense models have no experts to split. Models with experts run only where ranks split experts."""
     return layout in ("sp", "ep") if name.endswith("moe") else layout != "ep"
 
 
-def work(rank: int, root: Path) -> None:
+CASES_OF_TWO = [
+    pytest.param(name, layout, marks=() if layout in SHORT[name] else pytest.mark.slow, id=f"{name}-{layout}")
+    for name in MODELS
+    for layout in LAYOUTS
+    if fits(name, layout)
+]
+
+
+def work(rank: int, root: Path, everything: bool) -> None:
     out: dict[tuple[str, str], dict[str, Any]] = {}
     for layout, sizes in LAYOUTS.items():
         # With the distributed optimizer, a data-parallel rank would have only its part of the gradients.
@@ -56,7 +75,7 @@ def work(rank: int, root: Path) -> None:
             **sizes, multimodal_keys=KEYS, train_vision=True, use_distributed_optimizer=False
         )
         info = init_parallel(rank, 2, config, init_method=f"file://{root}/store-{layout}", local_rank=rank)
-        for name in filter(lambda name: fits(name, layout), MODELS):
+        for name in (n for n in MODELS if fits(n, layout) and (everything or layout in SHORT[n])):
             out[name, layout] = one_model(root / name, config, info)
         destroy_parallel()
     torch.save(out, root / f"rank{rank}.pt")
@@ -122,13 +141,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 
 
 @pytest.fixture(scope="module")
-def two(models: tuple[Path, dict[str, Any]]) -> list[dict[tuple[str, str], dict[str, Any]]]:
-    on_ranks(work, models[0], ranks=2)
+def two(
+    request: pytest.FixtureRequest, models: tuple[Path, dict[str, Any]]
+) -> list[dict[tuple[str, str], dict[str, Any]]]:
+    everything = any(item.get_closest_marker("slow") for item in request.session.items)
+    on_ranks(work, models[0], everything, ranks=2)
     return [torch.load(models[0] / f"rank{rank}.pt") for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_train_as_transformers(models: Any, two: Any, name: str) -> None:
+@pytest.fixture(scope="module")
+def wanted(models: tuple[Path, dict[str, Any]]) -> Callable[[str], tuple[float, dict[str, Tensor]]]:
+    """Returns a function that returns the loss and the gradients of transformers' model."""
+    return functools.cache(functools.partial(by_transformers, models))
+
+
+def by_transformers(models: tuple[Path, dict[str, Any]], name: str) -> tuple[float, dict[str, Tensor]]:
     root, hfs = models
     hf, data = hfs[name], make_samples(read_vision(root / name))
     loss = torch.zeros(())
@@ -137,25 +164,28 @@ def test_two_ranks_train_as_transformers(models: Any, two: Any, name: str) -> No
         log_probs = image_logits(hf, one).log_softmax(-1)[:-1].gather(1, tokens[1:, None])
         loss = loss - log_probs[-data["response_lengths"][i] :].sum() / BATCH_TOKENS
     loss.backward()
-    wanted = hf_gradients(hf, root / f"{name}-gradients")
-    for layout in (layout for layout in LAYOUTS if fits(name, layout)):
-        for found in (of_rank[name, layout] for of_rank in two):
-            assert found["loss"] == pytest.approx(loss.item(), rel=1e-5), layout
-            for key, gradient in found["gradients"].items():
-                assert_gradients_equal(gradient, wanted[key], f"{layout} {key}")
+    return loss.item(), hf_gradients(hf, root / f"{name}-gradients")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_weights_of_two_ranks_are_put_together(models: Any, two: Any, name: str) -> None:
+@pytest.mark.parametrize(("name", "layout"), CASES_OF_TWO)
+def test_two_ranks_train_as_transformers(wanted: Any, two: Any, name: str, layout: str) -> None:
+    loss, gradients = wanted(name)
+    for found in (of_rank[name, layout] for of_rank in two):
+        assert found["loss"] == pytest.approx(loss, rel=1e-5)
+        for key, gradient in found["gradients"].items():
+            assert_gradients_equal(gradient, gradients[key], key)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES_OF_TWO)
+def test_weights_of_two_ranks_are_put_together(models: Any, two: Any, name: str, layout: str) -> None:
     """An update has each value once: whole tensors by `export_hf`, and the ranks' own slices together."""
     original = load_file(models[0] / name / "model.safetensors")
-    for layout in (layout for layout in LAYOUTS if fits(name, layout)):
-        count = dict.fromkeys(original, 0)
-        for found in (of_rank[name, layout] for of_rank in two):
-            assert found["weights"].keys() == original.keys()
-            assert all(torch.equal(tensor, original[key]) for key, tensor in found["weights"].items())
-            for key, where, values in found["slices"]:
-                part = original[key][tuple(slice(start, end) for start, end in where)]
-                assert torch.equal(part.flatten(), values.flatten()), f"{layout} {key} {where}"
-                count[key] += values.numel()
-        assert count == {key: tensor.numel() for key, tensor in original.items()}, layout
+    count = dict.fromkeys(original, 0)
+    for found in (of_rank[name, layout] for of_rank in two):
+        assert found["weights"].keys() == original.keys()
+        assert all(torch.equal(tensor, original[key]) for key, tensor in found["weights"].items())
+        for key, where, values in found["slices"]:
+            part = original[key][tuple(slice(start, end) for start, end in where)]
+            assert torch.equal(part.flatten(), values.flatten()), f"{key} {where}"
+            count[key] += values.numel()
+    assert count == {key: tensor.numel() for key, tensor in original.items()}
