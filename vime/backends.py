@@ -15,7 +15,6 @@ from slime.config.problems import with_prefix
 from slime.config.variables import check_variables, variable_notes
 from slime.data.limits.context import longest_sequence
 from slime.protocols import EnginePool, NoEngines, WeightSource
-from slime.records.errors import FlagError
 from slime.roles.served import served_models, teachers
 from slime.rollout_backend import RolloutBackend
 from slime.rules import parse_args
@@ -65,14 +64,6 @@ def make_pools(config: Config, placed: Placement, source: WeightSource | None) -
 
 def require_reachable(config: Config) -> None:
     """Checks that every model's engines are reachable: see `RolloutBackend.require_reachable`."""
-    if config.engine.prefill_num_servers:
-        raise FlagError(
-            "--prefill-num-servers",
-            "be left out of a run in this version",
-            config.engine.prefill_num_servers,
-            "the router takes no engine for prefill or decode while it serves, so none could "
-            "restart: keep regular engines",
-        )
     for engines in served_engines(config):
         engines.require_reachable()
 

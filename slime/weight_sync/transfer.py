@@ -75,6 +75,11 @@ class Engine(Loader, Protocol):
     @property
     def workers(self) -> int: ...
 
+    @property
+    def is_prefill(self) -> bool:
+        """Returns whether the engine computes prompts for other engines."""
+        ...
+
     def pause(self, drops_cache: bool) -> None:
         """Freezes the running requests. Without `drops_cache`, the engine keeps all keys and values."""
         ...
@@ -216,7 +221,9 @@ class WeightTransfer:
             self.state = State.ASLEEP
             if self._frees_memory:
                 self._pool.stop_starting()
-            self._pool.on_serving(self._put_to_sleep)
+                self._pool.on_serving(lambda engine: engine.free_memory())
+            else:
+                self._pause(self._flush_interval == 1)
 
     def wake(self) -> bool:
         """Takes the devices back. Returns True if the engines have no weights and serve after the next update."""
@@ -251,6 +258,13 @@ class WeightTransfer:
             return last
         return self._source.weights_file().result()
 
+    def _pause(self, drops_cache: bool) -> None:
+        """Pauses all engines. Prefill engines come last, because a decode engine first ends its transfers from them."""
+        last = [engine for engine in self._pool.serving() if engine.is_prefill]
+        self._pool.on_serving(lambda engine: None if engine in last else engine.pause(drops_cache))
+        if last:
+            self._pool.on_serving(lambda engine: engine.pause(drops_cache) if engine in last else None)
+
     def _put_to_sleep(self, engine: Engine) -> None:
         if self._frees_memory:
             engine.free_memory()
@@ -266,7 +280,7 @@ class WeightTransfer:
         with self._timers.measure("update_weights_pause"):
             if self.state is not State.EMPTY:
                 self.state = State.PAUSED
-                self._pool.on_serving(lambda engine: engine.pause(drops_cache))
+                self._pause(drops_cache)
             self.state = State.LOADING
             self._pool.on_serving(lambda engine: engine.start_weight_update())
         part: WeightUpdate | None = first

@@ -67,15 +67,16 @@ class Changes:
         slots = self._slots()
         with self.state.transfer.lock:
             member = self._find(title)
-            others = sum(other.serving and not other.leaving for other in self.state.members) - 1
+            others = self._count(member) - 1
             if not others:
                 raise ValueError(
                     f"a run must keep one engine that serves, got {title}, the last one; add one first"
                 )
-            self.state.router.remove(member.control.url)
             member.leaving = True
+            self.state.leave_router(member)
             self.state.record(member, "leaving")
-        self.tell(others)
+        if not member.is_prefill:
+            self.tell(others)
         say(f"{member.title} gets no new requests")
         left = self._drain(member, wait_s)
         with self.state.transfer.lock:
@@ -95,6 +96,13 @@ class Changes:
     def has(self, title: str) -> bool:
         """Whether an engine of this pool has that name or address."""
         return any(_is(member, title) for member in self.state.members)
+
+    def _count(self, member: Member) -> int:
+        """The number of engines that serve as this one does, prefill or not, and take requests."""
+        members = self.state.members
+        return sum(
+            each.serving and not each.leaving and each.is_prefill == member.is_prefill for each in members
+        )
 
     def _slots(self) -> EngineSlots:
         if self.state.slots is None:
@@ -191,7 +199,7 @@ class Changes:
             return f"{member.title} did not join: {error}"
         finally:
             member.starting = False
-        self.tell(sum(other.serving and not other.leaving for other in self.state.members))
+        self.tell(self._count(member))
         say(f"{member.title} serves")
         return None
 

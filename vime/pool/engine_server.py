@@ -32,6 +32,9 @@ def pair_up(argv: Sequence[str]) -> list[list[str]]:
     return out
 
 
+Role = Literal["both", "prefill", "decode"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec(ServerSpec):
     """Settings of one engine server.
@@ -62,6 +65,8 @@ class EngineSpec(ServerSpec):
     brings the complete weights."""
     waits: bool = False
     """True if the engine takes its device only after `open_gate`; `start_timeout_s` counts from `wait_ready`."""
+    role: Role = "both"
+    """A prefill engine computes prompts for the decode engines. Both: it reads prompts and writes answers."""
     nodes: int = 1
     """Number of nodes of the engine. Each node has its own server process."""
     node: int = 0

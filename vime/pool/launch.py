@@ -15,7 +15,7 @@ from slime.protocols import WeightSource
 from slime.roles.served import ServedModel
 from slime.tracking.events import Events
 from vime.pool import external
-from vime.pool.engine_server import EngineSpec
+from vime.pool.engine_server import EngineSpec, Role
 from vime.pool.engine_slots import LOOPBACK, EngineSlot, EngineSlots
 from vime.pool.pool import ServerPool
 from vime.pool.router import RouterSpec
@@ -56,6 +56,7 @@ def make_pool(
             # An engine on a trainer's GPU measures what memory is left.
             waits=source is not None and config.cluster.colocate and config.cluster.device == "cuda",
             index=index,
+            role=_role(config, model, index),
             log_path=str(logs / f"{prefix}engine-{index}.log"),
         )
 
@@ -84,6 +85,13 @@ def make_pool(
         flush_interval=1 if model.frozen else config.weight_update.flush_interval,
         kind=parts,
     )
+
+
+def _role(config: Config, model: ServedModel, index: int) -> Role:
+    prefill = 0 if model.frozen else config.engine.prefill_num_servers or 0
+    if not prefill:
+        return "both"
+    return "prefill" if index < prefill else "decode"
 
 
 def _health_checks(config: Config) -> dict[str, float]:

@@ -59,6 +59,11 @@ class Member:
         return Path(self.spec.log_path).stem
 
     @property
+    def is_prefill(self) -> bool:
+        """Returns whether it computes prompts for the decode engines. The router sends it nothing."""
+        return self.spec.role == "prefill"
+
+    @property
     def workers(self) -> int:
         return self.spec.tensor_parallel_size
 

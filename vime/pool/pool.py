@@ -298,7 +298,7 @@ class ServerPool:
             member.serving = False
             self.state.record(member, "dead")
             try:
-                self._router.remove(member.control.url)
+                self.state.leave_router(member)
             except (RuntimeError, OSError, http.client.HTTPException) as error:
                 logger.warning("the router keeps engine %s on its list: %s", member.control.url, error)
         tail = member.handle.tail_log()
@@ -327,7 +327,7 @@ class ServerPool:
             self._router.start()
             self._router.wait_ready()
             for member in self.state.serving_members():
-                if not member.leaving:
+                if not member.leaving and not member.is_prefill:
                     self._router.add(member.control.url)
 
 

@@ -87,9 +87,34 @@ class PoolState:
 
     def admit(self, member: Member) -> None:
         """Let the router send requests to the engine."""
-        self.router.add(member.control.url)
+        if not member.is_prefill:
+            self.tell_prefills([member])
+            self.router.add(member.control.url)
         member.doomed, member.serving = False, True
+        if member.is_prefill:
+            self.tell_prefills()
         self.record(member, "serving", version=self.transfer.version)
+
+    def tell_prefills(self, decoders: Sequence[Member] | None = None) -> None:
+        """Give the decode engines, all that serve by default, the addresses of the prefill engines that serve. A decode
+        engine that does not answer keeps its list: it computes the prompts of engines that are gone itself, and the
+        monitor replaces it if it is dead."""
+        serving = self.serving_members()
+        urls = [member.control.url for member in serving if member.is_prefill and not member.leaving]
+        for member in serving if decoders is None else decoders:
+            if member.spec.role != "decode":
+                continue
+            try:
+                member.control.use_prefill_engines(urls)
+            except (ControlError, OSError, http.client.HTTPException) as error:
+                logger.warning("engine %s keeps its list of prefill engines: %s", member.control.url, error)
+
+    def leave_router(self, member: Member) -> None:
+        """Stop new requests to the engine: those of the router, or those of the decode engines."""
+        if member.is_prefill:
+            self.tell_prefills()
+        else:
+            self.router.remove(member.control.url)
 
     def serving_members(self) -> list[Member]:
         return [member for member in self.members if member.serving]

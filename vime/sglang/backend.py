@@ -41,6 +41,7 @@ class SglangBackend:
     rules = (
         flags.check_concurrency,
         flags.check_weights,
+        flags.check_prefill,
         *engine_rules,
         external.check_addresses,
         external.check_weights,

@@ -78,6 +78,9 @@ class SglangControl:
     def wake(self, tags: Sequence[str] = ()) -> None:
         raise NotImplementedError("a SGLang server that shares a GPU with the trainer is refused at start-up")
 
+    def use_prefill_engines(self, urls: Sequence[str]) -> None:
+        raise NotImplementedError("--prefill-num-servers is refused with SGLang's servers")
+
     def weight_version(self) -> int:
         """Version of the live weights; -1 means the weights of the checkpoint."""
         _, answer = request(self.url, self._run_key, "GET", "/model_info", timeout_s=_QUICK_S)

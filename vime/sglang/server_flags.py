@@ -144,6 +144,17 @@ def check_concurrency(config: Config) -> None:
         )
 
 
+def check_prefill(config: Config) -> None:
+    """SGLang's engines read their prompts themselves."""
+    if config.engine.prefill_num_servers:
+        raise FlagError(
+            "--prefill-num-servers",
+            "be left out with --rollout-backend sglang",
+            config.engine.prefill_num_servers,
+            "only vLLM's engines pass prompts to each other",
+        )
+
+
 def check_weights(config: Config) -> None:
     """Weights reach SGLang through files only, and only while the trainer has other GPUs."""
     if not config.num_engines:

@@ -28,6 +28,7 @@ from vime.pool.engine_server import option, pair_up
 from vime.sglang_api.translate_flags import PREFIX, targets, translate_sglang
 from vime.vllm import fp8
 from vime.vllm import server_flags as flags
+from vime.vllm.caches.flags import check_prefill_engines, require_connector
 from vime.vllm.peer_names import VLLM_PEER_NAMES
 from vime.vllm.quantized.machines import check_cpu
 from vime.vllm.quantized.rules import check_quantized_checkpoint
@@ -150,6 +151,7 @@ class VllmBackend:
         *engine_rules,
         flags.check_weight_channel,
         fp8.check_quantization,
+        check_prefill_engines,
         external.check_addresses,
         external.check_weights,
     )
@@ -222,6 +224,7 @@ class VllmBackend:
         # This check is not in `rules`, because a plan for GPUs can be made on a machine with CPUs only.
         fp8.check_on_cpu(config)
         check_cpu(config)
+        require_connector(config)
         external.require_reachable(config)
 
     def pool(

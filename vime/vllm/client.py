@@ -28,6 +28,7 @@ from vime.vllm.group_wire import (
     SCORE_FIELD,
     SILENT_S,
     STREAM_FIELD,
+    TRANSFER_FIELD,
     Frames,
     GroupParams,
     SampleAnswer,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from slime.vision.inputs import ImageInputs
     from vime.vllm.images.wire import WireImage
 
+Offer = tuple["dict[str, object] | None", int]
+"""Parameters with which an engine takes a prompt's keys and values, and the version of the weights."""
 _OWN = ("max_tokens",)
 """Parameters, in addition to the seed, that may differ between a request's samples."""
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -132,6 +135,18 @@ class VllmEngineClient(RouterClient):
             answer.weight_versions,
             (len(token_ids) - start, top_k),
         )
+
+    async def prefill(self, token_ids: list[int], params: Mapping[str, object]) -> Offer:
+        """Has an engine compute the prompt for another engine. `params` are vLLM's `kv_transfer_params`.
+
+        Returns the parameters with which the other engine takes the keys and values, or None if the engine offers
+        none, and the version of the weights that computed them. Makes one attempt.
+        """
+        shared = {**self._adapter_fields, TRANSFER_FIELD: dict(params)}
+        answer = await self._join(token_ids, shared, {"max_tokens": 1}, None)
+        if answer.error is not None:
+            raise ValueError(f"the engine must accept the request, got {answer.error}")
+        return answer.transfer, answer.weight_versions[-1]
 
     async def abort_all(self) -> None:
         """Aborts every running request on every engine of the router. With an adapter, aborts only the adapter's

@@ -11,6 +11,7 @@ from typing import Literal
 from urllib.parse import urlencode
 
 from vime.pool.control import ADAPTER_HEADER, ControlError, EngineLoad, PauseMode, answers, request
+from vime.vllm.caches.prefill import PATH as PREFILL_PATH
 from vime.vllm.versions import finish_body
 from vime.vllm.worker.middleware import KEEPS_CACHE, NEW_VERSION_HEADER, VERSIONS_HEADER
 
@@ -72,6 +73,10 @@ class VllmControl:
         """Allocates device memory again, for the parts in `tags` or for all parts. After level 2 the weights are
         undefined until an update loads them."""
         self._post("/wake_up", query=[("tags", tag) for tag in tags], timeout_s=_SLOW_S)
+
+    def use_prefill_engines(self, urls: Sequence[str]) -> None:
+        """Gives the addresses of the engines that compute prompts for this engine."""
+        self._post(PREFILL_PATH, list(urls))
 
     def weight_version(self) -> int:
         """Returns the version of the live weights. -1 means the weights of the checkpoint, without an adapter."""

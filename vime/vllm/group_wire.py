@@ -27,6 +27,8 @@ SCORE_FIELD = "vime_score_from"
 """Shared parameter of a request for log-probs of the prompt: the first position."""
 STREAM_FIELD = "vime_stream"
 """Shared parameter: true if frames with tokens come before a sample is finished."""
+TRANSFER_FIELD = "vime_transfer"
+"""Shared parameter of a request whose prompt another engine takes: vLLM's `kv_transfer_params`."""
 MARK = b"vime"
 """First bytes of a frame. The router labels every stream text/event-stream, so the content type cannot identify a
 frame."""
@@ -70,7 +72,7 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     the sample by their names. In an answer to a request with SCORE_FIELD, `log_probs` are those of the prompt.
     `preemptions`: number of preemptions of the request, if the engine counts them. `speculation`: numbers of model
     passes, drafted tokens and accepted tokens, if the engine counts them.
-    `cache_ages`: see `slime.protocols.GenerateResult`.
+    `cache_ages`: see `slime.protocols.GenerateResult`. `transfer`: the engine's answer to TRANSFER_FIELD.
     """
 
     place: int
@@ -89,6 +91,7 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     columns: dict[str, list[Array]] = {}
     more: bool = False
     cache_ages: tuple[int, int] = (0, 0)
+    transfer: dict[str, object] | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

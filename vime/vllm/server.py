@@ -16,6 +16,7 @@ from slime.weight_sync.variables import LOCAL_DIR_VARIABLE, WEIGHT_DIR_VARIABLE
 from vime.pool.control import SERVED_MODEL_NAME
 from vime.pool.engine_server import EngineServer, EngineSpec, option, pair_up
 from vime.vllm.caches.ages import KEEPS_VARIABLE
+from vime.vllm.caches.connector import transfer_flags
 from vime.vllm.cpu import engine as cpu_engine
 from vime.vllm.versions import (
     processed_pixels,
@@ -120,7 +121,7 @@ class VllmServer(EngineServer):
             argv += adapter.server_flags(spec.lora_rank)
         if spec.trust_remote_code:
             argv += ["--trust-remote-code"]
-        argv += self._multi_node()
+        argv += transfer_flags(spec) + self._multi_node()
         ours = [token for tokens in pair_up(argv) if option(tokens) not in options for token in tokens]
         theirs = [tokens for tokens in pair_up(spec.vllm_argv) if option(tokens) != OPTION]
         ours += self._settings().flags(*[t for t in pair_up(spec.vllm_argv) if option(t) == OPTION][-1:])
@@ -165,6 +166,11 @@ class VllmServer(EngineServer):
             env[LOCAL_DIR_VARIABLE] = spec.local_checkpoint_dir
         if spec.bitwise:
             env |= bitwise.ENVIRONMENT
+        if spec.role != "both":  # NIXL reads them
+            env |= {
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": spec.host,
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._hold()),
+            }
         if spec.keeps_cache:
             env[KEEPS_VARIABLE] = "1"
         if ip_address(spec.host).is_loopback:

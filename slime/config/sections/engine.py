@@ -65,8 +65,8 @@ class EngineConfig:
     )
     prefill_num_servers: int | None = flag(
         None,
-        "number of the policy's engines that only read prompts; the others only write answers. `vime plan` lays them "
-        "out, and a run is an error in this version",
+        "number of the policy's engines that only read prompts; the others take the keys and values of prompts from "
+        "them, and write the answers",
         range=COUNT,
     )
     server_concurrency: int = 512

@@ -250,15 +250,11 @@ def test_what_a_model_of_a_file_cannot_be(
     assert said in str(error.value).replace(str(tmp_path / "models.yaml"), "FILE")
 
 
-def test_engines_for_prefill_and_decode_are_planned_and_not_run(tmp_path: Path) -> None:
+def test_engines_for_prefill_and_decode_are_planned(tmp_path: Path) -> None:
     flags = ("--device", "cuda", "--no-colocate", "--rollout-num-gpus", "3", "--prefill-num-servers")
     c = parse_config([*good_argv(tmp_path), *flags, "1"])
     said = "3 vLLM servers x 1 cuda, 1 for prefill and 2 for decode, behind one vllm-router"
     assert said in describe(c, MachineSizes(80 * 2**30), [])
-    with pytest.raises(
-        ValueError, match="--prefill-num-servers must be left out of a run in this version, got 1"
-    ):
-        require_reachable(c)
     with pytest.raises(
         ValueError, match="--prefill-num-servers must be below the number of engines, got 3 of 3"
     ):

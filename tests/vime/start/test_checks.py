@@ -114,8 +114,8 @@ WRONG: dict[str, tuple[Change, str]] = {
         "--run-dir must be a folder without metrics",
     ),
     "prefill": (
-        with_flags("--rollout-num-gpus 2 --prefill-num-servers 1"),
-        "--prefill-num-servers must be left out of a run",
+        with_flags("--rollout-num-gpus 2 --prefill-num-servers 2"),
+        "--prefill-num-servers must be below the number of engines",
     ),
     "a router's port in use": (
         router_port_in_use,

@@ -11,9 +11,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from vime.vllm.worker.columns.token_versions import Span
+from vime.vllm.worker.columns.token_versions import Span, version_spans
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
 
 KEEPS_VARIABLE = "VIME_KEEPS_CACHE"
 """Name of the variable that a run with --flush-cache-interval above 1 sets in the environment of its engines."""
@@ -108,3 +111,16 @@ class CacheAges:
             before = hash((before, tuple(tokens[first:end])))
             found.append(before)
         return found
+
+
+class RequestAges:
+    """The record of a request's prompt in the ages of its engine's cache."""
+
+    def __init__(self, ages: CacheAges, prompt: Sequence[int], version: int, adapter: str) -> None:
+        self._ages, self._arrival = ages, ages.arrive(prompt, version, adapter)
+
+    def finish(self, output: RequestOutput) -> Ages:
+        """Returns the ages of the cached tokens of a finished sample."""
+        completion = output.outputs[0]
+        spans = version_spans(completion)
+        return self._ages.finish(self._arrival, output.num_cached_tokens or 0, completion.token_ids, spans)

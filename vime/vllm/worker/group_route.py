@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 import msgspec
@@ -18,7 +18,8 @@ import numpy as np
 
 from slime.protocols import TOP, VERSIONS
 from vime.pool.asgi import Message, Receive, Send
-from vime.vllm.caches.ages import Ages, Arrival, CacheAges
+from vime.vllm.caches.ages import CacheAges, RequestAges
+from vime.vllm.caches.prefill import Prefills, make_aborted
 from vime.vllm.group_wire import (
     ADAPTER_FIELD,
     ALIVE,
@@ -26,6 +27,7 @@ from vime.vllm.group_wire import (
     COLUMNS_FIELD,
     SCORE_FIELD,
     STREAM_FIELD,
+    TRANSFER_FIELD,
     GroupParams,
     SampleAnswer,
     frame,
@@ -82,6 +84,9 @@ class GroupRequest:
         adapter = shared.pop(ADAPTER_FIELD, "")
         self.adapter = adapter if isinstance(adapter, str) else ""
         self.streams = shared.pop(STREAM_FIELD, False) is True
+        transfer = shared.pop(TRANSFER_FIELD, None)
+        self.offers = isinstance(transfer, dict)
+        self.takes_prefill = not (self.images or self.offers or self.score_from is not None)
         self.ages: RequestAges | None = None
         likeliest = [argument for name, argument in self.columns.items() if PRODUCERS[name].likeliest]
         most = max(likeliest, default=0)
@@ -91,6 +96,8 @@ class GroupRequest:
             "output_kind": RequestOutputKind.CUMULATIVE if self.streams else RequestOutputKind.FINAL_ONLY,
             "skip_clone": True,
         }
+        if self.offers:
+            ours["extra_args"] = {"kv_transfer_params": transfer}
         make: Callable[..., SamplingParams] = SamplingParams.from_optional
         self.samples = [make(**shared | own | ours) for own in parsed.vime_samples.each]
         for params in self.samples:
@@ -112,19 +119,6 @@ class GroupRequest:
         for params in self.samples if longest > remaining else ():
             params.max_tokens = min(params.max_tokens or 1, remaining)
             params.min_tokens = min(params.min_tokens, params.max_tokens)
-
-
-class RequestAges(NamedTuple):
-    """The record of a request in the ages of the engine's cache."""
-
-    ages: CacheAges
-    arrival: Arrival
-
-    def finish(self, output: RequestOutput) -> Ages:
-        """Returns the ages of the cached tokens of a finished sample."""
-        completion = output.outputs[0]
-        spans = version_spans(completion)
-        return self.ages.finish(self.arrival, output.num_cached_tokens or 0, completion.token_ids, spans)
 
 
 def _columns(requested: object, vocabulary: int) -> dict[str, int]:
@@ -151,6 +145,7 @@ async def answer(
     versions: Callable[[str], list[int]],
     adapters: ServedAdapters,
     ages: CacheAges | None = None,
+    prefills: Prefills | None = None,
 ) -> None:
     """Samples the responses that `body` requests. Sends each sample's frame when it is finished, and keep-alive frames
     until then.
@@ -174,14 +169,19 @@ async def answer(
         await _respond(send, 400, b"text/plain", str(error).encode())
         return
     finished: Finished = asyncio.Queue()
+
+    def live() -> int:
+        return versions(request.adapter)[-1]
+
     if ages is not None and not request.images:
-        request.ages = RequestAges(
-            ages, ages.arrive(request.prompt, versions(request.adapter)[-1], request.adapter)
-        )
+        request.ages = RequestAges(ages, request.prompt, live(), request.adapter)
     name = uuid4().hex
+    filled = None
+    if prefills is not None and prefills.used and request.takes_prefill:
+        filled = asyncio.create_task(prefills.fill(engine, request.prompt, name, request.adapter, lora, live))
     tasks = [
         asyncio.create_task(
-            _sample(engine, request, prompt, index, f"{name}-{index}", lora, versions, finished)
+            _sample(engine, request, prompt, index, f"{name}-{index}", lora, versions, finished, filled)
         )
         for index in range(len(request.samples))
     ]
@@ -254,8 +254,12 @@ async def _sample(
     lora: LoRARequest | None,
     versions: Callable[[str], list[int]],
     finished: Finished,
+    filled: asyncio.Task[bool] | None,
 ) -> None:
     try:
+        if filled is not None and not await filled:
+            finished.put_nowait(make_aborted(index, request.prompt, versions(request.adapter)[-1]))
+            return
         params = request.samples[index]
         outputs = engine.generate(prompt, params, name, lora_request=lora)
         output = await _last(outputs, index, request.streams, finished)
@@ -263,6 +267,7 @@ async def _sample(
             finished.put_nowait(_make_scores(output, index, versions(request.adapter), request.score_from))
             return
         made = _make_answer(output, index, request.columns)
+        made.transfer = output.kv_transfer_params if request.offers else None
         if request.ages is not None:
             made.cache_ages = request.ages.finish(output)
         finished.put_nowait(made)

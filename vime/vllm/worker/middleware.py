@@ -33,7 +33,9 @@ from vime.pool.asgi import (
 )
 from vime.pool.control import ADAPTER_HEADER
 from vime.sglang_api.request import ROUTES, WRAPPED
+from vime.vllm.caches import prefill
 from vime.vllm.caches.ages import CacheAges
+from vime.vllm.caches.prefill import Prefills
 from vime.vllm.cpu.memory import return_cache
 from vime.vllm.group_wire import SAMPLES
 from vime.vllm.worker.adapter import ServedAdapters, abort_all
@@ -74,6 +76,7 @@ class RunKeyMiddleware:
         self.token_versions, self.adapters = TokenVersions(), ServedAdapters()
         self.running: dict[str, str] = {}
         self.ages: CacheAges | None = None
+        self.prefills = Prefills(self.run_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -96,6 +99,9 @@ class RunKeyMiddleware:
     async def _serve(self, scope: Scope, receive: Receive, send: Send, *, routed: bool) -> None:
         if scope["method"] == "POST" and scope["path"] in _SERIAL_PATHS:
             await self._serialize_updates(scope, receive, send)
+        elif (scope["method"], scope["path"]) == ("POST", prefill.PATH):
+            await prefill.take_urls(self.prefills, receive)
+            await answer(send, 200)
         elif (scope["method"], scope["path"]) in _READ:
             await self._read(scope, receive, send, routed=routed)
         else:
@@ -120,7 +126,8 @@ class RunKeyMiddleware:
             engine = scope["app"].state.engine_client
             if self.ages is None and CacheAges.needed():
                 self.ages = CacheAges(engine.vllm_config.cache_config.block_size)
-            await group_route.answer(engine, bytes(body), receive, send, since, self.adapters, self.ages)
+            caches = self.ages, self.prefills
+            await group_route.answer(engine, bytes(body), receive, send, since, self.adapters, *caches)
         elif route in ROUTES or _WRAPPED in body:
             from vime.vllm.worker import sglang_routes
 
@@ -149,14 +156,19 @@ class RunKeyMiddleware:
             except ValueError as error:
                 await answer(send, 409, error=str(error))
                 return
+            await self.prefills.drain()
         elif path == "/resume" and not self.adapters.end(adapter or ""):
             await answer(send, 200, message="another adapter is updated; the end of that resumes the engine")
             return
-        elif path == "/abort_requests" and adapter is not None:
+        if path == "/abort_requests":
+            self.prefills.abort()
+        if path == "/abort_requests" and adapter is not None:
             await abort_all(scope["app"].state.engine_client, adapter)
             await answer(send, 200, message=f"requests of {adapter} are aborted")
             return
         await self.app(scope, receive, self._annotate(scope, send))
+        if path == "/resume":
+            self.prefills.resume()
 
     def _annotate(self, scope: Scope, send: Send) -> Send:
         since, adapter = self.token_versions.since(), _read_adapter(scope)
