@@ -14,6 +14,7 @@ COMMANDS = {
     "import": "[trl|verl] FILE: turn a script of TRL or a configuration of verl into flags of vime",
     "new": "reward|agent|project DIR: write the first files, with a test that passes",
     "export": "write a checkpoint as a Hugging Face directory",
+    "soak": "run the flags of train under faults, such as killed processes, and prove that no group was lost",
     "audit": "where trainer and engine differ in a saved rollout of RUN_DIR",
     "watch": "RUN_DIR: a run in the terminal: curves, engines, slow samples, warnings",
     "trace": "RUN_DIR: a timeline of all processes of a run, for https://ui.perfetto.dev",
@@ -27,7 +28,7 @@ COMMANDS = {
     "completion": "a script that completes commands and flags in bash or zsh",
 }
 
-WORK = {"train", "engines", "serve", "import", "new", "export", "audit", "trace", "plot", "ui", "bench"}
+WORK = {"train", "engines", "serve", "import", "new", "export", "audit", "trace", "plot", "ui", "bench", "soak"}
 """Subcommands that do more than print."""
 
 MODULES = {
@@ -40,6 +41,7 @@ MODULES = {
     "new": "vime.new.command",
     "plan": "vime.plan.command",
     "plot": "vime.view.plot",
+    "soak": "vime.soak.command",
     "trace": "vime.view.trace",
     "train": "vime.driver",
     "ui": "vime.view.page.command",

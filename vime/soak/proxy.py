@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from soak_generate import PROXY_FILE, ROUTER_FILE
+from vime.soak.replies import PROXY_FILE, ROUTER_FILE
 
 _PIECE = 65536
 

@@ -22,16 +22,8 @@ from pathlib import Path
 
 import psutil
 
-PARTS = {
-    "driver": r"^\S+ -P -m vime train ",
-    "manager": r"^ray::RolloutActor",
-    "trainer": r"^ray::TrainerActor",
-    "engine": r"^\S+ -m vime\.vllm\.serve vllm\.entrypoints",
-    "router": r"^\S+ -m vime\.vllm\.router_main",
-    "raylet": r"^\S*raylet/raylet ",
-    "gcs": r"^\S*gcs/gcs_server ",
-}
-"""Name -> the command line of its first process."""
+from vime.soak.parts import PARTS, Descendants, command_line, with_children
+
 MEASURED = ("driver", "manager", "trainer", "engine", "router")
 WARM_UP_STEPS = 50
 """Number of first steps of a process that do not count, because caches, memory pools and the KV cache fill."""
@@ -82,6 +74,18 @@ class Growth:
     threads: Slope | None
 
     @property
+    def text(self) -> str:
+        """Returns the growth in words."""
+
+        def describe(slope: Slope | None, unit: str) -> str:
+            if slope is None:
+                return "not judged"
+            return f"{slope.value:+.2f}{unit} (2 s.e. {slope.uncertainty:.2f})"
+
+        files, threads = describe(self.files, ""), describe(self.threads, "")
+        return f"memory {describe(self.memory, '%')}, files {files}, threads {threads} per 100 steps"
+
+    @property
     def is_too_fast(self) -> bool:
         return any(
             slope is not None and slope.exceeds(allowed)
@@ -93,7 +97,7 @@ class Growth:
         )
 
 
-def growth(found: Iterable[Reading], part: str) -> Growth:
+def find_growth(found: Iterable[Reading], part: str) -> Growth:
     """Computes the growth of `part` over all its processes, without each process's first steps."""
     readings = [one for one in found if one.part == part]
     lives: dict[int, list[Reading]] = defaultdict(list)
@@ -106,16 +110,16 @@ def growth(found: Iterable[Reading], part: str) -> Growth:
             if one.step - first >= WARM_UP_STEPS:
                 blocks[process, one.step // BLOCK_STEPS].append(one)
     # The smallest reading, if there are only one or two, may be from the middle of a step.
-    blocks = {where: of for where, of in blocks.items() if len(of) >= FEWEST_READINGS}
+    blocks = {where: block for where, block in blocks.items() if len(block) >= FEWEST_READINGS}
     mean = statistics.mean(one.memory_kib for one in readings) / 1024 if readings else 0.0
     slopes: dict[str, Slope] = {}
     if len(blocks) >= FEWEST_BLOCKS:
         for name, unit in (("memory_kib", mean * 1024 / 100), ("files", 1.0), ("threads", 1.0)):
             lowest = [
-                (process, block * BLOCK_STEPS, min(getattr(one, name) for one in of) / unit)
-                for (process, block), of in blocks.items()
+                (process, number * BLOCK_STEPS, min(getattr(one, name) for one in block) / unit)
+                for (process, number), block in blocks.items()
             ]
-            slopes[name] = slope_of(lowest)
+            slopes[name] = fit_slope(lowest)
     return Growth(
         part,
         len(lives),
@@ -127,15 +131,15 @@ def growth(found: Iterable[Reading], part: str) -> Growth:
     )
 
 
-def slope_of(points: Sequence[tuple[int, int, float]]) -> Slope:
+def fit_slope(points: Sequence[tuple[int, int, float]]) -> Slope:
     """Fits (process, step, value) by least squares, with one level per process and one common slope."""
     by_process: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for process, step, value in points:
         by_process[process].append((step, value))
     pairs = []
-    for of in by_process.values():
-        middle, level = (statistics.mean(column) for column in zip(*of, strict=True))
-        pairs += [(step - middle, value - level) for step, value in of]
+    for process_points in by_process.values():
+        middle, level = (statistics.mean(column) for column in zip(*process_points, strict=True))
+        pairs += [(step - middle, value - level) for step, value in process_points]
     spread = sum(x * x for x, _ in pairs)
     if not spread:
         return Slope(0.0, math.inf)
@@ -146,52 +150,30 @@ def slope_of(points: Sequence[tuple[int, int, float]]) -> Slope:
     return Slope(100 * slope, 200 * error)
 
 
-def processes_of(part: str) -> list[psutil.Process]:
-    """Returns the first processes of a part, among the descendants of this process."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if re.search(PARTS[part], " ".join(process.cmdline())):
-                found.append(process)
-    return found
-
-
-def with_children(process: psutil.Process) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.Error):
-        return [process, *process.children(recursive=True)]
-    return [process]
-
-
-def readings(step: int, parts: Iterable[str] = MEASURED) -> list[Reading]:
+def read_parts(started: Descendants, step: int, parts: Iterable[str] = MEASURED) -> list[Reading]:
     """Reads all parts now. A part that is starting or has ended has no reading."""
-    table = [(process, _command(process)) for process in psutil.Process().children(recursive=True)]
-    out = []
+    table = [(process, command_line(process)) for process in started.members()]
+    found = []
     for part in parts:
         first = next((process for process, command in table if re.search(PARTS[part], command)), None)
         if first is None:
             continue
         with contextlib.suppress(psutil.Error, OSError):
             # The driver's descendants are the other parts.
-            family = [first] if part == "driver" else with_children(first)
-            out.append(
+            processes = [first] if part == "driver" else with_children(first)
+            found.append(
                 Reading(
                     step=step,
                     part=part,
                     process=first.pid,
-                    memory_kib=sum(allocated_kib(process.pid) for process in family),
-                    files=sum(process.num_fds() for process in family),
-                    threads=sum(process.num_threads() for process in family),
+                    memory_kib=sum(allocated_kib(process.pid) for process in processes),
+                    files=sum(process.num_fds() for process in processes),
+                    threads=sum(process.num_threads() for process in processes),
                 )
             )
-    return out
+    return found
 
 
 def allocated_kib(pid: int) -> int:
     text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii", errors="replace")
     return sum(int(size) for size in re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB", text, re.MULTILINE))
-
-
-def _command(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
