@@ -12,6 +12,7 @@ from slime.protocols.engines import (
     GenerateResult,
     NoEngines,
     OnTokens,
+    Parts,
     RolloutEngine,
     ScoreResult,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "Logged",
     "NoEngines",
     "OnTokens",
+    "Parts",
     "RolloutBatch",
     "RolloutEngine",
     "RolloutHandle",

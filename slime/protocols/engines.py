@@ -81,6 +81,17 @@ class GenerateResult:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """A request for the tokens of a completion that is not finished."""
+
+    every_s: float
+    """Seconds between two parts."""
+    take: Callable[[int, GenerateResult], None]
+    """A function that gets the index of the first new token in the completion, and the new tokens with their log-probs,
+    versions and columns. Its text may be incomplete. After a fault the indices begin at 0 again."""
+
+
+@dataclass(frozen=True)
 class ScoreResult:
     """Log-probs of n given tokens in nats, over the whole vocabulary."""
 
@@ -98,6 +109,8 @@ class RolloutEngine(Protocol):
 
     streams: bool
     """True if `generate` calls `on_tokens`. Otherwise a completion arrives only when it is complete."""
+    has_parts: bool
+    """True if `generate` accepts `parts`. An engine without this attribute does not."""
 
     async def context_tokens(self, deadline_s: float) -> int:
         """Returns the limit on the tokens of a prompt with its completion, which never changes. Retries as `generate`.
@@ -114,6 +127,7 @@ class RolloutEngine(Protocol):
         columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
         on_tokens: OnTokens | None = None,
+        parts: Parts | None = None,
         images: ImageInputs | None = None,
     ) -> GenerateResult:
         """Samples a completion. Retries transient faults until `deadline_s` seconds have passed, then TimeoutError.
@@ -123,6 +137,9 @@ class RolloutEngine(Protocol):
 
         `on_tokens` gets tokens during generation, which changes neither the tokens nor the result. The last tokens may
         arrive only with the result. After a fault the indices begin at 0 again, and the tokens may differ.
+
+        `parts` gets tokens every few seconds, which changes neither the tokens nor the result. A caller leaves it out
+        for an engine without `has_parts`.
 
         `columns` maps the name of each requested engine column to its argument, such as {TOP: 8}. ValueError for a
         column that the engine cannot provide.

@@ -24,6 +24,7 @@ from slime.rollout.request_abort import CancelledCalls, cancels_its_call
 from slime.rollout.rewards import async_rm, batched_async_rm, score, score_together
 from slime.rollout.rewards.finite import remove_unless_finite
 from slime.rollout.sample_hooks import accepted, run_sample_hooks
+from slime.rollout.stream.parts import forget_parts, request_parts
 from slime.types import FINISH_STATUS, Reward, Sample, SampleGroup, SamplingParams
 from slime.user_code import blamed
 from slime.vision.requests import request_images
@@ -97,15 +98,18 @@ async def _continue(context: RunContext, sample: Sample, sampling_params: Sampli
                 deadline_s=flags.rollout_deadline_s,
                 columns=wanted,
                 **request_images(sample.multimodal_train_inputs),
+                **request_parts(own, stream),
             )
         columns.check_answer(sample, result, wanted, sampling_params)
-        _take(sample, result, own, sampling_params)
+        add_answer(sample, result, own, sampling_params)
     except TimeoutError as error:
         own.timed_out[stream] = str(error) or "the engine did not answer"
         sample.status = Sample.Status.ABORTED
         return sample
     except ValueError as error:
         raise ValueError(f"sample {sample.index} of group {sample.group_index}: {error}") from error
+    finally:
+        forget_parts(own, stream)
     if not stream.startswith(EVALUATION):
         own.note_request(time.perf_counter() - began, result)
     return sample
@@ -144,12 +148,13 @@ def _within(params: SamplingParams, sample: Sample, budget: int) -> SamplingPara
     return params | {"max_new_tokens": budget}
 
 
-def _take(
+def add_answer(
     sample: Sample,
     result: GenerateResult,
     own: state.GenerateState,
     params: SamplingParams,
 ) -> None:
+    """Appends the tokens of an answer to the sample."""
     continued = sample.response_length > 0
     sample.append_response_tokens(
         tokens=result.token_ids, log_probs=result.log_probs, text=result.text, columns=result.token_columns
@@ -157,9 +162,7 @@ def _take(
     columns.store(sample, result)
     if continued and result.token_ids:
         # A character may be split between two requests, so the whole response is decoded again.
-        skip = bool(params.get("skip_special_tokens"))
-        ids = sample.tokens[-sample.response_length :]
-        sample.response = str(own.tokenizer.decode(ids, skip_special_tokens=skip))
+        sample.response = decode_response(sample, own, params)
     for version in result.weight_versions if result.token_ids else []:
         sample.add_weight_version(version)
     sample.prefix_cache_info.add(
@@ -171,6 +174,12 @@ def _take(
         counts = dict(zip(names, result.speculation, strict=True))
         sample.spec_info.add(counts | {"completion_tokens": len(result.token_ids)})
     sample.status = FINISH_STATUS[result.finish_reason]
+
+
+def decode_response(sample: Sample, own: state.GenerateState, params: SamplingParams) -> str:
+    """Returns the text of the response tokens."""
+    ids = sample.tokens[-sample.response_length :]
+    return str(own.tokenizer.decode(ids, skip_special_tokens=bool(params.get("skip_special_tokens"))))
 
 
 async def generate_and_rm(

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slime.config import Config
-from slime.protocols import GenerateResult
+from slime.protocols import GenerateResult, Parts
 from slime.rollout.state import GenerateState
 from slime.types import Sample, SampleGroup
 
@@ -104,12 +104,13 @@ class EngineDouble:
     request.
 
     The prompt selects the behaviour: "len=N" is the number of letters (default 3), "slow" waits for an abort after
-    two letters, "hold=X" waits until X is in `released`, "stuck" ignores deadline and abort, "late" misses its
-    deadline, "refuse" is not accepted. `version` is the weight version. `calls` records (prompt text, sampling
-    params, seed) for each request.
+    two letters, "part=N" reports the first N letters before it waits, "hold=X" waits until X is in `released`, "stuck"
+    ignores deadline and abort, "late" misses its deadline, "refuse" is not accepted. `version` is the weight version.
+    `calls` records (prompt text, sampling params, seed) for each request.
     """
 
     streams = False
+    has_parts = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
@@ -129,8 +130,12 @@ class EngineDouble:
         deadline_s: float,
         columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
+        parts: Parts | None = None,
     ) -> GenerateResult:
         text = self.tokenizer.decode(token_ids)
+        if parts is not None and "part=" in text:
+            for index in range(int(text.split("part=")[1][0])):
+                parts.take(index, self._result("abcdefgh"[index], "abort", len(token_ids), end=False))
         self.calls.append((text, sampling_params, seed))
         self.running += 1
         self.most_running = max(self.most_running, self.running)

@@ -24,6 +24,7 @@ from slime.protocols import (
     FinishReason,
     GenerateResult,
     OnTokens,
+    Parts,
     ScoreResult,
 )
 from slime.rollout.sampling import checked
@@ -67,7 +68,7 @@ _FINISH: dict[object, FinishReason] = {"stop": "stop", "length": "length", "abor
 class SglangEngineClient(RouterClient):
     """RolloutEngine over sglang-router at `router_url`, e.g. "http://127.0.0.1:3000"."""
 
-    streams = False
+    streams = has_parts = False
 
     async def generate(
         self,
@@ -79,6 +80,7 @@ class SglangEngineClient(RouterClient):
         columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
         on_tokens: OnTokens | None = None,
+        parts: Parts | None = None,
         images: ImageInputs | None = None,
     ) -> GenerateResult:
         """Sample one completion of `token_ids`, see `slime.protocols.RolloutEngine`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -17,13 +18,15 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from slime.protocols import EXPERTS, TOP, FinishReason, GenerateResult, OnTokens, ScoreResult
+from slime.checkpoints.divergence import DivergedError
+from slime.protocols import EXPERTS, TOP, FinishReason, GenerateResult, OnTokens, Parts, ScoreResult
 from slime.rollout.sampling import NAMES, checked
 from vime.pool.control import ADAPTER_HEADER, SERVED_MODEL_NAME
 from vime.pool.router_client import RouterClient, Transient, check_start, require_finite, require_ok, scored
 from vime.vllm.group_wire import (
     ADAPTER_FIELD,
     COLUMNS_FIELD,
+    PARTS_FIELD,
     SAMPLES,
     SCORE_FIELD,
     SILENT_S,
@@ -55,7 +58,7 @@ class VllmEngineClient(RouterClient):
     affected.
     """
 
-    streams = True
+    streams = has_parts = True
 
     def __init__(self, router_url: str, run_key: str, adapter: str = "", *, held: bool = False) -> None:
         super().__init__(router_url, run_key, held=held)
@@ -77,6 +80,7 @@ class VllmEngineClient(RouterClient):
         columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
         on_tokens: OnTokens | None = None,
+        parts: Parts | None = None,
         images: ImageInputs | None = None,
     ) -> GenerateResult:
         """Samples one completion of `token_ids`.
@@ -96,9 +100,11 @@ class VllmEngineClient(RouterClient):
             shared[COLUMNS_FIELD] = dict(columns)
         if on_tokens is not None:
             shared[STREAM_FIELD] = True
+        if parts is not None:
+            shared[PARTS_FIELD] = parts.every_s
         answer = await self._until(
             deadline_s,
-            lambda: self._join(token_ids, shared, own, session, on_tokens),
+            lambda: self._join(token_ids, shared, own, session, on_tokens, parts),
             prompt_tokens=len(token_ids),
         )
         return parse_result(answer, len(token_ids), columns)
@@ -167,6 +173,7 @@ class VllmEngineClient(RouterClient):
         own: dict[str, object],
         session: str | None,
         on_tokens: OnTokens | None = None,
+        parts: Parts | None = None,
     ) -> asyncio.Future[SampleAnswer]:
         """Adds a sample to the request that is sent when the tasks that are ready now have run."""
         loop = asyncio.get_running_loop()
@@ -177,7 +184,7 @@ class VllmEngineClient(RouterClient):
         future: asyncio.Future[SampleAnswer] = loop.create_future()
         request.samples.each.append(own)
         request.futures.append(future)
-        request.parts.append(_Parts(on_tokens))
+        request.received.append(_Received(on_tokens, parts))
         return future
 
     def _send_waiting(self) -> None:
@@ -230,7 +237,7 @@ class VllmEngineClient(RouterClient):
             async for piece in response.content.iter_any():
                 for answer in frames.feed(piece):
                     if answer.more:
-                        request.parts[answer.place].add(answer)
+                        request.received[answer.place].add(answer)
                     elif not request.futures[answer.place].done():
                         request.futures[answer.place].set_result(answer)
 
@@ -243,7 +250,7 @@ class _Request:
     samples: GroupParams
     session: str | None
     futures: list[asyncio.Future[SampleAnswer]] = field(default_factory=list)
-    parts: list[_Parts] = field(default_factory=list)
+    received: list[_Received] = field(default_factory=list)
     has_content: bool = False
 
     async def add_content(self) -> None:
@@ -254,17 +261,25 @@ class _Request:
 
 
 @dataclass
-class _Parts:
+class _Received:
     """The tokens of a sample that have arrived so far."""
 
     on_tokens: OnTokens | None
-    known: int = 0
+    parts: Parts | None
+    shown: int = 0
+    stored: int = 0
 
     def add(self, answer: SampleAnswer) -> None:
+        """Passes on the tokens of a frame. Only a frame of parts has a finish reason."""
         ids = np.frombuffer(answer.token_ids, np.int32).tolist()
-        if self.on_tokens is not None:
-            self.on_tokens(self.known, ids, np.frombuffer(answer.log_probs, np.float32).tolist())
-        self.known += len(ids)
+        if answer.finish_reason is None:
+            if self.on_tokens is not None:
+                self.on_tokens(self.shown, ids, np.frombuffer(answer.log_probs, np.float32).tolist())
+            self.shown += len(ids)
+        elif self.parts is not None:
+            with suppress(ValueError, DivergedError):  # the complete answer raises it, too
+                self.parts.take(self.stored, parse_result(answer, 0, {}))
+            self.stored += len(ids)
 
 
 def _end_with(task: asyncio.Task[None], futures: list[asyncio.Future[SampleAnswer]], _: object) -> None:

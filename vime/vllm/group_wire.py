@@ -29,6 +29,9 @@ STREAM_FIELD = "vime_stream"
 """Shared parameter: true if frames with tokens come before a sample is finished."""
 TRANSFER_FIELD = "vime_transfer"
 """Shared parameter of a request whose prompt another engine takes: vLLM's `kv_transfer_params`."""
+PARTS_FIELD = "vime_parts_s"
+"""Shared parameter: seconds between two frames with the new tokens of a sample that is not finished. Such a frame has
+the versions and the columns of its tokens, which the frames of STREAM_FIELD lack."""
 MARK = b"vime"
 """First bytes of a frame. The router labels every stream text/event-stream, so the content type cannot identify a
 frame."""

@@ -8,6 +8,7 @@ from slime.protocols import DataSource
 from slime.rollout.state import GenerateState
 from slime.rollout.stream import stream
 from slime.rollout.stream.groups import StreamGroup, get_number, hash_prompts
+from slime.rollout.stream.parts import SHARE, AnswersSoFar
 from slime.rollout.stream.snapshot_file import NAME
 from slime.rollout.stream.snapshots import Snapshots
 from slime.types import SampleGroup
@@ -39,4 +40,7 @@ def begin_snapshots(state: GenerateState, data_source: DataSource, start: int) -
     )
     if hasattr(data_source, "snapshot"):
         data_source.snapshot = {"run": snapshots.run, "path": str(path)}
-    snapshots.start(state.config.fault_tolerance.rollout_snapshot_s)
+    every_s = state.config.fault_tolerance.rollout_snapshot_s
+    if not state.config.kernels.rlk_bitwise:  # an unfinished answer starts again there
+        state.part(AnswersSoFar, lambda: AnswersSoFar(every_s * SHARE))
+    snapshots.start(every_s)

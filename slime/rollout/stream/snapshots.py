@@ -28,10 +28,11 @@ from pathlib import Path
 
 from slime.config.schema import Config
 from slime.protocols import UNKNOWN_VERSION
-from slime.rollout.generate import FINISHED
-from slime.rollout.state import GenerateState
+from slime.rollout.generate import FINISHED, add_answer, decode_response
+from slime.rollout.state import GenerateState, random_stream, rollout_sampling_params
 from slime.rollout.stream import snapshot_file
 from slime.rollout.stream.groups import StreamGroup, get_number, restarted
+from slime.rollout.stream.parts import AnswersSoFar
 from slime.rollout.stream.snapshot_file import Header, SnapshotFile, Text
 from slime.types import Sample, SampleGroup
 
@@ -125,9 +126,9 @@ class Snapshots:
         changed = [name for name, value in now.items() if header.sampling.get(name) != value]
         return f"{', '.join(changed)} changed" if changed else None
 
-    def restore(self, entry: StreamGroup, limit: int) -> None:
-        """Gives a group that was drawn now the tokens that a snapshot has for it. `limit` is the largest distance of
-        weights in updates."""
+    def restore(self, entry: StreamGroup, rollout_id: int, limit: int) -> None:
+        """Gives a group that was drawn now, for rollout `rollout_id` or a later one, the tokens that a snapshot has for
+        it. `limit` is the largest distance of weights in updates."""
         number = get_number(entry.original)
         if number not in self.waiting:
             return
@@ -140,7 +141,12 @@ class Snapshots:
             return
         if sum(s.response_length for s in samples) <= sum(s.response_length for s in entry.original):
             return  # the data position of the checkpoint is as new
-        usable = [self._is_usable(sample, record["version"], entry.version, limit) for sample in samples]
+        versions = range(rollout_id - limit, entry.version + limit + 1)
+        usable = [self._is_usable(sample, record["version"], versions) for sample in samples]
+        params = rollout_sampling_params(self.state.config.rollout)
+        for sample in samples:
+            if sample.response_length and sample.status not in FINISHED:
+                sample.response = decode_response(sample, self.state, params)  # parts have no text
         used = [s for s, good in zip(samples, usable, strict=True) if good and s.response_length]
         if len(samples) == len(entry.original):
             every = zip(samples, usable, entry.original, strict=True)
@@ -158,12 +164,12 @@ class Snapshots:
             tokens = sum(s.response_length for s in used)
             self.state.events.add("restored", groups=[number], tokens=tokens, samples=len(used))
 
-    def _is_usable(self, sample: Sample, drawn: int, version: int, limit: int) -> bool:
-        """Returns True if the sample may go on: its tokens are from weights near enough. A sample without tokens
+    def _is_usable(self, sample: Sample, drawn: int, versions: range) -> bool:
+        """Returns True if the sample may go on: `versions` has the weights of all its tokens. A sample without tokens
         starts anyway. `drawn` is the version at which the snapshot's run drew the group."""
         if sample.response_length and sample.status not in FINISHED and self.state.config.kernels.rlk_bitwise:
             return False  # the engine would compute the earlier tokens in another batch
-        return all(abs(version - found) <= limit for found in find_versions(sample, drawn))
+        return all(version in versions for version in find_versions(sample, drawn))
 
     def _count(self, name: str, count: float) -> None:
         name = f"rollout/snapshot/{name}"
@@ -222,7 +228,7 @@ class Snapshots:
 
     def hold(self) -> None:
         """Copies the groups now. The next snapshot has these copies, because a rollout that fails ends its groups."""
-        self._held = [copy_group(entry, self.state.config) for entry in self.groups()]
+        self._held = [copy_group(entry, self.state) for entry in self.groups()]
 
     def release(self) -> None:
         """Undoes `hold`, because another rollout begins."""
@@ -235,7 +241,7 @@ class Snapshots:
             return [one for one in self._held if one.tokens or one.restarts], busy
         for entry in self.groups():
             began = time.perf_counter()
-            made = copy_group(entry, self.state.config)
+            made = copy_group(entry, self.state)
             if made.tokens or made.restarts:
                 copies.append(made)
             busy += time.perf_counter() - began
@@ -259,21 +265,33 @@ class Snapshots:
         return self._file.write(header, texts, same)
 
 
-def copy_group(entry: StreamGroup, config: Config) -> GroupCopy:
+def copy_group(entry: StreamGroup, state: GenerateState) -> GroupCopy:
     """Returns a copy of the group. A sample whose state cannot be stored is as the data source returned it."""
-    flags = config.rollout
+    flags = state.config.rollout
     samples, restarts = list[Sample](), 0
     for sample in entry.group:
         path = sample.generate_function_path or flags.custom_generate_function_path
         started = sample.response_length > 0 or path is not None
         whole = entry.is_ready or sample.reward is not None
         hooks = flags.rollout_sample_hook_path and sample.status in FINISHED
-        if whole or (sample.response_length and path is None and not hooks):
+        if whole:
             samples.append(copy_sample(sample))
+        elif path is None and not hooks:
+            samples.append(copy_running(sample, state))
         else:
             samples.append(restarted(sample))
             restarts += started
     return GroupCopy(get_number(entry.original), entry.prompts, entry.version, samples, restarts)
+
+
+def copy_running(sample: Sample, state: GenerateState) -> Sample:
+    """Returns a copy with the tokens that the engine has reported for the sample's running request."""
+    copied = copy_sample(sample)
+    answers = state.has_part(AnswersSoFar)
+    part = None if answers is None else answers.read(random_stream(sample))
+    if part is not None and sample.tokens and copied.status not in FINISHED:
+        add_answer(copied, part, state, rollout_sampling_params(state.config.rollout))
+    return copied if copied.response_length else restarted(sample)
 
 
 def copy_sample(sample: Sample) -> Sample:

@@ -208,7 +208,7 @@ class Stream:
         entry = StreamGroup(group, version, group)
         if (snapshots := self.state.has_part(Snapshots)) is not None:
             entry.prompts = hash_prompts(group)
-            snapshots.restore(entry, self.age_limit)
+            snapshots.restore(entry, self.rollout_id, self.age_limit)
         self.running[asyncio.create_task(self.generate(entry.group))] = entry
 
     async def generate(self, group: SampleGroup) -> SampleGroup:

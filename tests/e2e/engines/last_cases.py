@@ -1,23 +1,59 @@
-"""Has the last tests on a shared engine, which put it to sleep and kill it."""
+"""Has the last tests on a shared engine: parts of answers, and tests that put the engine to sleep and kill it."""
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
 import signal
 import threading
 import time
+from functools import partial
 from urllib.parse import urlsplit
 
 import torch
 from engine_fixtures import Stack, hf_log_probs, server_of
 
-from slime.protocols import GenerateResult
+from slime.protocols import TOP, GenerateResult, Parts
+from slime.rollout.stream.parts import AnswersSoFar
 from vime.pool.control import SERVED_MODEL_NAME
 from vime.vllm.group_wire import ALIVE, ALIVE_S, SAMPLES, Frames
 
 PROMPT = [14, 5, 8, 13, 21, 30]
+
+
+def test_parts_of_an_answer_are_its_first_tokens(stack: Stack) -> None:
+    """Two samples of one request report their tokens every 0.1 s, with log-probs, versions and the likeliest ids."""
+    params = {"temperature": 1.0, "max_new_tokens": 480, "ignore_eos": True}
+    found: dict[int, AnswersSoFar] = {seed: AnswersSoFar(0.1) for seed in (1, 2)}
+
+    async def run() -> list[GenerateResult]:
+        client = stack.pool.client()
+        asked = [
+            client.generate(
+                *(PROMPT, params),
+                seed=seed,
+                deadline_s=60,
+                columns={TOP: 2},
+                parts=Parts(0.1, partial(answers.take, "x")),
+            )
+            for seed, answers in found.items()
+        ]
+        results = await asyncio.gather(*asked)
+        await client.close()
+        return results
+
+    for result, answers in zip(asyncio.run(run()), found.values(), strict=True):
+        part = answers.read("x")
+        assert part is not None and 0 < (count := len(part.token_ids)) < 480
+        assert part.token_ids == result.token_ids[:count] and part.log_probs == result.log_probs[:count]
+        assert (
+            part.token_columns["token_versions"] == result.weight_versions * count
+            and part.finish_reason == "abort"
+        )
+        assert [array.shape for array in part.columns[TOP]] == [(count, 2)] * 2
+        assert (part.columns[TOP][0] == result.columns[TOP][0][:count]).all()
 
 
 def test_sleeping_engines_answer_when_they_wake(stack: Stack) -> None:

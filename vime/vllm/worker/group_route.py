@@ -25,6 +25,7 @@ from vime.vllm.group_wire import (
     ALIVE,
     ALIVE_S,
     COLUMNS_FIELD,
+    PARTS_FIELD,
     SCORE_FIELD,
     STREAM_FIELD,
     TRANSFER_FIELD,
@@ -37,6 +38,7 @@ from vime.vllm.images import engine_input
 from vime.vllm.images.wire import IMAGES_FIELD, MISSING, MissingFilesError, missing_files, parse_images
 from vime.vllm.versions import refusals
 from vime.vllm.worker.adapter import ServedAdapters
+from vime.vllm.worker.columns.parts import PartReader
 from vime.vllm.worker.columns.producers import LOWEST, PRODUCERS
 from vime.vllm.worker.columns.token_versions import version_spans
 
@@ -88,6 +90,8 @@ class GroupRequest:
         self.offers = isinstance(transfer, dict)
         self.takes_prefill = not (self.images or self.offers or self.score_from is not None)
         self.ages: RequestAges | None = None
+        parts_s = shared.pop(PARTS_FIELD, None)
+        self.parts_s = float(parts_s) if isinstance(parts_s, int | float) and parts_s > 0 else None
         likeliest = [argument for name, argument in self.columns.items() if PRODUCERS[name].likeliest]
         most = max(likeliest, default=0)
         ours: dict[str, object] = {
@@ -176,15 +180,17 @@ async def answer(
     if ages is not None and not request.images:
         request.ages = RequestAges(ages, request.prompt, live(), request.adapter)
     name = uuid4().hex
+    names = [f"{name}-{index}" for index in range(len(request.samples))]
     filled = None
     if prefills is not None and prefills.used and request.takes_prefill:
         filled = asyncio.create_task(prefills.fill(engine, request.prompt, name, request.adapter, lora, live))
     tasks = [
-        asyncio.create_task(
-            _sample(engine, request, prompt, index, f"{name}-{index}", lora, versions, finished, filled)
-        )
-        for index in range(len(request.samples))
+        asyncio.create_task(_sample(engine, request, prompt, index, own, lora, versions, finished, filled))
+        for index, own in enumerate(names)
     ]
+    if request.parts_s is not None:
+        reader = PartReader(engine, names)
+        tasks.append(asyncio.create_task(_send_parts(reader, request.parts_s, request.columns, finished)))
     tasks += [asyncio.create_task(_gone(receive, finished)), asyncio.create_task(_alive(finished))]
     try:
         await _send_frames(finished, len(request.samples), send)
@@ -243,6 +249,22 @@ async def _alive(finished: Finished) -> None:
     while True:
         await asyncio.sleep(ALIVE_S)
         finished.put_nowait(None)
+
+
+async def _send_parts(
+    reader: PartReader, every_s: float, columns: Mapping[str, int], finished: Finished
+) -> None:
+    """Puts a frame with the new tokens of each unfinished sample into the queue, every `every_s` seconds."""
+    try:
+        while True:
+            await asyncio.sleep(every_s)
+            for index, output in reader.read():
+                part = _make_answer(output, index, columns)
+                part.more, part.finish_reason = True, "abort"
+                finished.put_nowait(part)
+                await asyncio.sleep(0)
+    except Exception as error:  # the border of a task: `_send_frames` raises it
+        finished.put_nowait(error)
 
 
 async def _sample(

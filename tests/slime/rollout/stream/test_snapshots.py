@@ -8,12 +8,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rollout_double import write_lines
 from test_stream import ONE, Run, prompts_of, until
 
 from slime.data.source import PromptDataSource
+from slime.protocols import GenerateResult
 from slime.rollout.stream import snapshot_file, stream
+from slime.rollout.stream.parts import AnswersSoFar
 from slime.rollout.stream.snapshot_file import NAME, Header, SnapshotFile, Text, decode, encode
 from slime.rollout.stream.snapshot_start import begin_snapshots
 from slime.rollout.stream.snapshots import Snapshots
@@ -86,10 +89,10 @@ def resume(folder: Path, start: int = 1, **flags: object) -> Saved:
     return again
 
 
-def stopped_run(folder: Path, *, saves: bool = True) -> Saved:
+def stopped_run(folder: Path, *, saves: bool = True, version: int = 0) -> Saved:
     """Returns a run whose checkpoint and snapshot have group 3, which is ready, and group 0, which runs."""
     run = Saved(folder)
-    first, run.second = run.ask(0, 0), run.ask(1, 0)
+    first, run.second = run.ask(0, version), run.ask(1, version)
     assert prompts_of(first()) == ["b", "c"]
     assert until(lambda: stream.unfinished(run.state)[0].is_ready)
     if saves:
@@ -144,8 +147,8 @@ def test_a_snapshot_newer_than_the_checkpoint_waits_until_its_groups_are_drawn(t
     run.engine.released.add("1")
     run.second()
     run.ask(2, 1)()
-    run.ask(3, 2)
-    run.state.allow(4, 2)
+    run.ask(3, 3)
+    run.state.allow(4, 3)
     assert until(lambda: len(groups_of(run)) == 2)
     assert until(lambda: all(entry.is_ready for entry in stream.unfinished(run.state)))
     run.take()
@@ -158,13 +161,13 @@ def test_a_snapshot_newer_than_the_checkpoint_waits_until_its_groups_are_drawn(t
     assert {text for text, _, _ in third.engine.calls} == {ONE, *"defgh"}
 
 
-@pytest.mark.parametrize("version", [2, 5])
-def test_tokens_of_weights_too_far_away_start_again(tmp_path, version):
-    """The limit is one update. The tokens are of version 0, before or after the engines' version."""
-    stopped_run(tmp_path)
-    output = resume(tmp_path).ask(1, version)()
+@pytest.mark.parametrize(("sampled_at", "rollout"), [(0, 2), (3, 1)])
+def test_tokens_of_weights_too_far_away_start_again(tmp_path, sampled_at, rollout):
+    """With --max-staleness 1, rollout 2 may have tokens of the versions 1 to 3, and rollout 1 those of 0 to 2."""
+    stopped_run(tmp_path, version=sampled_at)
+    output = resume(tmp_path).ask(rollout, rollout)()
     assert restored(tmp_path) == [] and output.metrics["rollout/snapshot/samples_restarted"] == 2
-    assert {s.weight_versions[0] for group in output.samples for s in group} == {version}
+    assert {s.weight_versions[0] for group in output.samples for s in group} == {rollout}
 
 
 @pytest.mark.parametrize(
@@ -248,6 +251,37 @@ async def agent(args: object, sample: Sample, sampling_params: object) -> Sample
         await asyncio.sleep(0.002)
     sample.status = Sample.Status.COMPLETED
     return sample
+
+
+def test_the_tokens_of_a_running_request_are_in_the_snapshot(tmp_path):
+    """The engine has reported two of four letters. The resumed run requests the other two with a seed of their own."""
+    run = Saved(tmp_path, prompts=["part=2 hold=1 len=4 :", "b"])
+    run.ask(0, 0)
+    assert until(
+        lambda: len(groups_of(run)) == 2 and groups_of(run)[0][0].reward == 4 and run.engine.running == 2
+    )
+    run.take()
+    again = resume(tmp_path, start=0, prompts=["part=2 hold=1 len=4 :", "b"])
+    output = again.ask(0, 0)()
+    assert restored(tmp_path) == [(0, 4), (1, 8)]
+    assert [text for text, _, _ in again.engine.calls] == ["part=2 hold=1 len=4 :ab"] * 2
+    for sample in output.samples[0]:
+        assert (sample.response, sample.response_length, sample.reward) == ("abcd<|im_end|>", 5, 5.0)
+        assert sample.rollout_log_probs == pytest.approx([-0.1, -0.1, -0.1, -0.2, -0.3])
+        assert sample.columns["token_versions"] == [0] * 5 and sample.loss_mask == [1] * 5
+
+
+def test_parts_of_an_engine_that_died_are_dropped():
+    answers = AnswersSoFar(1.0)
+    part = GenerateResult([5], [-0.5], "x", "abort", [3], columns={"token_versions": (np.asarray([3]),)})
+    for index in (0, 1, 2):
+        answers.take("a", index, part)
+    assert answers.read("a").token_ids == [5, 5, 5] and answers.read("b") is None
+    assert answers.read("a").token_columns == {"token_versions": [3, 3, 3]}
+    answers.take("a", 0, part)
+    assert answers.read("a").token_ids == [5]
+    answers.take("a", 4, part)
+    assert answers.read("a") is None
 
 
 def test_aborted_groups_in_the_buffer_are_in_the_snapshot(tmp_path):
