@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import ray
 
@@ -94,7 +94,15 @@ def _role(config: Config, model: ServedModel, index: int) -> Role:
     return "prefill" if index < prefill else "decode"
 
 
-def _health_checks(config: Config) -> dict[str, float]:
+class HealthChecks(TypedDict):
+    """Arguments of a pool: how it checks its engines."""
+
+    health_check_interval_s: float
+    health_check_timeout_s: float
+    health_check_first_wait_s: float
+
+
+def _health_checks(config: Config) -> HealthChecks:
     f = config.fault_tolerance
     return {
         "health_check_interval_s": f.rollout_health_check_interval,
