@@ -22,6 +22,7 @@ from typing import TypeVar
 from slime.cluster.turns import DeviceSharing, share_devices
 from slime.config import Config
 from slime.protocols import EnginePool, RolloutBatch, RolloutHandle, TrainerHandle, TrainResult
+from slime.recovery.recovery import Recovery
 from slime.system.waiting import report_wait, wait
 from slime.tracking.report import Reporter
 
@@ -43,6 +44,7 @@ def run(
     """
     loop = _Loop(config, rollout, trainer, engines, report, share_devices(config, engines), stop or Event())
     start = trainer.start_rollout_id
+    loop.recovery = Recovery(config, trainer, loop, loop.turns, report.events, start)
     report.start(start)
     with report_wait("sending the first weights to the engines"), report.first_weights(start):
         loop.publish(start)
@@ -132,6 +134,8 @@ class _Loop:
     report: Reporter
     turns: DeviceSharing
     stop: Event
+    recovery: Recovery = field(init=False)
+    """Every call of the trainer passes it, because the trainer may have to start again."""
     ahead: deque[Future[RolloutBatch]] = field(default_factory=deque)
     """Rollouts that are being generated, in order."""
     trained: int = 0
@@ -167,10 +171,16 @@ class _Loop:
     def train(self, rollout_id: int, batch: RolloutBatch) -> TrainResult:
         """Train on the batch. Colocated engines sleep meanwhile."""
         timers = self.report.timers
-        self.turns.begin(timers)
-        bar = self.report.bar(f"train {rollout_id}", "micro-batch", self.trainer.progress)
-        with timers.measure("train"), bar as tick:
-            trained = self._wait(self.trainer.train(rollout_id, batch.rank_data), tick)
+
+        def train() -> TrainResult:
+            self.turns.begin(timers)
+            bar = self.report.bar(f"train {rollout_id}", "micro-batch", self.trainer.progress)
+            with timers.measure("train"), bar as tick:
+                return self._wait(self.trainer.train(rollout_id, batch.rank_data), tick)
+
+        trained = self.recovery.run(f"training rollout {rollout_id}", train)
+        self.recovery.add(rollout_id, batch.rank_data)
+        self.recovery.save_in_memory(rollout_id, timers)
         self.turns.end(timers)
         return trained
 
@@ -181,8 +191,15 @@ class _Loop:
                 self.publish(rollout_id + 1)
 
     def publish(self, version: int) -> None:
+        self.recovery.run(f"publishing weights {version}", lambda: self.publish_now(version))
+
+    def publish_now(self, version: int) -> None:
+        """Publish without a restart of the trainer."""
         self.report.sent(self.engines.publish(version))
         self.published = version
+
+    def check_engines(self) -> None:
+        self.engines.check_health()
 
     def save(self, rollout_id: int) -> None:
         """Save a checkpoint if one is due, or if the run was asked to end.
@@ -200,18 +217,22 @@ class _Loop:
             self.report.timers.measure("save_model"),
             report_wait(f"saving the checkpoint of rollout {rollout_id}"),
         ):
-            self.turns.begin()
-            self._wait(self.trainer.save(rollout_id))
+            self.recovery.run(f"saving rollout {rollout_id}", lambda: self._save_now(rollout_id))
             if self.turns.end():
                 self.publish(rollout_id + 1)
         self.saved = rollout_id + 1
         self.report.saved(rollout_id)
 
+    def _save_now(self, rollout_id: int) -> None:
+        self.turns.begin()
+        self._wait(self.trainer.save(rollout_id))
+        self.recovery.saved(rollout_id)
+
     def finish_save(self) -> None:
         """Wait for the files of a checkpoint that is being written."""
         if self.config.checkpoint.async_save:
             with report_wait("writing the last checkpoint"):
-                self._wait(self.trainer.finish_save())
+                self.recovery.run("writing files", lambda: self._wait(self.trainer.finish_save()))
 
     def evaluate_at_start(self, start: int) -> None:
         """Evaluate before the first rollout."""
@@ -235,9 +256,13 @@ class _Loop:
 
     def _held_out(self, count: int, sets: dict[str, list[object]]) -> dict[str, float]:
         """The trainer's passes need device memory, so colocated engines sleep meanwhile."""
-        with report_wait("computing the loss of held-out samples"):
+
+        def evaluate() -> dict[str, float]:
             self.turns.begin()
-            metrics = self._wait(self.trainer.evaluate(count, sets))
+            return self._wait(self.trainer.evaluate(count, sets))
+
+        with report_wait("computing the loss of held-out samples"):
+            metrics = self.recovery.run(f"evaluating {count}", evaluate)
             if self.turns.end():
                 self.publish(count)
         return metrics
@@ -252,6 +277,7 @@ class _Loop:
         self._heed_stop()
         self.report.heed()
         self.engines.check_health()
+        self.recovery.check()
 
     def _wait(self, future: Future[T], tick: Callable[[], None] | None = None) -> T:
         return wait(future, self.engines.check_health, tick)

@@ -27,6 +27,7 @@ from ray.exceptions import RayTaskError
 
 from slime import loop
 from slime.cluster import calls, placement, ray_start, rollout_actor, trainers
+from slime.cluster.faults.renewal import find_engine_nodes
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.cluster.watchdog import Watchdog, remove
@@ -57,7 +58,7 @@ from vime.run.interrupts import by, catch_signals, exit_code
 from vime.run.late_end import end_late
 from vime.run.lock import lock_all, written_folders
 from vime.run.prompts import with_data
-from vime.run.temporary import keep_ray_logs, make_folder, make_weights_folder, use_folder
+from vime.run.temporary import SHARED_MEMORY, keep_ray_logs, make_folder, make_weights_folder, use_folder
 from vime.start.checks import Inputs, check_run, lacks_gpu, read_inputs, weights_parent
 from vime.start.dry_reward import check_reward
 from vime.start.fork_call import run_in_fork
@@ -183,13 +184,17 @@ def run(config: Config, argv: Sequence[str]) -> None:
         journal = stack.enter_context(recorded(run_dir, config.data.num_rollout))
         memory = _watch_memory(config, stack)
         temporary, private = make_folder(), _private_weight_dir(config, stack)
+        stored = _memory_dir(config, stack)
         stack.callback(remove, [str(temporary)])  # also if the watchdog does not start
-        watchdog = Watchdog([str(directory) for directory in (temporary, private) if directory is not None])
+        watchdog = Watchdog([str(folder) for folder in (temporary, private, stored) if folder is not None])
         stack.callback(watchdog.dismiss)
         use_folder(temporary, stack)
         if private is not None:
             config = config.with_values(weight_dir=str(private))
             stack.callback(shutil.rmtree, private, ignore_errors=True)
+        if stored is not None:
+            config = config.with_values(memory_dir=str(stored))
+            stack.callback(shutil.rmtree, stored, ignore_errors=True)
         with DiskSpaceGuard("--run-dir", run_dir, "the records of a run"):
             config.save_json(run_dir / "config.json")
             write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
@@ -202,7 +207,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         watch = stack.enter_context(RayWatch(watchdog, functools.partial(_gives_up, journal, logs)))
         watch.watch(parts())
         placed = placement.reserve_devices(config)
-        watch.watch(parts(node.name for node in placed.nodes))
+        watch.watch(parts(find_engine_nodes(placed)))  # trainer ranks of other nodes may start elsewhere
         watch.callback(placed.release)
         trainer = None
         if not config.debug.debug_rollout_only:
@@ -294,6 +299,13 @@ def _private_weight_dir(config: Config, stack: ExitStack) -> Path | None:
     return (run_dir / "weights").resolve()
 
 
+def _memory_dir(config: Config, stack: ExitStack) -> Path | None:
+    """Returns the folder of --recover-from memory: a directory of this run, removed at the end."""
+    if config.fault_tolerance.recover_from != "memory":
+        return None
+    return make_weights_folder(SHARED_MEMORY, Path(config.logging.run_dir), stack)
+
+
 def _start_engines(
     config: Config,
     placed: placement.Placement,
@@ -305,9 +317,8 @@ def _start_engines(
     start."""
     pool = make_pools(config, placed, trainer)
     watch.callback(pool.stop)
-    liveness = {} if trainer is None else trainer.liveness
     facts = dict(pool.facts)
-    rollout = rollout_actor.RolloutGroup(config, pool.client(), config.data_parallel_size, facts, liveness)
+    rollout = rollout_actor.RolloutGroup(config, pool.client(), config.data_parallel_size, facts)
     watch.callback(rollout.stop)
     control = ControlSocket(config.logging.run_dir, pool.pools, rollout.set_engines)
     watch.callback(control.close)

@@ -163,6 +163,11 @@ class TrainerActor:
     def progress(self) -> tuple[int, int]:
         return self.trainer.progress
 
+    @ray.method(concurrency_group="progress")
+    def answer(self) -> tuple[str, int]:
+        """Returns Ray's id of the node, and the process id. A process that is stopped does not return."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
     @ray.method(concurrency_group="life")
     def live(self) -> None:
         """Never returns. The call fails when this process dies, so a caller that waits for the call notices the
@@ -171,6 +176,9 @@ class TrainerActor:
 
     def save(self, rollout_id: int) -> None:
         self.trainer.save(rollout_id)
+
+    def save_in_memory(self, rollout_id: int) -> None:
+        self.trainer.save_in_memory(rollout_id)
 
     def finish_save(self) -> None:
         self.trainer.finish_save()

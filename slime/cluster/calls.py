@@ -31,14 +31,18 @@ class ActorError(RuntimeError):
     actor's log file. `details` is the remote traceback, or Ray's report on a process that died.
     `died` is True if the process died."""
 
-    def __init__(self, name: str, error: RayTaskError | RayActorError, log: Path) -> None:
-        self.log, self.details = log, str(error)
-        self.died = not isinstance(error, RayTaskError)
+    def __init__(self, name: str, reason: str, log: Path, details: str = "", *, died: bool = False) -> None:
+        self.name, self.reason, self.log, self.details, self.died = name, reason, log, details, died
+        super().__init__(f"{name} failed: {reason}")
+
+    @classmethod
+    def from_ray(cls, name: str, error: RayTaskError | RayActorError, log: Path) -> ActorError:
+        """Returns the error of a call that ended with Ray's `error`."""
         if isinstance(error, RayTaskError):
-            message = add_location(f"{type(error.cause).__name__}: {error.cause}", self.details)
-        else:
-            message = "its process died without an error: it was killed, ran out of memory, or crashed"
-        super().__init__(f"{name} failed: {message}")
+            reason = add_location(f"{type(error.cause).__name__}: {error.cause}", str(error))
+            return cls(name, reason, log, str(error))
+        reason = "its process died without an error: it was killed, ran out of memory, or crashed"
+        return cls(name, reason, log, str(error), died=True)
 
 
 _DEATH_S = 3.0  # after a first failure, the time for Ray to report a dead process
@@ -72,10 +76,10 @@ def first_failure_or_all(
         try:
             results[done] = ray.get(done)
         except RayActorError as error:
-            raise ActorError(names[done], error, log_path(config, names[done])) from None
+            raise ActorError.from_ray(names[done], error, log_path(config, names[done])) from None
         except RayTaskError as error:
             failed, why = _death_among(waiting) or (done, error)
-            raise ActorError(names[failed], why, log_path(config, names[failed])) from None
+            raise ActorError.from_ray(names[failed], why, log_path(config, names[failed])) from None
     return [results[ref] for ref in calls]
 
 

@@ -187,8 +187,8 @@ def reserve_devices(config: Config) -> Placement:
     amount = 1.0 if resource == "GPU" else CORES_PER_CPU_DEVICE
     group = _reserve(resource, amount, devices, existing, _PLACEMENT_TIMEOUT_S)
     try:
-        nodes = _find_nodes(group, devices)
-        gpus = _find_gpus(group, devices) if resource == "GPU" else []
+        nodes = find_nodes(group, devices)
+        gpus = find_gpus(group, range(devices)) if resource == "GPU" else []
         if gpus:
             order, domains = _ordered(gpus, indices.blocks(config), config.cluster.nvlink_domain_size)
         else:
@@ -243,8 +243,8 @@ def reserve_engine(config: Config, model: str) -> Placement:
             f"got {free:g} of {existing:g} {resource}s; remove another engine first, or join a larger cluster"
         ) from error
     try:
-        nodes = _find_nodes(group, size)
-        gpus = _find_gpus(group, size) if resource == "GPU" else []
+        nodes = find_nodes(group, size)
+        gpus = find_gpus(group, range(size)) if resource == "GPU" else []
         order = sorted(range(size), key=lambda bundle: nodes[bundle].order)
         if gpus:
             order, domains = _ordered(gpus, [size], config.cluster.nvlink_domain_size)
@@ -292,7 +292,7 @@ def _reserve(resource: str, amount: float, devices: int, existing: float, timeou
     return group
 
 
-def _find_nodes(group: PlacementGroup, devices: int) -> list[Node]:
+def find_nodes(group: PlacementGroup, devices: int) -> list[Node]:
     """Returns each bundle's node."""
     known = ray.nodes()  # type: ignore[no-untyped-call]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in known}
@@ -309,9 +309,10 @@ def _own_gpu() -> Gpu:
     return Gpu(node, address, str(name), read_gpu_facts(str(name)))
 
 
-def _find_gpus(group: PlacementGroup, devices: int) -> list[Gpu]:
+def find_gpus(group: PlacementGroup, bundles: Sequence[int]) -> list[Gpu]:
     """Returns each bundle's GPU. Each task takes its whole bundle, so no two tasks report the same GPU."""
-    strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in range(devices)]
+    devices = len(bundles)
+    strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
     tasks = [_own_gpu.options(scheduling_strategy=strategy).remote() for strategy in strategies]
     try:
         gpus = ray.get(tasks, timeout=_ANSWER_TIMEOUT_S)

@@ -80,11 +80,7 @@ class RolloutActor:
 
 
 class RolloutGroup:
-    """Controls the rollout manager's actor. Implements slime.protocols.RolloutHandle.
-
-    `liveness` comes from the trainer. A rollout may take long and calls no trainer rank, so only `liveness` shows
-    that a rank died.
-    """
+    """Controls the rollout manager's actor. Implements slime.protocols.RolloutHandle."""
 
     def __init__(
         self,
@@ -92,9 +88,8 @@ class RolloutGroup:
         engine: RolloutEngine | None,
         dp_size: int,
         facts: Mapping[str, object],
-        liveness: Mapping[Ref, str],
     ) -> None:
-        self._config, self._liveness = config, liveness
+        self._config = config
         self._threads = [
             ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rollout-{i}") for i in range(2)
         ]
@@ -122,7 +117,7 @@ class RolloutGroup:
         self._actor.set_engines.remote(count)
 
     def _result(self, ref: Ref) -> Any:
-        return first_failure_or_all(self._config, {ref: "rollout"}, self._liveness)[0]
+        return first_failure_or_all(self._config, {ref: "rollout"})[0]
 
     def stop(self) -> None:
         for threads in self._threads:

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import ray
 
 from slime.cluster.actors import LIFE, PROGRESS, TrainerActor
-from slime.cluster.calls import Actor, Ref, ask_progress, first_failure_or_all
+from slime.cluster.calls import Actor, ActorError, Ref, ask_progress, first_failure_or_all, log_path
+from slime.cluster.faults.lost import AnswerWatch, RankLost, find_dead, is_loss
+from slime.cluster.faults.renewal import renew
 from slime.cluster.numa import format_cpus
 from slime.cluster.placement import Placement, cpu_threads
 from slime.cluster.rendezvous import LOOPBACK_ONLY
 from slime.config import Config
-from slime.protocols import TrainResult, WeightUpdate
+from slime.protocols import RecoveryPoint, TrainResult, WeightUpdate
 from slime.roles.groups import RoleGroup, build_groups, on_one_host
+
+_WHOLE_S = 0.2
+"""Seconds between two looks whether restarted ranks have the newest weights."""
 
 
 class TrainerGroup:
@@ -76,6 +82,10 @@ class TrainerGroup:
         with self._calling:
             return {call(actor, rank): self._names[rank] for rank, actor in enumerate(self.actors)}
 
+    def named_actors(self) -> list[tuple[str, Actor]]:
+        """Returns the name and the actor of each rank."""
+        return list(zip(self._names, self.actors, strict=True))
+
     def score(self, rollout_id: int, rank_data: Sequence[object]) -> dict[Ref, str]:
         """Calls the passes before training; see `TrainerActor.score`. `rank_data` has one entry per data-parallel rank.
 
@@ -126,15 +136,53 @@ class Trainers:
     of rank 0 of the policy's group."""
 
     def __init__(self, config: Config, placement: Placement) -> None:
-        self._config = config
+        self._config, self._placement = config, placement
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="trainers")
+        self._files = ThreadPoolExecutor(max_workers=4, thread_name_prefix="weights-file")
+        self._ended = threading.Event()
+        self._start(config)
+        self._whole.set()
+
+    def _start(self, config: Config) -> None:
+        """Starts the ranks. `_whole` is set when their weights are those of the newest trained rollout."""
+        self._whole = threading.Event()
         self._groups = [
-            TrainerGroup(config, group, placement, bundles)
-            for group, bundles in zip(build_groups(config), placement.trainer_bundles, strict=True)
+            TrainerGroup(config, group, self._placement, bundles)
+            for group, bundles in zip(build_groups(config), self._placement.trainer_bundles, strict=True)
         ]
         self.policy = self._groups[0]
         self.liveness = {ref: name for group in self._groups for ref, name in group.liveness.items()}
         self.building = {ref: name for group in self._groups for ref, name in group.building.items()}
+        named = {name: actor for group in self._groups for name, actor in group.named_actors()}
+        self._answers = AnswerWatch(named, 60.0 * config.cluster.distributed_timeout_minutes)
+
+    @contextmanager
+    def restarted(self, point: RecoveryPoint | None, check: Callable[[], None]) -> Iterator[int]:
+        self._whole.clear()
+        for group in self._groups:
+            group.stop()
+        self._answers.end_here(self._config.fault_tolerance.rollout_cleanup_timeout)
+        self._placement = renew(self._placement)
+        config = self._config
+        if point is not None:
+            config = config.with_values(restart_dir=point.directory, restart_iteration=point.iteration)
+        self._start(config)
+
+        def check_all() -> None:
+            check()
+            self.check()
+
+        self.take_built(self._losses(lambda: first_failure_or_all(config, self.building, check=check_all)))
+        yield self.start_rollout_id
+        self._whole.set()
+
+    def check(self) -> None:
+        log = log_path(self._config, "trainer").parent
+        if (dead := find_dead(self.liveness, log)) is not None:
+            raise dead
+        if (silent := self._answers.find_silent()) is not None:
+            name, seconds = silent
+            raise RankLost(name, f"its process has not answered for {seconds:.0f} s", log / f"{name}.log")
 
     def take_built(self, built: Sequence[Any]) -> None:
         """Stores the answers of `building`; see `rollout_actor.wait_built`."""
@@ -194,25 +242,61 @@ class Trainers:
 
         return self._threads.submit(in_order)
 
+    def save_in_memory(self, rollout_id: int) -> Future[None]:
+        return self._all(lambda actor, rank: actor.save_in_memory.remote(rollout_id))
+
     def finish_save(self) -> Future[None]:
-        calls = [group.call(lambda actor, rank: actor.finish_save.remote()) for group in self._groups]
+        return self._all(lambda actor, rank: actor.finish_save.remote())
+
+    def _all(self, call: Callable[[Actor, int], Ref]) -> Future[None]:
+        """Calls the ranks of all groups at the same time."""
+        calls = [group.call(call) for group in self._groups]
         return self._answer({ref: name for of_group in calls for ref, name in of_group.items()})
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
         return self._answer(self.policy.call(lambda actor, _: actor.next_weights.remote(version, receivers)))
 
     def weights_file(self) -> Future[WeightUpdate]:
-        """Returns the weights after the calls that the ranks run now. Any thread may call this method."""
-        return self._answer(self.policy.call(lambda actor, rank: actor.weights_file.remote()))
+        """Returns the weights after the calls that the ranks run now. Any thread may call this method. While the ranks
+        start again, the answer waits until they have repeated all rollouts."""
+        return self._files.submit(self._write_file)
+
+    def _write_file(self) -> WeightUpdate:
+        lost: threading.Event | None = None
+        while not self._ended.is_set():
+            whole = self._whole
+            if whole is lost or not whole.is_set():
+                self._ended.wait(_WHOLE_S)
+                continue
+            try:
+                update: WeightUpdate = self._results(
+                    self.policy.call(lambda actor, rank: actor.weights_file.remote())
+                )[0]
+                return update
+            except RankLost:
+                lost = whole
+        raise RuntimeError("the trainer must run to write a file of its weights, got its end")
 
     def _answer(self, calls: dict[Ref, str]) -> Future[Any]:
         return self._threads.submit(lambda: self._results(calls)[0])
 
     def _results(self, calls: dict[Ref, str]) -> list[Any]:
-        return first_failure_or_all(self._config, calls, self.liveness if len(self._groups) > 1 else {})
+        liveness = self.liveness if len(self._groups) > 1 else {}
+        return self._losses(lambda: first_failure_or_all(self._config, calls, liveness, check=self.check))
+
+    def _losses(self, call: Callable[[], list[Any]]) -> list[Any]:
+        """Calls `call`. Raises RankLost instead of an error from which new ranks may recover."""
+        try:
+            return call()
+        except ActorError as error:
+            if isinstance(error, RankLost) or not is_loss(error):
+                raise
+            raise RankLost.from_error(error) from None
 
     def stop(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._ended.set()
+        for threads in (self._threads, self._files):
+            threads.shutdown(wait=False, cancel_futures=True)
         for group in self._groups:
             group.stop()
 

@@ -14,7 +14,8 @@ class DeviceSharing(Protocol):
     """What the loop calls around the trainer's work."""
 
     def begin(self, timers: Timers | None = None) -> None:
-        """The trainer gets the devices. With `timers`, the time counts as `sleep`."""
+        """The trainer gets the devices. A second call before `end` does nothing. With `timers`, the time counts as
+        `sleep`."""
         ...
 
     def end(self, timers: Timers | None = None) -> bool:
@@ -42,12 +43,17 @@ class SharedDevices:
 
     def __init__(self, engines: EnginePool) -> None:
         self._engines = engines
+        self._asleep = False
 
     def begin(self, timers: Timers | None = None) -> None:
+        if self._asleep:  # the trainer was lost in its turn
+            return
         with _measured(timers, "sleep"):
             self._engines.sleep()
+        self._asleep = True
 
     def end(self, timers: Timers | None = None) -> bool:
+        self._asleep = False
         with _measured(timers, "wake_up"):
             return self._engines.wake()
 

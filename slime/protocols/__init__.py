@@ -20,10 +20,12 @@ from slime.protocols.training import (
     DataSource,
     Evaluated,
     Logged,
+    RecoveryPoint,
     RolloutBatch,
     RolloutHandle,
     ShownSample,
     TrainerHandle,
+    TrainerLost,
     TrainResult,
 )
 from slime.protocols.weights import (
@@ -53,6 +55,7 @@ __all__ = [
     "NoEngines",
     "OnTokens",
     "Parts",
+    "RecoveryPoint",
     "RolloutBatch",
     "RolloutEngine",
     "RolloutHandle",
@@ -60,6 +63,7 @@ __all__ = [
     "ShownSample",
     "TrainResult",
     "TrainerHandle",
+    "TrainerLost",
     "WeightKind",
     "WeightSet",
     "WeightSource",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -83,8 +84,23 @@ class RolloutHandle(Protocol):
         ...
 
 
+class TrainerLost(RuntimeError):
+    """Raised if a trainer rank died or hangs, or if the ranks lost their connections. The ranks cannot go on, and the
+    run may start them again."""
+
+
+@dataclass(frozen=True)
+class RecoveryPoint:
+    """A complete checkpoint from which restarted trainer ranks continue."""
+
+    directory: str | None
+    """The folder of a checkpoint in host memory, with one folder per role. None for the folders of --save."""
+    iteration: int
+    """The last rollout that the checkpoint was trained on."""
+
+
 class TrainerHandle(Protocol):
-    """All trainer ranks, as the driver sees them."""
+    """All trainer ranks, as the driver sees them. A future and `check` raise TrainerLost if the ranks cannot go on."""
 
     @property
     def start_rollout_id(self) -> int:
@@ -107,6 +123,25 @@ class TrainerHandle(Protocol):
 
     def finish_save(self) -> Future[None]:
         """Returns a future that is done when the files of the last save are complete."""
+        ...
+
+    def save_in_memory(self, rollout_id: int) -> Future[None]:
+        """Writes the checkpoint of --recover-from memory. The future is done when the values are copied."""
+        ...
+
+    def check(self) -> None:
+        """Raises TrainerLost if a rank has died, or has not answered for --distributed-timeout-minutes."""
+        ...
+
+    def restarted(
+        self, point: RecoveryPoint | None, check: Callable[[], None]
+    ) -> AbstractContextManager[int]:
+        """Ends all ranks, starts them again from `point`, or as at the start of the run, and yields the first rollout
+        to train. `check` is called while the ranks start, and its error ends the wait.
+
+        The block repeats the rollouts that were trained after the point. Engines that start get their weights after
+        the block.
+        """
         ...
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from slime.algo.losses import loss_for
 from slime.config import Config
+from slime.config.problems import require_value
 
 
 @dataclass(frozen=True)
@@ -86,3 +88,12 @@ class Role:
         """Returns True if the head computes one value per token. This holds for a critic, and for a policy that is
         trained as a reward model."""
         return self.head == "value" or (self.trained and loss_for(c.algorithm).head == "value")
+
+    def restarts(self, c: Config) -> Source | None:
+        """Returns the checkpoint of a trained role from which restarted ranks continue, or None if the ranks start as
+        at the start of the run."""
+        folder, iteration = c.checkpoint.restart_dir, c.checkpoint.restart_iteration
+        if iteration is None:
+            return None
+        directory = self.saves_to(c) if folder is None else str(Path(folder) / self.name)
+        return Source(require_value(directory), iteration, self.save_flag)

@@ -200,6 +200,10 @@ class Phase:
     rollout: int | None
 
 
+_NO_RANKS = ("driver", "rollout", "engines", "memory")
+"""Sources of events that are no trainer ranks."""
+
+
 class OpenPhases:
     """Tracks the phases of a run that have begun and not ended, while its events are read."""
 
@@ -210,13 +214,15 @@ class OpenPhases:
     def add(self, event: Event) -> list[Phase]:
         """Returns the phases that end with this event.
 
-        A phase of a killed process ends with the last event of its source before the run's end or next start.
+        A phase of a killed process ends with the last event of its source before the run's end or next start, or
+        before the loss of the trainer.
         """
         ended: list[Phase] = []
-        if event.kind in ("run", "end", "error"):
-            running = (begin for begins in self._running.values() for begin in begins)
+        if event.kind in ("run", "end", "error", "trainer_lost"):
+            stay = _NO_RANKS if event.kind == "trainer_lost" else ()
+            lost = [key for key in self._running if key[0] not in stay]
+            running = (begin for key in lost for begin in self._running.pop(key))
             ended += [_phase(begin, self._last[begin.source]) for begin in running]
-            self._running.clear()
         if event.kind == "journal":  # its time is the time of the first write
             return ended
         self._last[event.source] = max(event.time, self._last.get(event.source, 0.0))

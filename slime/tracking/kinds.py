@@ -72,7 +72,7 @@ def _are_scores(value: object) -> bool:
 
 
 _TEXTS = "host state type text log socket model engine address place reason session phase device logger name remedy"
-_WHOLE = "pid over_limit turn prompt_tokens part bytes running waiting"
+_WHOLE = "pid repeated over_limit turn prompt_tokens part bytes running waiting"
 _WHOLE_OR_NONE = "born rollout rollouts version sample tokens"
 CHECKS: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(_TEXTS.split(), _is_text),
@@ -162,6 +162,20 @@ _ALL = (
         "driver",
         "rollout",
         "the checkpoint after it is complete, or its files are being written",
+        never_none="rollout",
+    ),
+    EventKind(
+        "trainer_lost",
+        "driver",
+        "rollout phase text",
+        "the trainer was lost before it had trained this rollout: what it did, and the error; it starts again",
+        never_none="rollout",
+    ),
+    EventKind(
+        "trainer_restarted",
+        "driver",
+        "rollout repeated seconds",
+        "the trainer is back: it continued at this rollout, and has trained so many rollouts again",
         never_none="rollout",
     ),
     EventKind(

@@ -66,6 +66,8 @@ class RunSummary:
     """Each concern's newest event, by its name. A concern lasts after a concern_begin."""
     deaths: Counter[str] = field(default_factory=Counter)
     """Number of deaths by engine."""
+    trainer: list[Event] = field(default_factory=list)
+    """Events of the kinds trainer_lost and trainer_restarted."""
     starts: int = 0
     damaged: Counter[str] = field(default_factory=Counter)
     """Number of unreadable lines per file, which are left out."""
@@ -108,6 +110,8 @@ class SummaryOfEvents:
             self._ends.append(event.time)
         if event.kind == "run":
             self._run = event
+        if event.kind in ("trainer_lost", "trainer_restarted"):
+            self._summary.trainer.append(event)
         _add(self._summary, event)
 
     def summary(self) -> RunSummary:

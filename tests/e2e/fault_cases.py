@@ -124,8 +124,8 @@ def engines_killed(run: FaultyRun) -> None:
 
 
 def trainer_killed(run: FaultyRun) -> None:
-    """A trainer that dies ends the run. The error names the trainer, and the checkpoint stays."""
-    with launched(vime("train", *run.flags), run.output) as launch:
+    """A trainer that dies ends the run if it may not start again. The error names the trainer, and the checkpoint stays."""
+    with launched(vime("train", *run.flags, "--max-trainer-restarts", "0"), run.output) as launch:
         launch.wait_for(lambda: run.saved() >= 0, "a checkpoint", 240)
         with ends_with_its_trainer(launch) as trainer:
             run.strike(launch, trainer, signal.SIGKILL)  # no one calls the trainer during a rollout
@@ -149,6 +149,7 @@ def ends_with_its_trainer(launch: Launch) -> Iterator[int]:
 def rank_killed(world: World, name: str, *, ranks: int) -> None:
     """Kills the last rank while the other ranks wait for it in a collective, or soon will."""
     flags = [*world.sft(name, rollouts=10_000), "--actor-num-gpus-per-node", str(ranks)]
+    flags += ["--max-trainer-restarts", "0"]
     with launched(vime("train", *flags), world.root / f"{name}.out") as launch:
         launch.wait_for(lambda: rows(world.root / name, "train/step"), "the first step", 180)
         assert len(launch.find(r"^ray::TrainerActor")) == ranks

@@ -3,127 +3,15 @@
 from __future__ import annotations
 
 import ast
-import io
-import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_double import LoopRun, words
 
 from slime import loop
-from slime.config import Config
-from slime.protocols import Evaluated, NoEngines, RolloutBatch, TrainResult
-from slime.tracking.console import StepLine
-from slime.tracking.report import Reporter
-from slime.tracking.trackers import Trackers
-
-
-def done(value: Any) -> Future:
-    future: Future = Future()
-    future.set_result(value)
-    return future
-
-
-class LoopRun:
-    """Records one run's calls in order, as words: "generate 0", "train 0", "publish 1", ..."""
-
-    def __init__(self, start: int = 0, **flags: Any) -> None:
-        defaults = {
-            "num_rollout": 2,
-            "max_staleness": 0,
-            "colocate": False,
-            "update_weights_interval": 1,
-            "eval_interval": None,
-            "skip_eval_before_train": False,
-            "save": None,
-            "save_interval": None,
-            "async_save": False,
-            "exit_signal_handler": False,
-            "start_rollout_id": None,
-            "num_steps_per_rollout": 1,
-            "actor_num_gpus_per_node": 1,
-            "rollout_num_gpus": 1,
-            "profile_steps": None,
-        }
-        assert set(flags) <= set(defaults)
-        self.config = Config.from_flat({**defaults, **flags})
-        self.start_rollout_id = start
-        self.drops_weights = False
-        self.stop, self.stops_in = threading.Event(), -1
-        self.held_out: list[object] | None = None
-        self.calls: list[str] = []
-        self.logged: list[tuple] = []
-        self.version: int | None = None  # version of the weights in the engines
-        self.generated_with: list[int | None] = []
-        self.with_checkpoint: list[int] = []  # rollouts that a checkpoint follows, as the manager gets them
-        self.report = Reporter(self.config, Trackers([self]), StepLine(stream=io.StringIO()))
-
-    def go(self, engines: Any = None) -> list[str]:
-        self.next = loop.run(self.config, self, self, engines or self, self.report, self.stop)
-        return self.calls
-
-    def generate(self, rollout_id: int, saves: bool, version: int) -> Future:
-        self.calls.append(f"generate {rollout_id}")
-        self.with_checkpoint += [rollout_id] * saves
-        assert version == self.version or self.version is None  # None: no engine has weights
-        self.generated_with.append(self.version)
-        metrics = {"rollout/raw_reward": float(rollout_id)}
-        return done(RolloutBatch([f"data {rollout_id}"], metrics, tokens=0, forward_flops=0.0))
-
-    def evaluate(self, rollout_id: int, held_out: dict[str, list[object]] | None = None) -> Future:
-        """Evaluates with the rollout manager, or with the trainer if it has held-out sets."""
-        if held_out is not None:
-            self.calls.append(f"losses {rollout_id} {held_out}")
-            return done({"eval/held/loss": 0.5})
-        self.calls.append(f"evaluate {rollout_id}")
-        sets = {} if self.held_out is None else {"held": self.held_out}
-        return done(Evaluated({"eval/set": float(rollout_id)}, held_out=sets))
-
-    def train(self, rollout_id: int, rank_data: list[Any]) -> Future:
-        assert rank_data == [f"data {rollout_id}"]
-        self.calls.append(f"train {rollout_id}")
-        if rollout_id == self.stops_in:
-            self.stop.set()
-        return done(TrainResult([{"train/loss": 0.0}], {}, {}))
-
-    def save(self, rollout_id: int) -> Future:
-        self.calls.append(f"save {rollout_id}")
-        return done(None)
-
-    def finish_save(self) -> Future:
-        self.calls.append("finish save")
-        return done(None)
-
-    def publish(self, version: int) -> dict[str, float]:
-        self.calls.append(f"publish {version}")
-        self.version = version
-        return {"perf/update_weights_density": 0.5}
-
-    def sleep(self) -> None:
-        self.calls.append("sleep")
-
-    def wake(self) -> bool:
-        self.calls.append("wake")
-        return self.drops_weights
-
-    def check_health(self) -> None:
-        self.calls.append("check_health")
-
-    def log(self, metrics: Any, step: int, step_key: str) -> None:
-        self.logged.append((step_key, step))
-
-    def progress(self) -> tuple[int, int]:
-        return 1, 2
-
-    def stop(self) -> None: ...
-
-    def close(self, state) -> None: ...
-
-
-def words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",")]
-
+from slime.protocols import NoEngines
 
 BRANCHES = (
     ast.If,

@@ -249,11 +249,23 @@ def _left(summary: RunSummary) -> list[Finding]:
 
 
 def _repairs(summary: RunSummary) -> list[Finding]:
-    """Reports engines that died and were replaced, and the warnings of the logs."""
+    """Reports engines that died and were replaced, losses of the trainer, and the warnings of the logs."""
     found = []
     if summary.deaths:
         names = ", ".join(f"{name} {count} times" for name, count in sorted(summary.deaths.items()))
         found.append(warning("engines that died", names, "look in logs/engine-*.log and dmesg"))
+    if summary.trainer:
+        restarts = [event for event in summary.trainer if event.kind == "trainer_restarted"]
+        seconds = sorted(event["seconds"] for event in restarts)
+        how = f"restarted in {seconds[0]:.0f} to {seconds[-1]:.0f} s" if seconds else "not restarted"
+        repeated = sum(event["repeated"] for event in restarts)
+        found.append(
+            warning(
+                "losses of the trainer",
+                f"{len(summary.trainer) - len(restarts)}, {how}; {repeated} steps were repeated with the same data",
+                "the events of kind trainer_lost have the causes",
+            )
+        )
     if logged := [event for event in summary.warnings if event.kind == "warning"]:
         last = logged[-1]
         found.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from slime.config.fields import flag
@@ -70,3 +70,10 @@ class CheckpointConfig:
     ref_ckpt_step: int | None = flag(
         None, "the iteration of --ref-load to take (default: the newest)", range=COUNT_OR_ZERO
     )
+    memory_dir: str | None = field(default=None)
+    """The folder of --recover-from memory, with one folder per role; no flag sets it."""
+    restart_iteration: int | None = field(default=None)
+    """The iteration from which trainer ranks continue that the run has started again (`slime.recovery`); no flag sets
+    it."""
+    restart_dir: str | None = field(default=None)
+    """The folder of that iteration in host memory, with one folder per role. None for the folders of --save."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slime.config.fields import flag
-from slime.config.ranges import COUNT, COUNT_OR_ZERO
+from slime.config.ranges import COUNT, COUNT_OR_ZERO, SECONDS
 
 PARTS = ("gradients", "parameters", "optimizer")
 """Values of --offload-train-parts: gradient buffers, whose contents are not needed between two training steps; weights
@@ -70,8 +70,11 @@ class ClusterConfig:
     distributed_backend: str = flag(
         "nccl", "torch.distributed backend of the trainer; gloo on a CPU host", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = flag(
-        10, "minutes until a collective that does not finish is an error", range=COUNT
+    distributed_timeout_minutes: float = flag(
+        10.0,
+        "minutes until a collective that does not finish, or a trainer rank that does not answer, is an error; the "
+        "trainer then starts again (--max-trainer-restarts)",
+        range=SECONDS,
     )
     train_env_vars: dict[str, object] = flag(  # noqa: RUF009 (flag copies the default)
         {}, "environment variables of the trainer processes, as a JSON object"

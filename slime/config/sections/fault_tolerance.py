@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from slime.config.fields import flag
-from slime.config.ranges import SECONDS, SECONDS_OR_ZERO
+from slime.config.ranges import COUNT_OR_ZERO, SECONDS, SECONDS_OR_ZERO
+
+RecoverFrom = Literal["disk", "memory"]
 
 
 @dataclass(frozen=True)
 class FaultToleranceConfig:
-    """Health of the engines, and snapshots for a run that is killed."""
+    """Health of the engines, restarts of the trainer, and snapshots for a run that is killed."""
 
     rollout_health_check_interval: float = flag(30.0, "seconds between health checks", range=SECONDS)
     rollout_health_check_timeout: float = flag(
@@ -19,10 +22,27 @@ class FaultToleranceConfig:
     rollout_health_check_first_wait: float = flag(
         0.0, "seconds until the first health check", range=SECONDS_OR_ZERO
     )
+    rollout_cleanup_timeout: float = flag(
+        60.0,
+        "maximum seconds until the processes of a lost trainer have ended, before new ones start",
+        range=SECONDS,
+    )
     engine_start_timeout_s: float = flag(600.0, "maximum seconds until an engine is ready", range=SECONDS)
     rollout_snapshot_s: float = flag(
         60.0,
         "seconds between two snapshots of the unfinished groups in the run directory, from which a run that resumes "
         "takes their tokens; 0 takes none",
         range=SECONDS_OR_ZERO,
+    )
+    recover_from: str = flag(
+        "disk",
+        "the checkpoint from which a lost trainer continues: disk: the newest one of --save, or the start of the run, "
+        "which costs nothing in a step; memory: one that each step writes to the host's memory",
+        choices=get_args(RecoverFrom),
+    )
+    max_trainer_restarts: int = flag(
+        3,
+        "number of times that the trainer may start again before it has trained one more rollout; 0: a lost rank ends "
+        "the run",
+        range=COUNT_OR_ZERO,
     )

@@ -20,7 +20,7 @@ class BackgroundSaves:
     """Runs the second half of saves, in their order. `group` is for the collectives in that half. The constructor is
     collective."""
 
-    def __init__(self, timeout_minutes: int) -> None:
+    def __init__(self, timeout_minutes: float) -> None:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="async-save")
         self._running: list[Future[None]] = []

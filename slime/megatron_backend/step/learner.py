@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slime.checkpoints.divergence import DivergedError
-from slime.checkpoints.retention import after_save
+from slime.checkpoints.retention import after_save, prune
 from slime.config import Config
+from slime.config.problems import require_value
 from slime.config.sections.cluster import PARTS
 from slime.data.packing import MicroBatch
 from slime.data.rank_data import RankData
@@ -35,7 +36,7 @@ from slime.megatron_backend.step.loss import reduce_metrics
 from slime.megatron_backend.step.pipeline import from_last_stage, run_stages
 from slime.megatron_backend.step.residence import Residence
 from slime.models.lora import Lora
-from slime.roles import POLICY, Role
+from slime.roles import POLICY, Role, get_roles
 from slime.tracking.timers import Timers
 
 
@@ -68,7 +69,8 @@ class Learner:
         self.role, self.config, self.info, self.timers = role, config, info, timers
         # Megatron's wrapper has no types.
         predicts = role is POLICY and config.algorithm.enable_mtp_training
-        lora, resume = Lora.of(config), role.resumes(config)
+        restart = role.restarts(config)
+        lora, resume = Lora.of(config), restart or role.resumes(config)
         adapt = None if role.has_values(config) else adaptation(config)
         if lora is not None:
             adapt = partial(add_adapters, lora=lora, seed=config.train.seed)
@@ -90,8 +92,8 @@ class Learner:
             self.resumed = checkpoint.load_checkpoint(
                 *(resume.directory, self.model, self.optimizer, self.scheduler),
                 iteration=resume.iteration,
-                optim=not config.checkpoint.no_load_optim,
-                rng=role is POLICY and not config.checkpoint.no_load_rng,
+                optim=restart is not None or not config.checkpoint.no_load_optim,
+                rng=role is POLICY and (restart is not None or not config.checkpoint.no_load_rng),
                 adapters=lora is not None,
             )
 
@@ -187,6 +189,22 @@ class Learner:
         if then is not None:
             then()
         self.residence.release("parameters", "optimizer", timer="save_offload")
+
+    def save_in_memory(self, rollout_id: int, background: BackgroundSaves) -> None:
+        """Writes the role's checkpoint into the host's memory, and removes the one before it when the new one is
+        complete. Collective."""
+        directory = Path(require_value(self.config.checkpoint.memory_dir)) / self.role.name
+        # Another role may be one checkpoint behind, and all roles continue from the same checkpoint.
+        keep = 1 if len(get_roles(self.config)) == 1 and not self.config.cluster.trainer_roles else 2
+        self.residence.bring("parameters", "optimizer", timer="store_onload")
+        checkpoint.save_checkpoint(
+            *(directory, rollout_id, self.model, self.optimizer, self.scheduler),
+            extra={"rollout_id": rollout_id},
+            flag="--recover-from memory",
+            background=background,
+            published=lambda: prune(directory, keep, ()),
+        )
+        self.residence.release("parameters", "optimizer", timer="store_offload")
 
     def _save_peft(self, folder: Path) -> None:
         save_peft(self.model, folder / FOLDER, self.config.rollout.hf_checkpoint, flag=self.role.save_flag)

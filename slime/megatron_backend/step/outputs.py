@@ -54,6 +54,8 @@ class Outputs:
         timeout_s = 30.0 * config.cluster.distributed_timeout_minutes
         minutes = config.cluster.distributed_timeout_minutes
         self._background = BackgroundSaves(minutes) if config.checkpoint.async_save else None
+        in_memory = config.checkpoint.memory_dir is not None
+        self._memory = BackgroundSaves(minutes) if in_memory else None
         flags = config.weight_update
         assert flags.weight_dir is not None
         settings = TrainerSettings(
@@ -82,6 +84,15 @@ class Outputs:
                 then = (lambda: self._save_hf(rollout_id)) if of_policy else None
                 learner.save(rollout_id, then, self._background)
 
+    def save_in_memory(self, rollout_id: int) -> None:
+        """Writes checkpoints for all trained roles into the host's memory. Waits for the previous call's files, and
+        returns when the values are copied."""
+        assert self._memory is not None, "only --recover-from memory calls this method"
+        self._memory.wait()
+        with self._explained(f"storing rollout {rollout_id}"):
+            for learner in reversed(self.models.learners.values()):
+                learner.save_in_memory(rollout_id, self._memory)
+
     def finish_save(self) -> None:
         """Returns when the files of the last save are complete. Raises the error of a save that failed."""
         if self._background is not None:
@@ -89,8 +100,9 @@ class Outputs:
 
     def close(self) -> None:
         """Waits for the files that are being written."""
-        if self._background is not None:
-            self._background.close()
+        for saves in (self._background, self._memory):
+            if saves is not None:
+                saves.close()
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
         """Returns the next part of the current weights, called `version`; None after the last part (see Publisher)."""

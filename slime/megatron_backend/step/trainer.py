@@ -82,7 +82,9 @@ class MegatronTrainer:
         with explained("loading", config, estimate(config, self.hf_config), self.timers):
             self.models = Models(config, self.hf_config, self.info, self.timers)
         self.start_rollout_id = config.data.start_rollout_id or 0
-        if (resumed := self.models.main.resumed) is not None:
+        if config.checkpoint.restart_iteration is not None:
+            self.start_rollout_id = config.checkpoint.restart_iteration + 1
+        elif (resumed := self.models.main.resumed) is not None:
             self.start_rollout_id = checkpoint_dir.first_rollout(config, resumed["rollout_id"])
         self.outputs = Outputs(
             config, self.hooks, self.models, self.info.device, self.start_rollout_id, self._explained
@@ -252,6 +254,11 @@ class MegatronTrainer:
         """Saves checkpoints under --save (and --save-hf) as iteration `rollout_id`. Collective."""
         with self.events.phase("save", device=str(self.info.device), rollout=rollout_id):
             self.outputs.save(rollout_id)
+
+    def save_in_memory(self, rollout_id: int) -> None:
+        """Writes the checkpoint of --recover-from memory after `rollout_id`. Collective."""
+        with self.events.phase("save_in_memory", device=str(self.info.device), rollout=rollout_id):
+            self.outputs.save_in_memory(rollout_id)
 
     def finish_save(self) -> None:
         """Returns when the files of an asynchronous save are complete. Collective."""

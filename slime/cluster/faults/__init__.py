@@ -1,0 +1,1 @@
+"""Detects lost processes of the trainer and finds devices for new ones."""

@@ -1,0 +1,122 @@
+"""Detects that trainer ranks cannot go on: a dead process, a broken or late collective, a process that does not answer.
+
+Other errors of a rank, such as values that are not finite, would come again after a restart, so they stay errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from slime.cluster.calls import Actor, ActorError, Ref
+from slime.cluster.watchdog import is_running
+from slime.protocols import TrainerLost
+
+_BROKEN = re.compile(
+    r"/gloo/|\bNCCL\b|\bnccl[A-Z]\w+Error|Dist(Backend|Network|Store)Error|"
+    r"Connection (closed|reset) by (peer|remote)|uncorrectable ECC|NVLink error"
+)
+"""Matches the text of an error of a collective, or of a broken device."""
+_MEMORY = re.compile(r"out of memory|OutOfMemory|running low on memory", re.IGNORECASE)
+_ASK_EVERY_S = 2.0
+
+
+class RankLost(ActorError, TrainerLost):
+    """Raised if a trainer rank cannot go on. The message names the rank."""
+
+    @classmethod
+    def from_error(cls, error: ActorError) -> RankLost:
+        """Returns the same error as a loss."""
+        return cls(error.name, error.reason, error.log, error.details, died=error.died)
+
+
+def is_loss(error: ActorError) -> bool:
+    """Returns True if new ranks may succeed: the process died, or a collective failed. An error of memory is no loss,
+    because it would come again."""
+    text = f"{error.reason}\n{error.details}"
+    if _MEMORY.search(text):
+        return False
+    return error.died or bool(_BROKEN.search(text))
+
+
+class AnswerWatch:
+    """Asks each rank every two seconds for an answer. Calls of several threads are allowed."""
+
+    def __init__(self, actors: Mapping[str, Actor], limit_s: float) -> None:
+        self._actors, self._limit_s = actors, limit_s
+        self._asked: dict[str, tuple[Ref, float]] = {}
+        self._found: dict[str, tuple[str, int]] = {}
+        """Node and process id by rank."""
+        self._lock = threading.Lock()
+
+    def find_silent(self) -> tuple[str, float] | None:
+        """Returns the first rank that has not answered for the limit, with the seconds, or None."""
+        now = time.monotonic()
+        with self._lock:
+            for name, actor in self._actors.items():
+                ref, asked_s = self._asked.get(name, (None, now - _ASK_EVERY_S))
+                if ref is not None and not ray.wait([ref], timeout=0)[0]:
+                    if now - asked_s > self._limit_s:
+                        return name, now - asked_s
+                elif now - asked_s >= _ASK_EVERY_S:
+                    if ref is not None:
+                        self._keep(name, ref)
+                    self._asked[name] = actor.answer.remote(), now
+        return None
+
+    def _keep(self, name: str, ref: Ref) -> None:
+        with contextlib.suppress(RayError):  # the rank has died
+            self._found[name] = ray.get(ref)
+
+    def end_here(self, limit_s: float) -> None:
+        """Kills the processes of ranks on this node, and returns when they have ended. Ray's own kill does not reach a
+        process that a signal has stopped. Raises RuntimeError after the limit."""
+        node = ray.get_runtime_context().get_node_id()
+        processes = [
+            process
+            for where, pid in self._found.values()
+            if where == node and (process := _find_rank(pid)) is not None
+        ]
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        end = time.monotonic() + limit_s
+        while left := [process.pid for process in processes if is_running(process)]:
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"the processes of a lost trainer must end within {limit_s:g} s, got {left} still there; look for "
+                    "a driver or a disk that does not answer (dmesg), or raise --rollout-cleanup-timeout"
+                )
+            time.sleep(0.02)
+
+
+def _find_rank(pid: int) -> psutil.Process | None:
+    """Returns the process of a rank, unless another process has its id by now."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if any("TrainerActor" in word for word in process.cmdline()):
+            return process
+    return None
+
+
+def find_dead(liveness: Mapping[Ref, str], log: Path) -> RankLost | None:
+    """Returns the error of the first rank whose process has ended, or None. `liveness`: calls that end only with their
+    actor. `log`: the folder of the ranks' logs."""
+    ended, _ = ray.wait(list(liveness), timeout=0)
+    for ref in ended:
+        name = liveness[ref]
+        try:
+            ray.get(ref)
+        except RayActorError as error:
+            return RankLost.from_error(ActorError.from_ray(name, error, log / f"{name}.log"))
+        except RayError as error:
+            return RankLost(name, f"{type(error).__name__}: {error}", log / f"{name}.log")
+    return None

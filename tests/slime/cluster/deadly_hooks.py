@@ -1,0 +1,33 @@
+"""Hooks with which a trainer rank sends itself a signal at a chosen moment, once per order."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+
+def order(run_dir: Path, moment: str, number: int = signal.SIGKILL) -> None:
+    """Makes the first rank that reaches `moment` send the signal to itself."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / f"deadly-{moment}").write_text(str(int(number)))
+
+
+def obey(run_dir: str, moment: str) -> None:
+    path = Path(run_dir) / f"deadly-{moment}"
+    try:
+        taken = path.rename(path.with_name(f"obeyed-{moment}"))
+    except FileNotFoundError:  # no order, or another rank has taken it
+        return
+    os.kill(os.getpid(), int(taken.read_text()))
+
+
+def in_step(args: Any, rollout_id: int, data: Any) -> None:
+    """--rollout-data-postprocess-path: the data of a step is on the device."""
+    obey(args.run_dir, f"step-{rollout_id}")
+
+
+def after_write(args: Any, folder: str, engines: list[str]) -> None:
+    """--custom-update-weight-post-write-path: the weights are written, and no engine has loaded them."""
+    obey(args.run_dir, f"write-{Path(folder).name.rpartition('-')[2]}")
