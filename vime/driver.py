@@ -27,7 +27,7 @@ from ray.exceptions import RayTaskError
 
 from slime import loop
 from slime.cluster import calls, placement, ray_start, rollout_actor, trainers
-from slime.cluster.faults.renewal import find_engine_nodes
+from slime.cluster.faults.renewal import find_engine_nodes, require_here
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.cluster.watchdog import Watchdog, remove
@@ -181,7 +181,9 @@ def run(config: Config, argv: Sequence[str]) -> None:
     run_dir = Path(config.logging.run_dir)
     with ExitStack() as stack:
         lock_all(written_folders(config), stack)
-        journal = stack.enter_context(recorded(run_dir, config.data.num_rollout))
+        journal = stack.enter_context(
+            recorded(run_dir, config.data.num_rollout, config.fault_tolerance.rollout_session_id)
+        )
         memory = _watch_memory(config, stack)
         temporary, private = make_folder(), _private_weight_dir(config, stack)
         stored = _memory_dir(config, stack)
@@ -189,12 +191,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         watchdog = Watchdog([str(folder) for folder in (temporary, private, stored) if folder is not None])
         stack.callback(watchdog.dismiss)
         use_folder(temporary, stack)
-        if private is not None:
-            config = config.with_values(weight_dir=str(private))
-            stack.callback(shutil.rmtree, private, ignore_errors=True)
-        if stored is not None:
-            config = config.with_values(memory_dir=str(stored))
-            stack.callback(shutil.rmtree, stored, ignore_errors=True)
+        config = _use_private(config, stack, weight_dir=private, memory_dir=stored)
         with DiskSpaceGuard("--run-dir", run_dir, "the records of a run"):
             config.save_json(run_dir / "config.json")
             write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
@@ -209,6 +206,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         placed = placement.reserve_devices(config)
         watch.watch(parts(find_engine_nodes(placed)))  # trainer ranks of other nodes may start elsewhere
         watch.callback(placed.release)
+        require_here(config, placed)
         trainer = None
         if not config.debug.debug_rollout_only:
             trainer = trainers.Trainers(config, placed)
@@ -297,6 +295,14 @@ def _private_weight_dir(config: Config, stack: ExitStack) -> Path | None:
     if (parent := weights_parent(config)) != run_dir:
         return make_weights_folder(parent, run_dir, stack)
     return (run_dir / "weights").resolve()
+
+
+def _use_private(config: Config, stack: ExitStack, **folders: Path | None) -> Config:
+    """Returns the configuration with folders of this run, which are removed at the end of `stack`."""
+    own = {name: folder for name, folder in folders.items() if folder is not None}
+    for folder in own.values():
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return config.with_values(**{name: str(folder) for name, folder in own.items()})
 
 
 def _memory_dir(config: Config, stack: ExitStack) -> Path | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -27,6 +27,7 @@ from slime.config import Config
 from slime.protocols import RecoveryPoint, TrainResult, WeightUpdate
 from slime.roles.groups import RoleGroup, build_groups, on_one_host
 
+T = TypeVar("T")
 _WHOLE_S = 0.2
 """Seconds between two looks whether restarted ranks have the newest weights."""
 
@@ -275,7 +276,9 @@ class Trainers:
                 return update
             except RankLost:
                 lost = whole
-        raise RuntimeError("the trainer must run to write a file of its weights, got its end")
+        raise RuntimeError(
+            "the trainer must run to write a file of its weights, got its end; look for the error that has ended the run"
+        )
 
     def _answer(self, calls: dict[Ref, str]) -> Future[Any]:
         return self._threads.submit(lambda: self._results(calls)[0])
@@ -284,7 +287,7 @@ class Trainers:
         liveness = self.liveness if len(self._groups) > 1 else {}
         return self._losses(lambda: first_failure_or_all(self._config, calls, liveness, check=self.check))
 
-    def _losses(self, call: Callable[[], list[Any]]) -> list[Any]:
+    def _losses(self, call: Callable[[], T]) -> T:
         """Calls `call`. Raises RankLost instead of an error from which new ranks may recover."""
         try:
             return call()

@@ -116,7 +116,6 @@ _TEXT = {
     "rollout_io_concurrency": _QUEUE,
     "fully_async_pool_size": _POOL,
     "fully_async_max_queued_batches": _POOL,
-    "rollout_session_id": "the engines of a run end with it; vime serve starts engines that outlive a run",
     "rollout_routed_experts_store_dir": "the experts of a rollout stay in memory",
     "routing_replay_prefetch_microbatches": "the experts of a rollout are in memory, so none are fetched from a disk",
     "async_strategy": "--async-save writes checkpoints in the background with this project's own writer",

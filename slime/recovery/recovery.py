@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 from slime.cluster.turns import DeviceSharing
 from slime.config import Config
 from slime.protocols import TrainerHandle, TrainerLost
-from slime.recovery.points import find_point
+from slime.roles.recovery_points import find_point
 from slime.system.waiting import report_wait, wait
 from slime.tracking.events import Events
 from slime.tracking.timers import Timers

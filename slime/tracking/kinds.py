@@ -71,7 +71,10 @@ def _are_scores(value: object) -> bool:
     return isinstance(value, dict) and all(type(score) in (int, float) for score in value.values())
 
 
-_TEXTS = "host state type text log socket model engine address place reason session phase device logger name remedy"
+_TEXTS = (
+    "host session_id state type text log socket model engine address place reason session phase device logger name "
+    "remedy"
+)
 _WHOLE = "pid repeated over_limit turn prompt_tokens part bytes running waiting"
 _WHOLE_OR_NONE = "born rollout rollouts version sample tokens"
 CHECKS: Mapping[str, Callable[[object], bool]] = {
@@ -146,7 +149,9 @@ _ALL = (
         "the first line of a file: the version of the format",
         never_none="version",
     ),
-    EventKind("run", "driver", "host pid born rollouts", "a process begins a run of so many rollouts"),
+    EventKind(
+        "run", "driver", "host pid born rollouts ? session_id", "a process begins a run of so many rollouts"
+    ),
     EventKind(
         "start", "driver", "rollout", "training starts, or resumes, at this rollout", never_none="rollout"
     ),

@@ -124,7 +124,8 @@ def engines_killed(run: FaultyRun) -> None:
 
 
 def trainer_killed(run: FaultyRun) -> None:
-    """A trainer that dies ends the run if it may not start again. The error names the trainer, and the checkpoint stays."""
+    """A trainer that dies ends the run if it may not start again. The error names the trainer, and the checkpoint
+    stays."""
     with launched(vime("train", *run.flags, "--max-trainer-restarts", "0"), run.output) as launch:
         launch.wait_for(lambda: run.saved() >= 0, "a checkpoint", 240)
         with ends_with_its_trainer(launch) as trainer:

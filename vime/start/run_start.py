@@ -21,6 +21,9 @@ from slime.checkpoints.checkpoint_dir import (
 from slime.checkpoints.checkpoint_files import iterations
 from slime.records.errors import FlagError
 from slime.roles import get_roles
+from slime.tracking.journal import read_events
+from slime.tracking.kinds import EVENTS_FILE
+from slime.tracking.run_files import is_there
 from slime.tracking.trackers import METRICS_FILE
 
 if TYPE_CHECKING:
@@ -100,6 +103,8 @@ def check_start(c: Config) -> None:
                 f"{save} with {_listed(saved)}",
                 f"resume with --load {c.checkpoint.save}, name another folder, or give --overwrite",
             )
+    if iteration is not None:
+        _require_session(c)
     metrics = Path(c.logging.run_dir) / METRICS_FILE
     if iteration is None and not saves_where_it_loads(c) and metrics.is_file() and metrics.stat().st_size:
         raise FlagError(
@@ -107,6 +112,22 @@ def check_start(c: Config) -> None:
             "be a folder without metrics for a new run",
             metrics,
             "resume with --load (and --ckpt-step), name another folder, or give --overwrite",
+        )
+
+
+def _require_session(c: Config) -> None:
+    """Raises an error if the run resumes in the run directory of another --rollout-session-id."""
+    run_dir = Path(c.logging.run_dir)
+    if not is_there(run_dir, EVENTS_FILE):
+        return
+    named = [event.get("session_id") for event in read_events(run_dir, ("run",))]
+    before, now = named[-1] if named else None, c.fault_tolerance.rollout_session_id
+    if before is not None and now != before:
+        raise FlagError(
+            "--rollout-session-id",
+            f"be {before!r}, the name of the run that it resumes in --run-dir",
+            repr(now),
+            "give that name, or another --run-dir for another run",
         )
 
 

@@ -14,6 +14,7 @@ import ray
 
 from slime.cluster.placement import Placement, find_gpus, find_nodes
 from slime.cluster.ray_watch import parts
+from slime.config import Config
 
 _MOVED_S = 60
 """Seconds in which Ray must have moved the bundles."""
@@ -23,6 +24,20 @@ def find_engine_nodes(placed: Placement) -> set[str]:
     """Returns Ray's ids of the nodes that have engines."""
     engines = (bundles for every in placed.engine_bundles.values() for bundles in every)
     return {placed.nodes[bundle].name for bundles in engines for bundle in bundles}
+
+
+def require_here(config: Config, placed: Placement) -> None:
+    """Raises ValueError for --recover-from memory with trainer ranks on other nodes than the driver's, because the
+    watchdog removes the checkpoint in memory only from this node."""
+    if config.fault_tolerance.recover_from != "memory":
+        return
+    here = ray.get_runtime_context().get_node_id()
+    ranks = (placed.nodes[bundle] for bundles in placed.trainer_bundles for bundle in bundles)
+    if (other := next((node for node in ranks if node.name != here), None)) is not None:
+        raise ValueError(
+            f"--recover-from must be disk for trainer ranks on other nodes than the driver's, got memory with ranks on "
+            f"{other.address}; start the run on that node, or set --save with a short --save-interval"
+        )
 
 
 def renew(placed: Placement) -> Placement:

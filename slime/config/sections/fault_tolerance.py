@@ -22,6 +22,11 @@ class FaultToleranceConfig:
     rollout_health_check_first_wait: float = flag(
         0.0, "seconds until the first health check", range=SECONDS_OR_ZERO
     )
+    rollout_session_id: str | None = flag(
+        None,
+        "name of the engines, the data and the journal that survive a trainer; a command that resumes in --run-dir "
+        "must give the name of the command before it",
+    )
     rollout_cleanup_timeout: float = flag(
         60.0,
         "maximum seconds until the processes of a lost trainer have ended, before new ones start",

@@ -36,7 +36,8 @@ from slime.megatron_backend.step.loss import reduce_metrics
 from slime.megatron_backend.step.pipeline import from_last_stage, run_stages
 from slime.megatron_backend.step.residence import Residence
 from slime.models.lora import Lora
-from slime.roles import POLICY, Role, get_roles
+from slime.roles import POLICY, Role
+from slime.roles.recovery_points import count_copies
 from slime.tracking.timers import Timers
 
 
@@ -194,8 +195,7 @@ class Learner:
         """Writes the role's checkpoint into the host's memory, and removes the one before it when the new one is
         complete. Collective."""
         directory = Path(require_value(self.config.checkpoint.memory_dir)) / self.role.name
-        # Another role may be one checkpoint behind, and all roles continue from the same checkpoint.
-        keep = 1 if len(get_roles(self.config)) == 1 and not self.config.cluster.trainer_roles else 2
+        keep = count_copies(self.config)
         self.residence.bring("parameters", "optimizer", timer="store_onload")
         checkpoint.save_checkpoint(
             *(directory, rollout_id, self.model, self.optimizer, self.scheduler),

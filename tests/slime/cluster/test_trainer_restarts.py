@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import deadly_hooks
 import pytest
 import torch
 from deadly_hooks import order
@@ -37,14 +38,17 @@ FLAGS = {
     "update_weight_transport": "disk",
     "update_weight_disk_keep_files": True,
     "num_rollout": ROLLOUTS,
+    "debug_train_only": True,
     "max_trainer_restarts": 3,
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with local_ray(num_cpus=2):
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(deadly_hooks.__file__).parent))
+        with local_ray(num_cpus=2):
+            yield
 
 
 class TrainingRun(NoEngines):
@@ -56,7 +60,7 @@ class TrainingRun(NoEngines):
         self.trained: list[int] = []
         placed = reserve_devices(config)
         self.trainers = Trainers(config, placed)
-        self.close = [placed.release, self.trainers.stop]
+        self.ends = [placed.release, self.trainers.stop]
         self.trainers.take_built(first_failure_or_all(config, self.trainers.building))
 
     def run(self) -> dict[int, str]:
@@ -82,6 +86,8 @@ class TrainingRun(NoEngines):
     def progress(self) -> tuple[int, int]:
         return 0, 0
 
+    def close(self, state: str) -> None: ...
+
     def log(self, metrics: Any, step: int, step_key: str) -> None:
         if step_key == "train/step":
             self.trained.append(step)
@@ -96,7 +102,6 @@ def start(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., TrainingRun]]:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     running: list[TrainingRun] = []
 
     def start_one(**flags: Any) -> TrainingRun:
@@ -106,8 +111,8 @@ def start(
 
     yield start_one
     for one in running:
-        for close in reversed(one.close):
-            close()
+        for end in reversed(one.ends):
+            end()
 
 
 def undisturbed(build: Callable[..., Any], folder: Path, **flags: Any) -> dict[int, str]:

@@ -69,10 +69,9 @@ def test_values_with_the_same_result_leave_a_note(tmp_path):
         ValueError, match=r"--save-debug-rollout-data must not end with \.straw\.json, .* got x_"
     ):
         parse_args([*good_argv(tmp_path), "--save-debug-rollout-data", "x_{rollout_id}.straw.json"], BACKENDS)
-    flags = "--rollout-data-dir /x --rollout-queue-online-gc --rollout-session-id a --flush-cache-interval 1"
+    flags = "--rollout-data-dir /x --rollout-queue-online-gc --flush-cache-interval 1"
     notes = parse_args([*good_argv(tmp_path), *flags.split()], BACKENDS).notes
     assert [note.split(" has no effect")[0] for note in notes] == [
         "--rollout-data-dir",
         "--rollout-queue-online-gc",
-        "--rollout-session-id",
     ]

@@ -10,7 +10,7 @@ from typing import Any
 from trainer_cases import make_samples, rank_data
 
 from slime.protocols import RecoveryPoint
-from slime.recovery.points import find_point
+from slime.roles.recovery_points import find_point
 
 PPO = {
     "advantage_estimator": "ppo",

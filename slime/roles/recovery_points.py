@@ -24,6 +24,17 @@ def find_point(config: Config, saved: Collection[int]) -> RecoveryPoint | None:
     return None if on_disk is None else RecoveryPoint(None, on_disk)
 
 
+def count_copies(config: Config) -> int:
+    """Returns the number of complete checkpoints that stay in the host's memory.
+
+    Of two trained roles, one may be a checkpoint ahead, and both continue from the same checkpoint.
+    """
+    alone = (
+        len([role for role in get_roles(config) if role.trained]) == 1 and not config.cluster.trainer_roles
+    )
+    return 1 if alone else 2
+
+
 def _stored(config: Config) -> int | None:
     """Returns the newest iteration in the host's memory that all trained roles have."""
     if config.checkpoint.memory_dir is None:
