@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,8 +54,8 @@ def expert_tensors(
     """Yields (HF name, holder of tp_rank and tp_size, value on this rank) for every expert of `module`, found at
     `path`.
 
-    `update` holds the HF names, which decide how a projection is spelled. `files` maps vLLM's names to HF names, for
-    files that stack the experts of a layer.
+    `update` holds the HF names and vLLM's, which decide how a projection is spelled. `files` maps vLLM's names to HF
+    names, for files that stack the experts of a layer.
     """
     w13, w2 = (_plain(module, getattr(module, name).data) for name in ("w13_weight", "w2_weight"))
     width, padded = module.moe_config.intermediate_size_per_partition, w2.shape[2]
@@ -69,6 +69,12 @@ def expert_tensors(
             )
         stacked = _stacked(module, w13[:, : 2 * width], w2[:, :, :width])
         yield from ((files[f"{parent}.{name}"], holder, value) for name, holder, value in stacked)
+        return
+    gates, ups = w13[:, :width], w13[:, padded : padded + width]
+    if f"{parent}.gate_up_proj" in update:
+        stack = _Stack(local_experts(module, len(w13)), module.moe_config.moe_parallel_config)
+        yield f"{parent}.gate_up_proj", replace(stack, parts=2), torch.cat((gates, ups), 1).transpose(1, 2)
+        yield f"{parent}.down_proj", replace(stack, axis=1), w2[:, :, :width].transpose(1, 2)
         return
     for index, expert in enumerate(local_experts(module, len(w13))):
         pieces = w13[index, :width], w13[index, padded : padded + width], w2[index, :, :width]
@@ -107,6 +113,21 @@ class _SecondBias:
 
     def piece(self, full: torch.Tensor) -> torch.Tensor:
         return full if self.tp_rank == 0 else torch.zeros_like(full)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """A tensor [E, inputs, outputs] with all experts of a layer, as files of Qwen3-VL have it: gate before up along the
+    outputs. A rank has the experts with the indices `experts`, and its piece of `axis`, in each of `parts`."""
+
+    experts: list[int]
+    ranks: Any
+    parts: int = 1
+    axis: int = 2
+
+    def piece(self, full: torch.Tensor) -> torch.Tensor:
+        pieces = (part.chunk(self.ranks.tp_size, self.axis) for part in full.chunk(self.parts, self.axis))
+        return torch.cat([each[self.ranks.tp_rank] for each in pieces], self.axis)[self.experts]
 
 
 def _stacked(module: Any, w13: torch.Tensor, w2: torch.Tensor) -> Iterator[tuple[str, object, torch.Tensor]]:

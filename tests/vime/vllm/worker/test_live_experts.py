@@ -54,3 +54,32 @@ def test_a_tensor_of_files_that_is_several_projections_of_vllm(rank: int) -> Non
     assert differing_tensors(module, update, update.__getitem__) == []
     update["in_proj_qkv.weight"][4 + 2 * rank] += 1  # a key of this rank
     assert differing_tensors(module, update, update.__getitem__) == ["in_proj_qkv.weight"]
+
+
+@pytest.mark.parametrize(("tp", "experts"), [((0, 1), None), ((1, 2), None), ((0, 1), [-1, 0, -1, 1])])
+def test_stacked_experts_are_compared_on_each_rank(tp: tuple[int, int], experts: list[int] | None) -> None:
+    """Files of Qwen3-VL have all experts of a layer in two tensors [E, inputs, outputs]. A rank of an engine has a part
+    of each expert, or some of the experts."""
+    rank, ranks = tp
+    update = {
+        "mlp.experts.gate_up_proj": torch.randn(4, 3, 16),
+        "mlp.experts.down_proj": torch.randn(4, 8, 3),
+    }
+    gate_up, down = update.values()
+    gate, up = (part.chunk(ranks, 2)[rank] for part in gate_up.chunk(2, 2))
+    own = [number for number, index in enumerate(experts or range(4)) if index >= 0]
+    module = nn.Module()
+    module.mlp = nn.Module()
+    module.mlp.experts = nn.Module()
+    layer_of = module.mlp.experts.routed_experts = nn.Module()
+    layer_of.w13_weight = nn.Parameter(torch.cat([gate, up], 2).transpose(1, 2)[own])
+    layer_of.w2_weight = nn.Parameter(down.chunk(ranks, 1)[rank].transpose(1, 2)[own])
+    parallel = SimpleNamespace(tp_rank=rank, tp_size=ranks)
+    layer_of.moe_config = SimpleNamespace(
+        intermediate_size_per_partition=8 // ranks, moe_parallel_config=parallel
+    )
+    layer_of.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="TRITON"))
+    layer_of.expert_map = None if experts is None else torch.tensor(experts)
+    assert differing_tensors(module, update, update.__getitem__) == []
+    update["mlp.experts.gate_up_proj"][own[-1], 2, 8 // ranks * (rank + 1) - 1] += 1
+    assert differing_tensors(module, update, update.__getitem__) == ["mlp.experts.gate_up_proj"]
