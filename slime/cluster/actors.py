@@ -133,17 +133,19 @@ class TrainerActor:
         Returns None, for which the driver waits, and the columns for the other groups, which Ray sends to their ranks
         and not to the driver.
         """
+        from slime.cluster.images import with_files
         from slime.data.transport import pack_columns, unpack_columns
 
-        self.scored = unpack_columns(data)
+        self.scored = unpack_columns(with_files(data))
         return None, pack_columns(self.trainer.score(rollout_id, self.scored))
 
     def train(self, rollout_id: int, data: TrainData | None, *received: TrainData) -> TrainResult:
         """Trains a rollout. Without `data`, runs the second half of training, with the columns from the other groups'
         ranks."""
+        from slime.cluster.images import with_files
         from slime.data.transport import unpack_columns
 
-        whole = self.scored if data is None else unpack_columns(data)
+        whole = self.scored if data is None else unpack_columns(with_files(data))
         assert whole is not None, "score() comes first"
         result = self.trainer.train(rollout_id, whole, [unpack_columns(columns) for columns in received])
         self.scored = None
@@ -152,9 +154,10 @@ class TrainerActor:
 
     def evaluate(self, rollout_id: int, names: list[str], *data: TrainData) -> dict[str, float]:
         """Computes the loss of held-out sets. `data` has one entry per name in `names`."""
+        from slime.cluster.images import with_files
         from slime.data.transport import unpack_columns
 
-        sets = {name: unpack_columns(columns) for name, columns in zip(names, data, strict=True)}
+        sets = {name: unpack_columns(with_files(columns)) for name, columns in zip(names, data, strict=True)}
         metrics = self.trainer.evaluate(rollout_id, sets)
         return_freed_memory()
         return metrics

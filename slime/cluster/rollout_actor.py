@@ -37,12 +37,13 @@ class RolloutActor:
     def build(self, engine: RolloutEngine | None, dp_size: int, facts: Mapping[str, object]) -> None:
         """Builds the manager. If the constructor built it and raised, Ray would only report that the process died."""
         with uncollected(freeze=True):
+            from slime.cluster.images import with_source
             from slime.data.transport import pack_columns
             from slime.rollout.manager import RolloutManager
 
         warnings = record_warnings()  # also warnings of the prompt files
         self.manager = RolloutManager(
-            self.config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data))
+            self.config, engine, dp_size, facts, lambda data: ray.put(with_source(pack_columns(data)))
         )
         warnings.begin(self.manager.state.events)
         freeze_objects()
@@ -57,6 +58,13 @@ class RolloutActor:
     @ray.method(concurrency_group="progress")
     def progress(self) -> tuple[int, int]:
         return self.manager.state.progress
+
+    @ray.method(concurrency_group="progress")
+    def read_images(self, paths: list[str]) -> list[bytes]:
+        """Returns the content of processed images, for a trainer rank on a host that lacks their files."""
+        from slime.cluster.images import read_files
+
+        return read_files(paths)
 
     @ray.method(concurrency_group="progress")
     def allow(self, rollout_id: int, version: int) -> None:

@@ -7,6 +7,7 @@ file, so the host has one copy of the pixels.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -34,6 +35,8 @@ class MediaFile:
     """Patches per axis: time, height, width. Empty for a processor without a grid."""
     bytes: int = 0
     """Bytes of the tensors."""
+    start: int | None = None
+    """Index of the first of these ids in the tokens of a sample. None: `slime.vision.runs` finds it."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Maps the file. The tensors have the processor's names, and a write to a tensor does not reach the file."""
@@ -44,9 +47,9 @@ class MediaFile:
         except FileNotFoundError as error:
             raise FlagError(
                 "HF_DATASETS_CACHE",
-                "keep the processed images while a run uses them, on a folder that every host of the run has",
-                f"no file {self.path}",
-                "do not empty the folder during a run, and share it between the hosts",
+                "keep the processed images while a run uses them",
+                f"no file {self.path} on host {socket.gethostname()}",
+                "do not empty the folder during a run; give a process outside the run a folder that the hosts share",
             ) from error
 
 

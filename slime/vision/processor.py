@@ -13,15 +13,17 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from slime.bridges.processors import allow_no_torchvision
 from slime.records.errors import FlagError
-from slime.system.cache_folder import CACHE, find_cache_folder
+from slime.system.cache_folder import CACHE
 from slime.system.disk_space import DiskSpaceGuard
-from slime.vision.inputs import ImageInputs, MediaKind
-from slime.vision.store import MediaStore, StoredMedia
+from slime.vision.inputs import ImageInputs, MediaFile, MediaKind
+from slime.vision.runs import locate
+from slime.vision.store import StoredMedia, open_store
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,8 +37,6 @@ _TEXT_NAMES = frozenset(
     ["input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets"]
 )
 """What a processor returns for the text."""
-_MOST_BYTES = 256 * 2**30
-"""Size of the folder of processed images above which the oldest are removed."""
 _PROBE_PIXELS = 64
 
 
@@ -58,7 +58,11 @@ def load_processor(name_or_path: str, *, trust_remote_code: bool = False) -> Pro
             f"{name_or_path} ({error})",
             f"check {_FILES[0]}, or pass --trust-remote-code if it needs code of its own",
         ) from error
-    return found if isinstance(found, ProcessorMixin) else None
+    if not isinstance(found, ProcessorMixin):
+        return None
+    if (images := getattr(found, "image_processor", None)) is not None:
+        images.return_tensors = "pt"  # the default of processors with torchvision, which plug-ins rely on
+    return found
 
 
 class MediaProcessor:
@@ -72,9 +76,8 @@ class MediaProcessor:
 
     def __init__(self, processor: ProcessorMixin, folder: Path | None = None) -> None:
         self.processor = processor
-        folder = folder or find_cache_folder() / "images" / "processed"
-        self._folder = folder
-        self._store = MediaStore(folder, _MOST_BYTES)
+        self._store = open_store(folder)
+        self._folder = self._store.folder
         self._locks: dict[str, threading.Lock] = {}
         self._guard = threading.Lock()
 
@@ -107,7 +110,20 @@ class MediaProcessor:
         found = [self.process("image", value).item for value in list_media(sources, "images")]
         found += [self.process("video", value).item for value in list_media(sources, "videos")]
         items = {item.key: item for item in found}
-        return ImageInputs(tuple(items.get(item.key, item) for item in inputs.items))
+        return ImageInputs(
+            tuple(replace(items.get(item.key, item), start=item.start) for item in inputs.items)
+        )
+
+    def keep(
+        self, kind: MediaKind, key: str, tensors: Mapping[str, Tensor], *, tokens: int, grid: tuple[int, ...]
+    ) -> MediaFile:
+        """Stores the tensors of an image that a plug-in has processed, and returns their reference."""
+        stored = self._store.find(key) or self._store.write(kind, key, tensors, tokens=tokens, grid=grid)
+        return stored.item
+
+    def locate(self, inputs: ImageInputs, tokens: Sequence[int]) -> ImageInputs:
+        """Returns the images with their first token in `tokens`, which no model has sampled."""
+        return locate(inputs, tokens, {kind: self._ids(kind) for kind in ("image", "video")})
 
     def process(self, kind: MediaKind, value: object) -> StoredMedia:
         """Returns a processed image or video, from the store if it is there."""
@@ -153,8 +169,11 @@ class MediaProcessor:
 
     def _count(self, kind: MediaKind, ids: list[int]) -> int:
         """Number of the ids that the model replaces by features."""
-        wanted = getattr(self.processor, f"{kind}_token_ids")
-        return sum(ids.count(one) for one in wanted)
+        return sum(ids.count(one) for one in self._ids(kind))
+
+    def _ids(self, kind: MediaKind) -> list[int]:
+        found: list[int] = getattr(self.processor, f"{kind}_token_ids", [])
+        return found
 
     def count_tokens(self, image: PromptImage) -> int:
         """Number of tokens that an image adds to its prompt in the place of the marker, from the image's size alone.
@@ -215,12 +234,13 @@ class Expansion:
         self._found.append(self._media.process(kind, self._waiting[kind].pop(0)))
         return self._found[-1].text
 
-    def finish(self) -> ImageInputs:
-        """Returns the processed images. ValueError if the text had fewer markers than images."""
+    def finish(self, tokens: Sequence[int] = ()) -> ImageInputs:
+        """Returns the processed images, with their places in the `tokens` of the whole text. ValueError if the text had
+        fewer markers than images."""
         for kind, left in self._waiting.items():
             if left:
                 raise self._wrong_number(kind, f"{len(left)} fewer")
-        return ImageInputs(tuple(one.item for one in self._found))
+        return self._media.locate(ImageInputs(tuple(one.item for one in self._found)), tokens)
 
     def _wrong_number(self, kind: MediaKind, got: str) -> FlagError:
         return FlagError(

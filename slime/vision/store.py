@@ -15,12 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime.system.cache_folder import find_cache_folder
 from slime.vision.inputs import MediaFile, MediaKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _SUFFIX = ".safetensors"
+_MOST_BYTES = 256 * 2**30
+"""Size of the folder of processed images above which the oldest are removed."""
 _IN_USE_S = 3600.0
 """Seconds after its last use in which a file is never removed. A rollout and its training step are shorter."""
 
@@ -41,7 +44,7 @@ class MediaStore:
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        self._folder, self._most_bytes = folder, most_bytes
+        self.folder, self._most_bytes = folder, most_bytes
         folder.mkdir(parents=True, exist_ok=True)
         self._written = 0
 
@@ -70,25 +73,34 @@ class MediaStore:
         path = self._path(key)
         size = sum(tensor.nbytes for tensor in tensors.values())
         item = MediaFile(kind, key, str(path), tokens, grid, size)
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        # save_file would make a file that only its owner can read
+        self._write_file(path, save(whole, {"media": json.dumps(asdict(item)), "text": text}))
+        return StoredMedia(item, text)
+
+    def receive(self, key: str, content: bytes) -> StoredMedia:
+        """Stores the content of another store's file with this key, and returns the reference."""
+        path = self._path(key)
+        self._write_file(path, content)
+        return read_stored(path)
+
+    def _write_file(self, path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{key}.{os.getpid()}-{threading.get_ident()}.partial")
+        partial = path.with_name(f"{path.stem}.{os.getpid()}-{threading.get_ident()}.partial")
         try:
-            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            # save_file would make a file that only its owner can read
-            partial.write_bytes(save(whole, {"media": json.dumps(asdict(item)), "text": text}))
+            partial.write_bytes(content)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-        self._written += size
+        self._written += len(content)
         if self._written > self._most_bytes // 8:
             self.trim()
-        return StoredMedia(item, text)
 
     def trim(self) -> None:
         """Removes the files that were not used for the longest time until the folder has room."""
         self._written = 0
         now, found = time.time(), []
-        for path in self._folder.glob(f"??/*{_SUFFIX}"):
+        for path in self.folder.glob(f"??/*{_SUFFIX}"):
             try:
                 facts = path.stat()
             except FileNotFoundError:
@@ -102,7 +114,12 @@ class MediaStore:
             excess -= size
 
     def _path(self, key: str) -> Path:
-        return self._folder / key[:2] / f"{key}{_SUFFIX}"
+        return self.folder / key[:2] / f"{key}{_SUFFIX}"
+
+
+def open_store(folder: Path | None = None) -> MediaStore:
+    """Returns the store in a folder, or in this host's cache of `datasets`."""
+    return MediaStore(folder or find_cache_folder() / "images" / "processed", _MOST_BYTES)
 
 
 def read_stored(path: Path) -> StoredMedia:

@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 from local_ray import local_ray
 
 from slime.cluster.actors import freeze_objects
 from slime.cluster.calls import ActorError, first_failure_or_all
+from slime.cluster.images import COLUMN, SOURCE, read_files, with_files, with_source
 from slime.config import Config
+from slime.vision.inputs import ImageInputs
+from slime.vision.store import MediaStore
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,3 +129,30 @@ def test_what_a_process_is_made_of_is_out_of_later_collections() -> None:
         assert len(found) < len(kept) and not any(each is kept for each in found)
     finally:
         gc.unfreeze()
+
+
+@ray.remote(num_cpus=0)
+class Rollouts:
+    """Has the files of images, and sends data that names them."""
+
+    def put(self, data: dict) -> list:
+        return [ray.put(with_source(data))]
+
+    def read_images(self, paths: list[str]) -> list[bytes]:
+        return read_files([path.replace("near", "far") for path in paths])
+
+
+def test_data_names_the_actor_that_has_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder `far` stands for the folder of another host, on which it has the name `near`."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "here"))
+    item = MediaStore(tmp_path / "near", 2**30).write("image", "ab", {"x": torch.ones(2)}, tokens=1).item
+    (tmp_path / "near").rename(tmp_path / "far")
+    rollouts = Rollouts.remote()
+    (ref,) = ray.get(rollouts.put.remote({COLUMN: [ImageInputs((item,))]}))
+    (text,) = ray.get(rollouts.put.remote({"tokens": [[1]]}))
+    assert ray.get(text) == {"tokens": [[1]]}
+    data = ray.get(ref)
+    assert SOURCE in data
+    (inputs,) = with_files(data)[COLUMN]
+    assert torch.equal(inputs.tensors()["x"], torch.ones(2))
+    assert inputs.items[0].path.startswith(str(tmp_path / "here"))
