@@ -54,7 +54,9 @@ class Unsupported:
 
 UNSUPPORTED: dict[str, Unsupported] = {
     # train
-    "qkv_format": Unsupported("thd", "sequences are always packed one after the other (thd), never padded"),
+    "qkv_format": Unsupported(
+        "thd", "sequences are always packed one after the other (thd), never padded", same=("bshd",)
+    ),
     "custom_model_provider_path": Unsupported(None, "the model is built from the checkpoint's config.json"),
     "megatron_config_path": Unsupported(None, "give Megatron's settings as flags or in --custom-config-path"),
     "megatron_deepgemm_forward_layers": Unsupported(None, _DEEPGEMM),

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from slime.checkpoints.hf_config import read_hf_config
@@ -74,9 +75,10 @@ class PrefixOwner:
         fields: str,
         reserved: dict[str, str],
         parser: Callable[[], argparse.ArgumentParser],
+        fixed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.prefix, self.project, self.reserved, self.parser = prefix, project, reserved, parser
-        self._fields = fields
+        self._fields, self._fixed = fields, fixed
 
     def options(self) -> dict[str, argparse.Action]:
         """Maps each long option's name, with underscores and without its first dashes, to its argparse action."""
@@ -108,6 +110,8 @@ class PrefixOwner:
             raise UnknownFlag(group.typed, f"a flag of {self.project}", advice=near)
         dest = options[name].dest
         if dest in self.reserved:
+            if group.values and group.values == [self._fixed.get(dest)]:
+                return  # the servers of a run get this value
             raise FlagError(group.typed, "be left out", advice=self.reserved[dest])
         tokens = [f"--{name.replace('_', '-')}{dot}{key}", *group.values]
         typed = self._typed(tokens, group.typed)

@@ -7,6 +7,8 @@ REFUSED: another flag decides, or the answers would differ.
 
 from __future__ import annotations
 
+UPSTREAM = {"vllm_router_policy": "router_policy"}
+"""Flags in launch scripts of upstream vime whose name has another prefix here."""
 RENAMED = {
     "max_running_requests": "vllm_max_num_seqs",
     "cuda_graph_max_bs": "vllm_max_cudagraph_capture_size",

@@ -16,7 +16,7 @@ from slime.config.sections.cluster import ClusterConfig
 from slime.hardware import HARDWARE
 from slime.records.errors import FlagError
 from vime.sglang_api import config_file
-from vime.sglang_api.tables import ANY, ENGINE_DECIDES, MAPPED, REFUSED, RENAMED
+from vime.sglang_api.tables import ANY, ENGINE_DECIDES, MAPPED, REFUSED, RENAMED, UPSTREAM
 
 PREFIX = "sglang_"
 SPECULATIVE = ("algorithm", "num_steps", "num_draft_tokens", "eagle_topk", "draft_model_path")
@@ -37,7 +37,9 @@ def translate_sglang(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str
     spread = _spread(groups)
     for group in groups:
         if not group.name.startswith(PREFIX):
-            out.append(group)
+            ours = [_group(UPSTREAM[group.name], *group.values)] if group.name in UPSTREAM else [group]
+            out += ours
+            notes += [_remark(group, ours, "")] if group.name in UPSTREAM else []
             continue
         name = group.name.removeprefix(PREFIX)
         if name.startswith("speculative_") and name.removeprefix("speculative_") in SPECULATIVE:

@@ -30,6 +30,13 @@ from vime.vllm.worker.columns import routed_experts
 from vime.vllm.worker.plugin import BACKEND, SUPERVISED_VARIABLE
 from vime.vllm.worker.settings import OPTION, EngineSettings
 
+SAMPLING = {
+    # Log-probs of the sampled distribution, after temperature: the trainer recomputes these.
+    "logprobs_mode": "processed_logprobs",
+    # The rollout sets the sampling parameters. The checkpoint's generation_config.json must not change them.
+    "generation_config": "vllm",
+}
+"""Flags that each server gets with this value."""
 SCORED_TOKENS = 2048
 """Tokens per pass of a scoring engine on GPUs. vLLM computes logits of all these tokens outside its memory share."""
 WORKERS = {"cuda": "vime.vllm.worker.workers.GpuWorker", "cpu": "vime.vllm.cpu.worker.CpuWorker"}
@@ -89,10 +96,7 @@ class VllmServer(EngineServer):
             "port": str(spec.port),
             "dtype": spec.dtype,
             "tensor-parallel-size": str(spec.tensor_parallel_size),
-            # Log-probs of the sampled distribution, after temperature: the trainer recomputes these.
-            "logprobs-mode": "processed_logprobs",
-            # The rollout sets the sampling parameters. The checkpoint's generation_config.json must not change them.
-            "generation-config": "vllm",
+            **{name.replace("_", "-"): value for name, value in SAMPLING.items()},
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
             "middleware": "vime.vllm.worker.middleware.RunKeyMiddleware",
             "worker-cls": WORKERS[spec.device],

@@ -31,6 +31,7 @@ from vime.pool.engine_flags import (
 )
 from vime.vllm import fp8, versions
 from vime.vllm.cpu import engine as cpu_engine
+from vime.vllm.server import SAMPLING
 from vime.vllm.worker import adapter
 
 _ADDRESS = "engines listen where the engine pool places them"
@@ -103,7 +104,7 @@ def router_parser() -> argparse.ArgumentParser:
     return parser
 
 
-VLLM = PrefixOwner("vllm_", "vLLM", "backend", VLLM_RESERVED, vllm_parser)
+VLLM = PrefixOwner("vllm_", "vLLM", "backend", VLLM_RESERVED, vllm_parser, SAMPLING)
 ROUTER = PrefixOwner("router_", "vllm-router", "router", ROUTER_RESERVED, router_parser)
 
 

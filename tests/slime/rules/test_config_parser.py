@@ -135,9 +135,11 @@ def test_flags_of_slime_scripts_that_need_no_action_leave_a_note(argv):
     """These flags of router, conversion and layout ask for the present behaviour; hooks see their defaults."""
     router = "--use-slime-router --slime-router-timeout 60 --slime-router-max-connections 9"
     c = parse_args(
-        [*argv, *router.split(), "--megatron-to-hf-mode", "bridge", "--qkv-format", "thd"], BACKENDS
+        [*argv, *router.split(), "--megatron-to-hf-mode", "bridge", "--qkv-format", "bshd"], BACKENDS
     )
-    noted = dict(note.split(" has no effect: ") for note in c.notes)
+    *notes, last = c.notes
+    assert last == "--qkv-format bshd is taken as thd, which gives the same result"
+    noted = dict(note.split(" has no effect: ") for note in notes)
     assert list(noted) == [word for word in router.split() if word[0] == "-"] + ["--megatron-to-hf-mode"]
     assert noted["--use-slime-router"].startswith("the engine's own router is always used")
     args = c.namespace()
@@ -147,7 +149,7 @@ def test_flags_of_slime_scripts_that_need_no_action_leave_a_note(argv):
 @pytest.mark.parametrize(
     ("flags", "rule"),
     [
-        ("--qkv-format bshd", "left at thd in this version, got bshd; sequences are always packed"),
+        ("--qkv-format sbhd", "left at thd in this version, got sbhd; sequences are always packed"),
         (
             "--slime-router-middleware-paths a.B c.D",
             "left out in this version, got a.B c.D; the router runs no",
