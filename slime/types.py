@@ -244,9 +244,9 @@ class Sample:
         per_token: dict[str, list[float] | list[int] | None] = dict(columns)
         if trainable:
             per_token["log_probs"] = log_probs if log_probs is not None else [] if not ids else None
-        elif log_probs is not None and (ids or log_probs):
+        elif log_probs is not None and (any(log_probs) or len(log_probs) != len(ids)):
             raise ValueError(
-                f"log_probs must be left out for tokens that the model did not generate, got {len(log_probs)}; "
+                f"log_probs must be left out or 0 for tokens that the model did not generate, got {len(log_probs)}; "
                 "their loss mask is 0"
             )
         for name, values in per_token.items():

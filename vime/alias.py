@@ -23,10 +23,13 @@ RENAMED = {
 }
 """Modules that upstream vime names after its engine. slime's module has the names that plug-ins import."""
 
+ENGINE = "vllm.entrypoints.serve.disagg", "vllm.entrypoints.scale_out.token_in_token_out"
+"""A package of vLLM that plug-ins import for images, and its name in newer versions (vime.vllm.versions)."""
+
 
 class Alias:
-    """Finds and loads `vime.X` as `slime.X` for the packages above. It implements importlib.abc.MetaPathFinder and
-    Loader.
+    """Finds and loads `vime.X` as `slime.X` for the packages above, and the older name of vLLM's package. It implements
+    importlib.abc.MetaPathFinder and Loader.
 
     Neither class is imported, because with `python -m vime` the import would look for `random` in the current folder.
     """
@@ -36,6 +39,10 @@ class Alias:
     ) -> ModuleSpec | None:
         """Returns the spec of an alias, or None for vime's own modules and for a module that slime does not have."""
         root, _, rest = name.partition(".")
+        if name == ENGINE[0] or name.startswith(f"{ENGINE[0]}."):
+            older = path is not None and PathFinder.find_spec(name, path) is not None
+            same = ENGINE[0] in sys.modules and sys.modules[ENGINE[0]].__name__ == ENGINE[0]
+            return None if older and (same or name == ENGINE[0]) else ModuleSpec(name, self)  # type: ignore[arg-type]
         if root != "vime" or rest.partition(".")[0] not in PACKAGES:
             return None
         parent = name.rpartition(".")[0]
@@ -57,6 +64,8 @@ class Alias:
 
 
 def _real(name: str) -> str:
+    if name.startswith(ENGINE[0]):
+        return name.replace(*ENGINE)
     rest = name.removeprefix("vime.")
     return f"slime.{RENAMED.get(rest, rest)}"
 

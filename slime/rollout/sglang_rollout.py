@@ -24,11 +24,17 @@ from slime.rollout.vllm_rollout import (
     get_model_url,
 )
 from slime.system.upstream import refused_names
+from slime.vision.rendered import (
+    _align_mm_feature_placeholders_to_tokens,
+    _mm_render_response_to_generate_body,
+)
 
 __all__ = [
     "GenerateState",
+    "_align_mm_feature_placeholders_to_tokens",
     "_build_inference_sampling_params",
     "_coerce_flat_int_token_ids",
+    "_mm_render_response_to_generate_body",
     "abort",
     "async_rm",
     "batched_async_rm",

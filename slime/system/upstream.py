@@ -1,4 +1,5 @@
 """Import paths of slime and of upstream vime that are no files here: other names of modules, and refused names.
+Also a package that slime's plug-ins import.
 
 `import slime` installs one finder behind the normal ones, so a file comes first. A path of `MOVED` is another name of
 one of our modules. A path of `REFUSED` is a module whose names can be imported: a plug-in that imports such a name and
@@ -31,6 +32,8 @@ _PROFILE = "--profile-steps A:B traces the training of those rollouts"
 _FILES = "--save-debug-rollout-data writes the samples of a rollout, and --load-debug-rollout-data reads them"
 _GROUPS = "torch.distributed makes groups; the trainer has made its own (megatron.core.parallel_state)"
 
+PACKAGES = {"qwen_vl_utils": "slime.plug_ins.qwen_vl_utils"}
+"""Another package whose functions slime's plug-ins call -> our module with the same functions, if it is missing."""
 MOVED = {
     "observability.trace_utils": "plug_ins.spans",
     "rollout.sglang_streaming_rollout": "rollout.vllm_rollout",
@@ -130,7 +133,7 @@ REFUSED: dict[str, tuple[str, str]] = {
         "`vime bench` measures engines with responses of chosen lengths",
     ),
     "rollout.sglang_rollout": (
-        "_align_mm_feature_placeholders_to_tokens _apply_vllm_routed_experts _mm_render_response_to_generate_body",
+        "_apply_vllm_routed_experts",
         "call generate of this module, which makes the request and takes the answer",
     ),
     "router.middleware_hub.radix_tree_middleware": (
@@ -213,12 +216,15 @@ def refused_names(module: str) -> Callable[[str], RefusedName]:
 
 
 class Finder:
-    """Finds and loads the paths of `MOVED` and of `REFUSED`. It implements importlib.abc.MetaPathFinder and Loader."""
+    """Finds and loads `PACKAGES` and the paths of `MOVED` and of `REFUSED`. It implements importlib.abc.MetaPathFinder
+    and Loader."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the spec of a path below `slime`, or None."""
+        """Returns the spec of a path below `slime` or of a package in `PACKAGES`, or None."""
+        if name in PACKAGES:
+            return ModuleSpec(name, self)  # type: ignore[arg-type]  # no instance of the abstract class
         root, _, rest = name.partition(".")
         if root != "slime" or not rest:
             return None
@@ -234,7 +240,9 @@ class Finder:
         """Fills a module of refused names. A moved module is registered under its other name, too."""
         name = module.__name__
         rest = name.partition(".")[2]
-        if rest in MOVED:
+        if name in PACKAGES:
+            sys.modules[name] = importlib.import_module(PACKAGES[name])
+        elif rest in MOVED:
             sys.modules[name] = importlib.import_module(f"slime.{MOVED[rest]}")
         elif rest in REFUSED:
             names, remedy = REFUSED[rest]

@@ -79,7 +79,7 @@ class ServerPool:
             self.kind = kind
         self.state = PoolState(
             kind=self.kind,
-            router=self.kind.router(router),
+            router=self.kind.router(replace(router, checkpoint=specs[0].model_path)),
             spawn=self.kind.server if spawn is None else spawn,
             pause_mode=pause_mode,
             slots=slots,

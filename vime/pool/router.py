@@ -28,6 +28,8 @@ class RouterSpec(ServerSpec):
     request_timeout_s: float = 600.0
     adapter: str = ""
     """The adapter that serves requests of plug-ins."""
+    checkpoint: str = ""
+    """The engines' checkpoint, which requests of plug-ins may name as their model."""
 
     @property
     def gateway_url(self) -> str:

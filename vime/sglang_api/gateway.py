@@ -6,6 +6,7 @@ vllm-router 0.1.17 cannot serve these calls: it drops fields of POST /generate t
 
 - puts a body of /generate into one field of /inference/v1/generate, and the router balances the request;
 - sends /abort_request and /flush_cache to every engine;
+- sends /v1/chat/completions/render to one engine;
 - passes every other request to the router;
 - names the run's adapter, if it has one, in requests that name none.
 
@@ -20,6 +21,7 @@ import asyncio
 import gc
 import hmac
 import os
+import random
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -37,6 +39,8 @@ from vime.pool.control import ADAPTER_HEADER, SERVED_MODEL_NAME
 from vime.sglang_api.request import WRAPPED, parse
 
 _TO_ALL = ("/abort_request", "/abort_requests", "/flush_cache")
+_TO_ONE = ("/v1/chat/completions/render",)
+"""Routes that vllm-router forwards without the caller's key. They need no weights, so any engine serves them."""
 _OLDER_NAMES = {"/model_info": "/get_model_info", "/server_info": "/get_server_info"}
 """Maps paths that vllm-router forwards without the caller's key to older names, which it forwards with the key."""
 _CONNECTION_HEADERS = {"connection", "content-length", "expect", "host", "keep-alive", "transfer-encoding"}
@@ -78,8 +82,9 @@ def wrap(body: bytes, adapter: str = "") -> bytes:
     )
 
 
-def with_model(body: bytes, adapter: str) -> bytes:
-    """Returns a body of a route of vLLM with the model `adapter`, if the body named no model or the base.
+def with_model(body: bytes, adapter: str, checkpoint: str = "") -> bytes:
+    """Returns a body of a route of vLLM with the model `adapter`, if the body named no model or the base. The base has
+    the name `checkpoint` too, which plug-ins of upstream vime use (`args.hf_checkpoint`).
 
     Other bodies are returned unchanged.
     """
@@ -93,20 +98,20 @@ def with_model(body: bytes, adapter: str) -> bytes:
         TypeError,
     ):  # vLLM reports the error
         return body
-    if model not in (None, SERVED_MODEL_NAME):
+    if model not in ((None, SERVED_MODEL_NAME, checkpoint) if adapter else (checkpoint,)):
         return body
-    return msgspec.json.encode({**fields, "model": adapter})
+    return msgspec.json.encode({**fields, "model": adapter or SERVED_MODEL_NAME})
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Gateway:
-    """Handles HTTP requests in front of the router at `router_url`, for a run whose adapter is `adapter`, if it has
-    one."""
+    """Handles HTTP requests in front of the router at `router_url`, for engines that serve `checkpoint`, and a run
+    whose adapter is `adapter`, if it has one."""
 
-    def __init__(self, router_url: str, run_key: str, adapter: str = "") -> None:
-        self._url, self._run_key, self._adapter = router_url, run_key, adapter
+    def __init__(self, router_url: str, run_key: str, adapter: str = "", checkpoint: str = "") -> None:
+        self._url, self._run_key, self._adapter, self._checkpoint = router_url, run_key, adapter, checkpoint
 
     async def serve(self, listening: socket.socket) -> None:
         """Serves until cancelled."""
@@ -154,9 +159,13 @@ class Gateway:
     async def other(self, request: web.Request) -> web.StreamResponse:
         if request.path in _TO_ALL:
             return await self._to_all(request)
+        if request.path in _TO_ONE:
+            return await self._to_one(request)
         path, body = _OLDER_NAMES.get(request.path, request.path), None
-        if self._adapter and request.method == "POST" and "/v1/" in path:
-            body = with_model(await request.read(), self._adapter)
+        if request.method == "POST" and "/v1/" in path:
+            body = await request.read()
+            if self._adapter or (self._checkpoint and msgspec.json.encode(self._checkpoint) in body):
+                body = with_model(body, self._adapter, self._checkpoint)
         query = request.rel_url.raw_path_qs[len(request.rel_url.raw_path) :]
         return await self._pass(request, path + query, body)
 
@@ -192,12 +201,9 @@ class Gateway:
             ) as answer:
                 return answer.status, await answer.text()
 
-        async with self._session.get(
-            f"{self._url}/list_workers", headers=_forwarded(request.headers)
-        ) as listed:
-            if listed.status != 200:
-                return web.Response(status=listed.status, text=await listed.text())
-            urls = (await listed.json(content_type=None))["urls"]
+        urls = await self._engines(request)
+        if isinstance(urls, web.Response):
+            return urls
         results = await asyncio.gather(*map(ask, urls), return_exceptions=True)
         answers = [one for one in results if not isinstance(one, BaseException)]
         for one in results:
@@ -205,6 +211,29 @@ class Gateway:
                 raise one
         status, text = max(answers, default=(503, '{"error": {"message": "no engine answers"}}'))
         return web.Response(status=status, text=text, content_type="application/json")
+
+    async def _to_one(self, request: web.Request) -> web.StreamResponse:
+        """Calls one engine, chosen by chance."""
+        urls = await self._engines(request)
+        if isinstance(urls, web.Response):
+            return urls
+        body = with_model(await request.read(), self._adapter, self._checkpoint)
+        async with self._session.post(
+            random.choice(urls) + request.path, data=body, headers=_forwarded(request.headers)
+        ) as answer:
+            return web.Response(
+                status=answer.status, body=await answer.read(), headers=_forwarded(answer.headers)
+            )
+
+    async def _engines(self, request: web.Request) -> list[str] | web.Response:
+        """Returns the addresses of the router's engines, or the router's answer if it is an error."""
+        async with self._session.get(
+            f"{self._url}/list_workers", headers=_forwarded(request.headers)
+        ) as listed:
+            if listed.status != 200:
+                return web.Response(status=listed.status, text=await listed.text())
+            urls: list[str] = (await listed.json(content_type=None))["urls"]
+        return urls or web.Response(status=503, text='{"error": {"message": "no engine answers"}}')
 
 
 def _forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
@@ -222,12 +251,12 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def serve(router_url: str, listening: socket.socket, adapter: str = "") -> None:
+def serve(router_url: str, listening: socket.socket, adapter: str = "", checkpoint: str = "") -> None:
     """Serves until the process ends."""
     import uvloop  # a dependency of vLLM
 
     gc.freeze()
-    uvloop.run(Gateway(router_url, os.environ[KEY_VARIABLE], adapter).serve(listening))
+    uvloop.run(Gateway(router_url, os.environ[KEY_VARIABLE], adapter, checkpoint).serve(listening))
 
 
 if __name__ == "__main__":  # in front of a separately started router

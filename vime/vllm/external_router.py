@@ -29,6 +29,7 @@ class ExternalRouter(VllmRouter):
             str(spec.gateway_port),
             spec.url,
             spec.adapter,
+            spec.checkpoint,
         ]
 
     def start(self) -> str:

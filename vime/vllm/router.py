@@ -48,6 +48,7 @@ class VllmRouter(RouterServer):
         for name, value in flags.items():
             argv += [f"--{name}", str(value)]
         argv += ["--adapter", spec.adapter] if spec.adapter else []
+        argv += ["--checkpoint", spec.checkpoint] if spec.checkpoint else []
         # The client retries, because it has the deadline.
         return [*argv, "--disable-retries", *spec.argv]
 

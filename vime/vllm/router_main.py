@@ -63,12 +63,12 @@ def start_key_server(run_key: str) -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
-def start_gateway(host: str, port: int, router_url: str, adapter: str) -> None:
+def start_gateway(host: str, port: int, router_url: str, adapter: str, checkpoint: str = "") -> None:
     """Forks the process of vime.sglang_api.gateway, which ends with the caller's process."""
     listening = gateway.listen(host, port)
     if os.fork() == 0:
         die_with_parent()
-        gateway.serve(router_url, listening, adapter)
+        gateway.serve(router_url, listening, adapter, checkpoint)
         os._exit(0)
     listening.close()
 
@@ -80,6 +80,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--gateway-host", required=True)
     parser.add_argument("--gateway-port", type=int, required=True)
     parser.add_argument("--adapter", default="")
+    parser.add_argument("--checkpoint", default="")
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
     options = parser.parse_args(argv)
     args = RouterArgs.from_cli_args(options, use_router_prefix=False)
@@ -99,7 +100,7 @@ def main(argv: Sequence[str]) -> None:
     }
     del settings["mini_lb"]
     router_url = f"http://{args.host}:{args.port}"
-    start_gateway(options.gateway_host, options.gateway_port, router_url, options.adapter)
+    start_gateway(options.gateway_host, options.gateway_port, router_url, options.adapter, options.checkpoint)
     vllm_router_rs.Router(**settings).start()
 
 

@@ -23,6 +23,7 @@ version of each token   not reported                        CompletionOutput.wei
                                                                                                 compare
 /update_weights         one record for all workers          one record, or a list: one for each one record
 /inference/v1/generate  always there                        with --enable-scale-out alone       `token_routes`
+its package             serve.disagg, in some versions      scale_out.token_in_token_out        `vime.alias`
 /abort_requests         any JSON                            an object                           an object
 /sleep, /wake_up        answer nothing, check nothing       answer a status, check level, mode  answers are not read
 pixels of images        normalised by the processor         also by the tower, by default       `processed_pixels`

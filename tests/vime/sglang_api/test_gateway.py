@@ -41,6 +41,11 @@ def test_requests_that_name_no_adapter_get_that_of_the_run() -> None:
     for model, expected in (({}, "maths"), ({"model": "policy"}, "maths"), ({"model": "code"}, "code")):
         body = json.dumps({**model, "prompt": "a", "n": 2}).encode()
         assert json.loads(with_model(body, "maths")) == {"prompt": "a", "n": 2, "model": expected}
+    named = b'{"model": "/models/m", "prompt": "a"}'
+    for adapter, expected in (("", "policy"), ("maths", "maths")):
+        assert json.loads(with_model(named, adapter, "/models/m"))["model"] == expected
+        assert with_model(named, adapter, "/models/other") == named
+    assert with_model(b'{"prompt": "a"}', "", "/models/m") == b'{"prompt": "a"}'
     for other in (b"{", b"[1]", b'{"model": 3}', b"", b'{"model": "\xff"}', b'{"prompt": %b}' % DEEP):
         assert with_model(other, "maths") == other
 
