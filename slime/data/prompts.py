@@ -53,7 +53,7 @@ _LOOKED_AT = 8
 """Number of first prompts of a file for which warnings are logged."""
 _CHECKED = ("row", "size", "list", "tokens")
 """The columns that a check makes."""
-_VERSION = 8
+_VERSION = 9
 """Version of the checks. With a new version, every file is checked again."""
 
 
@@ -292,8 +292,9 @@ def _check(
     batch: dict[str, list[object]],
     numbers: list[int],
 ) -> dict[str, list[int]]:
-    """Returns the row, the size in characters and the kind (a list or a text) per prompt, and with `masks` the
-    number of tokens in the longest conversation. ValueError with the RowLocation of the first wrong row."""
+    """Returns the row, the size and the kind (a list or a text) per prompt, and with `masks` the number of tokens in
+    the longest conversation. The size is the number of characters and of tokens of images. ValueError with the
+    RowLocation of the first wrong row."""
     rows, sizes, lists, lengths = [], [], [], []
     for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
         where = RowLocation(source, first + number)
@@ -315,7 +316,8 @@ def _check(
         if media is not None:
             media.check(prompt, where)
         rows.append(first + number)
-        sizes.append(len(text if isinstance(text, str) else json.dumps(without_media(text))))
+        size = len(text if isinstance(text, str) else json.dumps(without_media(text)))
+        sizes.append(size + (0 if media is None else media.count_images(prompt)))
         lists.append(int(not isinstance(text, str)))
         added = 0 if media is None or masks is None else media.count_added(prompt)
         lengths.append(0 if masks is None else masks.measure(prompt, where) + added)

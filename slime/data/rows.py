@@ -95,7 +95,7 @@ def to_prompt(
             f"{where}: column {columns.input_key!r} must hold a prompt, got {text!r}; fix the line"
         )
     media = RowMedia(row, columns.multimodal_keys, where) if columns.multimodal_keys else None
-    if media is not None and isinstance(text, str) and columns.apply_chat_template:
+    if media and isinstance(text, str) and (columns.apply_chat_template or media.has_markers(text)):
         text = [{"role": "user", "content": text}]
     if isinstance(text, list):
         text = [_message(entry, columns.input_key, where, media) for entry in text]

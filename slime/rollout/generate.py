@@ -27,6 +27,7 @@ from slime.rollout.sample_hooks import accepted, run_sample_hooks
 from slime.rollout.stream.parts import forget_parts, request_parts
 from slime.types import FINISH_STATUS, Reward, Sample, SampleGroup, SamplingParams
 from slime.user_code import blamed
+from slime.vision.inputs import ImageInputs
 from slime.vision.requests import request_images
 
 T = TypeVar("T")
@@ -73,8 +74,6 @@ async def _continue(context: RunContext, sample: Sample, sampling_params: Sampli
     assert own.engine is not None, "generation needs an engine"
     if not sample.tokens:
         sample.tokens = await own.encode_prompt(sample)
-    elif own.lacks_images(sample):
-        await asyncio.to_thread(own.restore_images, sample)
     budget = _token_budget(flags, sample, sampling_params, own.context)
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED
@@ -97,7 +96,7 @@ async def _continue(context: RunContext, sample: Sample, sampling_params: Sampli
                 seed=seed,
                 deadline_s=flags.rollout_deadline_s,
                 columns=wanted,
-                **request_images(sample.multimodal_train_inputs),
+                **request_images(await own.reference_images(sample)),
                 **request_parts(own, stream),
             )
         columns.check_answer(sample, result, wanted, sampling_params)
@@ -220,8 +219,8 @@ async def _sample(
     if old:
         sample.loss_mask = [0] * old
     result: Sample | list[Sample] = sample
-    if finished and own.lacks_images(sample):  # a resumed run has taken it from a file
-        await asyncio.to_thread(own.restore_images, sample)
+    if finished and isinstance(sample.multimodal_train_inputs, ImageInputs):
+        await own.reference_images(sample)  # a resumed run has taken the sample from a file
     if not finished:
         async with own.semaphore:
             if own.aborted:

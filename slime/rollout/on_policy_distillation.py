@@ -121,7 +121,7 @@ async def _teach(context: RunContext, sample: Sample) -> None:
             start=len(sample.tokens) - sample.response_length,
             top_k=flags.opd_top_k,
             deadline_s=context.config.rollout.rollout_deadline_s,
-            **request_images(sample.multimodal_train_inputs),
+            **request_images(await context.run.reference_images(sample)),
         )
     _take(sample, result, shown)
 

@@ -120,7 +120,7 @@ def _fill(sample: Sample, generator: MultiTurnLossMaskGenerator, state: Generate
             sample.apply_chat_template_kwargs,
             str if images is None else images.expand,
         )
-        sample.multimodal_train_inputs = None if images is None else images.finish()
+        sample.multimodal_train_inputs = None if images is None else images.finish(tokens)
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from error
     length = generator.get_response_lengths([mask])[0]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from slime.config.schema import Config
 from slime.config.sections.rollout import RolloutConfig
 from slime.data.limits.context import longest_sequence
+from slime.data.media.references import lacks_references, make_references
 from slime.data.openings import ChatRemarks
 from slime.data.rows import render_chat
 from slime.data.tokenizer import opened, opening_ids
@@ -30,7 +31,7 @@ from slime.rollout.stream.concurrency import Concurrency
 from slime.tracking.events import Events
 from slime.tracking.traces.sample_spans import SampleSpans
 from slime.types import Prompt, Sample, SampleGroup, SamplingParams
-from slime.vision.inputs import ImageInputs
+from slime.vision.inputs import ImageInputs, TrainInputs
 from slime.vision.processor import Expansion, MediaProcessor, list_media, load_processor
 
 if TYPE_CHECKING:
@@ -321,23 +322,25 @@ class GenerateState:
         text = sample.prompt
         if not isinstance(text, str):
             text = render_chat(text, self.tokenizer, kwargs or {}, sample.metadata.get("tools"))
-        if (images := self.start_expansion(sample.multimodal_inputs)) is not None:
-            text = images.expand(text)
-            sample.multimodal_train_inputs = images.finish()
-        ids = list(self._encode(text))
-        raw = kwargs is None and isinstance(sample.prompt, str)
-        return opened(ids, self._opening) if raw else ids
+        images = self.start_expansion(sample.multimodal_inputs)
+        ids = list(self._encode(text if images is None else images.expand(text)))
+        if kwargs is None and isinstance(sample.prompt, str):
+            ids = opened(ids, self._opening)
+        if images is not None:
+            sample.multimodal_train_inputs = images.finish(ids)
+        return ids
 
-    def lacks_images(self, sample: Sample) -> bool:
-        """Returns true if the files of processed images are gone. The sample waited in a saved buffer then."""
-        inputs = sample.multimodal_train_inputs
-        return isinstance(inputs, ImageInputs) and not inputs.exist() and self.media is not None
-
-    def restore_images(self, sample: Sample) -> None:
-        """Processes the images of a sample again."""
-        inputs = sample.multimodal_train_inputs
-        if isinstance(inputs, ImageInputs) and self.media is not None:
-            sample.multimodal_train_inputs = self.media.restore(inputs, sample.multimodal_inputs or {})
+    async def reference_images(self, sample: Sample) -> TrainInputs | None:
+        """Returns references to the sample's images, whose files exist. A plug-in's tensors are stored for this, and
+        the sample keeps them. Files that are gone are made again."""
+        inputs, sources = sample.multimodal_train_inputs, sample.multimodal_inputs or {}
+        if not lacks_references(inputs) or self.media is None:
+            return inputs
+        checkpoint = self.config.rollout.hf_checkpoint or ""
+        found = await asyncio.to_thread(make_references, inputs, sources, self.media, checkpoint)
+        if isinstance(inputs, ImageInputs):
+            sample.multimodal_train_inputs = found
+        return found
 
     def start_expansion(self, inputs: Mapping[str, object] | None) -> Expansion | None:
         """Returns the expansion of a prompt with images, whose `inputs` have slime's form: the lists `images` and

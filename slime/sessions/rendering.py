@@ -151,7 +151,8 @@ class ChatRenderer:
             text, inputs = self._media.expand(text, images)
         except ValueError as error:
             raise RequestRejected("media", str(error)) from error
-        return Rendered(self._ids(text), inputs)
+        ids = self._ids(text)
+        return Rendered(ids, self._media.locate(inputs, ids))
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

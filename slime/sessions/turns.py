@@ -20,6 +20,7 @@ from slime.sessions.images import list_images
 from slime.sessions.messages import same
 from slime.types import Message, Sample
 from slime.vision.inputs import ImageInputs
+from slime.vision.runs import shift
 
 
 @dataclass(eq=False)
@@ -74,8 +75,14 @@ class Turn:
 
 def join_images(last: Turn | None, more: ImageInputs | None = None) -> ImageInputs | None:
     """Returns the images of the turns up to `last`, followed by `more`. None if there are none."""
-    turns = last.path if last else []
-    found = [one for one in (*(turn.images for turn in turns), more) if one is not None]
+    found: list[ImageInputs] = []
+    before = 0
+    for turn in last.path if last else ():
+        if turn.images is not None:
+            found.append(shift(turn.images, before))
+        before += len(turn.prompt_ids) + len(turn.result.token_ids)
+    if more is not None:
+        found.append(shift(more, before))
     return ImageInputs(tuple(item for one in found for item in one.items)) if found else None
 
 

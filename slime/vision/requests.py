@@ -26,6 +26,6 @@ def request_images(inputs: TrainInputs | None) -> RequestImages:
     if not isinstance(inputs, ImageInputs):
         raise ValueError(
             f"multimodal_train_inputs must be references to processed images for a request to an engine, got tensors "
-            f"{sorted(inputs)}; set sample.multimodal_inputs, and leave the processing to the run"
+            f"{sorted(inputs)}; pass await GenerateState(args).reference_images(sample)"
         )
     return {"images": inputs} if inputs.items else {}

@@ -58,7 +58,7 @@ class PromptRows:
     """The prompts of a file in the form that `check_prompt_lengths` reads."""
 
     sizes: np.ndarray
-    """Number of characters per prompt."""
+    """Number of characters and of tokens of images per prompt."""
     lists: np.ndarray
     """True for each prompt that is a list of messages."""
     lengths: Callable[[np.ndarray, PreTrainedTokenizerBase], np.ndarray]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from slime.algo.losses import loss_for
+from slime.bridges.processors import has_torchvision
 from slime.config.schema import Config
 from slime.data.files import RowLocation
 from slime.records.errors import FlagError
 from slime.types import Prompt
+from slime.vision.inputs import MediaKind
 from slime.vision.processor import MediaProcessor, load_processor
 
 if TYPE_CHECKING:
@@ -43,6 +46,17 @@ class MediaCheck:
                     len(found),
                     f"raise {self.limit_flag}, or leave the row out",
                 )
+        if prompt.videos and not has_torchvision():
+            raise FlagError(
+                f"{where}: a prompt",
+                "have videos only if torchvision is installed, because the processors of videos need it",
+                f"{len(prompt.videos)} without torchvision",
+                "install torchvision for this torch, or give single frames as images",
+            )
+        if isinstance(prompt.text, str):
+            self._check_markers(
+                prompt.text, {"image": len(prompt.images), "video": len(prompt.videos)}, where
+            )
         from slime.vision.images import PromptImage, check_pixels
 
         for number, image in enumerate(prompt.images):
@@ -53,12 +67,29 @@ class MediaCheck:
             except FlagError as error:
                 raise error.after(f"{where}: image {number + 1} of the prompt: ") from error
 
+    def _check_markers(self, text: str, counts: Mapping[MediaKind, int], where: RowLocation) -> None:
+        for kind, count in counts.items():
+            marker = self._processor.marker(kind)
+            found = 0 if marker is None else text.count(marker)
+            if found != count:
+                raise FlagError(
+                    f"{where}: a prompt of text",
+                    f"have one {marker} per {kind}",
+                    f"{found} for {count} {kind}s",
+                    f"write <{kind}> where each {kind} belongs, and use a chat template that renders {kind}s",
+                )
+
+    def count_images(self, prompt: Prompt) -> int:
+        """Returns the number of tokens of the images beyond one marker each."""
+        count = self._processor.count_tokens
+        return sum(count(cast("PromptImage", image)) - 1 for image in prompt.images)
+
     def count_added(self, prompt: Prompt) -> int:
         """Returns the number of tokens of the images and videos beyond one marker each."""
-        count, process = self._processor.count_tokens, self._processor.process
-        images = sum(count(cast("PromptImage", image)) - 1 for image in prompt.images)
-        encode = self._processor.encode
-        return images + sum(len(encode(process("video", video).text)) - 1 for video in prompt.videos)
+        process, encode = self._processor.process, self._processor.encode
+        return self.count_images(prompt) + sum(
+            len(encode(process("video", video).text)) - 1 for video in prompt.videos
+        )
 
     @property
     def _processor(self) -> MediaProcessor:

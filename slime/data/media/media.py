@@ -32,6 +32,8 @@ class Medium:
     """Returns the processor's tensors of this image or video."""
     seconds_per_frame: float = 1.0
     """Seconds between two frames of the grid."""
+    start: int | None = None
+    """Index of the first of the `tokens` in the sample. None: the first run that is long enough."""
 
 
 def list_media(inputs: TrainInputs | None, vision: Vision) -> list[Medium]:
@@ -49,7 +51,7 @@ def _from_file(item: MediaFile) -> Medium:
     if item.kind == "video":
         found = item.tensors().get("second_per_grid_ts")
         seconds = 1.0 if found is None else float(found.flatten()[0])
-    return Medium(item.kind, item.key, item.tokens, item.grid, item.tensors, seconds)
+    return Medium(item.kind, item.key, item.tokens, item.grid, item.tensors, seconds, item.start)
 
 
 def _from_tensors(kind: MediaKind, inputs: Mapping[str, Tensor], vision: Vision) -> Iterator[Medium]:
@@ -78,6 +80,8 @@ def _from_tensors(kind: MediaKind, inputs: Mapping[str, Tensor], vision: Vision)
         found = {pixels_name: patches, grids_name: grid[None]}
         size = tuple(grid.tolist())
         spacing = 1.0 if seconds is None else float(seconds[number])
+        if seconds is not None:
+            found["second_per_grid_ts"] = torch.tensor([spacing])
         yield _part(kind, vision.count_tokens(size), size, found, spacing)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slime.data.media.media import Medium
 from slime.models.vision import Vision
+from slime.vision.runs import next_run
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,7 @@ class ImageRun:
 def find_runs(tokens: Tensor, media: Sequence[Medium], vision: Vision, name: str) -> list[ImageRun]:
     """Returns the runs of a sample's image tokens in the order of the sample.
 
-    An image takes the first run of its token id that is long enough and follows the images before it. So an image token
-    that the model sampled is a text token. Raises ValueError, which names the sample, if an image has no run.
+    `slime.vision.runs` has the rules. Raises ValueError, which names the sample, if an image has no run.
     """
     runs: list[ImageRun] = []
     for kind, token in (("image", vision.image_id), ("video", vision.video_id)):
@@ -42,13 +42,14 @@ def find_runs(tokens: Tensor, media: Sequence[Medium], vision: Vision, name: str
         indices = torch.nonzero(torch.eq(tokens, -1 if token is None else token))[:, 0].tolist()
         cursor = 0
         for number in of_kind:
-            first = 0
+            first, start = 0, media[number].start
             for length in _lengths(media[number], vision):
-                found = _next_run(indices, cursor, length)
+                found = next_run(indices, cursor, length, None if first else start)
                 if found is None:
+                    where = "" if start is None or first else f" from token {start} on"
                     raise ValueError(
-                        f"{name} must have {length} neighbouring tokens {token} for its {kind} {number + 1}, got "
-                        f"{len(indices)} such tokens in all; the processor that made the tokens differs from "
+                        f"{name} must have {length} neighbouring tokens {token} for its {kind} {number + 1}{where}, "
+                        f"got {len(indices)} such tokens in all; the processor that made the tokens differs from "
                         "the checkpoint's"
                     )
                 runs.append(ImageRun(number, indices[found], length, first))
@@ -63,14 +64,6 @@ def _lengths(medium: Medium, vision: Vision) -> Iterator[int]:
         yield from (medium.tokens // frames for _ in range(frames))
     else:
         yield medium.tokens
-
-
-def _next_run(indices: Sequence[int], cursor: int, length: int) -> int | None:
-    """Returns the index in `indices` at which the next `length` neighbouring positions begin."""
-    for index in range(cursor, len(indices) - length + 1):
-        if indices[index + length - 1] - indices[index] == length - 1:
-            return index
-    return None
 
 
 def image_positions(length: int, runs: Sequence[ImageRun], media: Sequence[Medium], vision: Vision) -> Tensor:

@@ -47,6 +47,10 @@ class RowMedia:
                 name = f"image {number + 1} of column {self._keys['image']!r}"
                 raise error.after(f"{self._where}: {name}: ") from error
 
+    def has_markers(self, text: str) -> bool:
+        """Returns true for a text with `<image>` or `<video>` of a key. Such a text is the message of a user."""
+        return any(match[0][1:-1] in self._keys for match in _MARKERS.finditer(text))
+
     def split(self, text: str) -> str | list[Message]:
         """Returns a text with markers as a list of parts, and another text unchanged."""
         found = [match for match in _MARKERS.finditer(text) if match[0][1:-1] in self._keys]

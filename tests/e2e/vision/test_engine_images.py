@@ -17,6 +17,7 @@ import torch
 from engine_fixtures import Stack
 from PIL import Image
 from transformers import AutoTokenizer
+from turns_cases import *  # noqa: F403
 from vision_models import IDS, log_probs, make_vision_model
 
 from slime.protocols import GenerateResult, ScoreResult
@@ -109,6 +110,9 @@ def draw(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
 
 
+VisionStack.draw = staticmethod(draw)
+
+
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VisionStack]:
     stack = VisionStack(tmp_path_factory.mktemp("vision"))
@@ -157,7 +161,7 @@ def test_an_image_that_does_not_fit_is_an_error_of_its_request(
     (item,) = images.items
     if case == "fewer ids":
         tokens.remove(IDS["<|image_pad|>"])
-        match = "image 0 of 1 must have 16 ids 261 in the prompt, got 15 of them"
+        match = "image 0 of 1 must have 16 neighbouring ids 261 in the prompt, got 15"
     elif case == "other count":
         images = ImageInputs((replace(item, tokens=15),))
         match = "image 0 must have 16 ids in the prompt, which is what the engine's tower returns, got 15"

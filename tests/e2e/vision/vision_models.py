@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from slime.vision.inputs import ImageInputs
+from slime.vision.store import MediaStore
 
 SPECIAL = (
     "<|endoftext|>",
@@ -23,6 +25,8 @@ SPECIAL = (
 )
 FIRST_SPECIAL, VOCABULARY = 256, 320
 IDS = {name: FIRST_SPECIAL + number for number, name in enumerate(SPECIAL)}
+TWIN = VOCABULARY - 1
+"""An id with the embedding of the image's id: transformers computes a sampled image id like any text as this id."""
 PATCH = 4
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -63,6 +67,13 @@ def _rope(sections: list[int], **more: object) -> dict[str, object]:
 
 _QWEN3 = {"head_dim": 32, "rope_parameters": _rope([6, 5, 5], mrope_interleaved=True)}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_HYBRID = {
+    **{"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 32},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "rms_norm_eps": 1e-4},
+    "rope_parameters": _rope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25),
+}
+"""vLLM's CPU kernels of gated delta nets need heads of 128."""
 KINDS: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
     "qwen2_5_vl": (
         {"rope_parameters": _rope([4, 6, 6])},
@@ -71,12 +82,15 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
     ),
     "qwen3_vl": (_QWEN3, _QWEN3_TOWER, "Qwen3VLProcessor"),
     "qwen3_vl_moe": (_QWEN3 | _EXPERTS, _QWEN3_TOWER, "Qwen3VLProcessor"),
+    "qwen3_5": (_HYBRID, {"depth": 2, "num_position_embeddings": 64}, "Qwen3VLProcessor"),
 }
 """Model type -> settings of the text model and of the tower that differ from the others', and the processor."""
 
 
-def make_vision_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0) -> PreTrainedModel:
-    """Writes a checkpoint with random weights, tokenizer and processor. Returns transformers' model in float32."""
+def make_vision_model(
+    folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, dtype: str = "float32"
+) -> PreTrainedModel:
+    """Writes a checkpoint with random weights, tokenizer and processor. Returns transformers' model."""
     text, tower, processor = KINDS[kind]
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     tokens = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -85,14 +99,17 @@ def make_vision_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0) 
         text_config=_TEXT | text,
         vision_config=_TOWER | tower,
         tie_word_embeddings=True,
-        dtype="float32",
+        dtype=dtype,
         **{name: IDS[token] for name, token in zip(names, tokens, strict=True)},
     )
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config).to(getattr(torch, dtype))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:  # biases are zeros and norms are ones, which hides errors
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.1)
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings().weight
+        embeddings[TWIN] = embeddings[IDS["<|image_pad|>"]]
     model.save_pretrained(folder)
     if kind == "qwen3_vl_moe":
         _transpose_experts(folder / "model.safetensors")
@@ -138,17 +155,37 @@ def _save_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def make_video(store: MediaStore, kind: str, grid: tuple[int, int, int]) -> tuple[str, ImageInputs]:
+    """Returns the text of a video of noise in a prompt, and its patches, as a processor with torchvision makes them."""
+    frames, height, width = grid
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(frames * height * width, 3 * 2 * PATCH * PATCH, generator=generator)
+    tensors = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([grid])}
+    each = height * width // 4
+    text = f"<|vision_start|>{'<|video_pad|>' * (frames * each)}<|vision_end|>"
+    if kind == "qwen2_5_vl":
+        tensors["second_per_grid_ts"] = torch.tensor([1.0])
+    else:  # the time of each frame is in the text
+        one = f"<|vision_start|>{'<|video_pad|>' * each}<|vision_end|>"
+        text = "".join(f"<{number + 0.5:.1f} seconds>{one}" for number in range(frames))
+    item = store.write("video", "cafe", tensors, tokens=frames * each, grid=grid).item
+    return text, ImageInputs((item,))
+
+
 def log_probs(
-    model: PreTrainedModel, tokens: list[int], images: ImageInputs | None, temperature: float = 1.0
+    model: PreTrainedModel, tokens: list[int], images: ImageInputs | None, sampled: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Returns the log-prob of every token but the first, given the tokens before it, with transformers."""
+    """Returns the log-prob of every token but the first, given the tokens before it, with transformers. `sampled` are
+    the indices of image ids that are text."""
     ids = torch.tensor([tokens])
+    ids[0, list(sampled)] = TWIN
     more = {}
     if images is not None:
         tensors = images.tensors()
         kinds = torch.zeros_like(ids)
         kinds[ids == IDS["<|image_pad|>"]] = 1
+        kinds[ids == IDS["<|video_pad|>"]] = 2
         more = {**tensors, "mm_token_type_ids": kinds}
     with torch.no_grad():
-        logits = model(input_ids=ids, **more).logits[0, :-1].float() / temperature
+        logits = model(input_ids=ids, **more).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]

@@ -7,10 +7,11 @@ prompt with other ids is an error that names the image.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from slime.vision.runs import next_run
 from vime.vllm.images.wire import WireImage
 
 if TYPE_CHECKING:
@@ -120,21 +121,23 @@ def find_placeholders(
 ) -> dict[str, list[PlaceholderRange]]:
     """Returns where each image is in the prompt, by kind.
 
-    The ids of an image are the next `tokens` ids of its kind. Between the frames of a video there may be other ids. Ids
-    after the last image are text: a model may sample the id of an image.
+    `slime.vision.runs` has the rules, which the trainer uses too. Between the frames of a video there may be other ids.
+    A model may sample the id of an image; such an id is text.
     """
     import torch
     from vllm.multimodal.inputs import PlaceholderRange
 
     found: dict[str, list[PlaceholderRange]] = {one.kind: [] for one in images}
-    start = 0
+    indices = {
+        kind: [index for index, token in enumerate(token_ids) if token == ids.get(kind)] for kind in found
+    }
     for number, one in enumerate(images):
-        later = (index for index in range(start, len(token_ids)) if token_ids[index] == ids.get(one.kind))
-        own = list(islice(later, one.tokens))
+        own = _own(indices[one.kind], one)
         if len(own) < one.tokens:
+            where = "" if one.start is None else f" from id {one.start} on"
             raise ValueError(
-                f"{one.kind} {number} of {len(images)} must have {one.tokens} ids {ids.get(one.kind)} in the prompt, "
-                f"got {len(own)} of them; make the ids with the processor of the checkpoint ({one.path})"
+                f"{one.kind} {number} of {len(images)} must have {one.tokens} neighbouring ids {ids.get(one.kind)} in "
+                f"the prompt{where}, got {len(own)}; make the ids with the processor of the checkpoint ({one.path})"
             )
         length = own[-1] + 1 - own[0]
         mask = None
@@ -142,5 +145,17 @@ def find_placeholders(
             mask = torch.zeros(length, dtype=torch.bool)
             mask[[index - own[0] for index in own]] = True
         found[one.kind].append(PlaceholderRange(own[0], length, mask))
-        start = own[-1] + 1
+        indices[one.kind] = [index for index in indices[one.kind] if index > own[-1]]
     return found
+
+
+def _own(indices: list[int], image: WireImage) -> list[int]:
+    """Returns the indices of an image, from the indices of its kind after the images before it. Returns fewer if the
+    image does not fit."""
+    run = next_run(indices, 0, image.tokens, image.start)
+    if run is not None:
+        return indices[run : run + image.tokens]
+    first = 0 if image.start is None else bisect_left(indices, image.start)
+    rest = indices[first : first + image.tokens]
+    known = image.start is None or rest[:1] == [image.start]
+    return rest if len(rest) < image.tokens or (image.kind == "video" and known) else []

@@ -31,6 +31,8 @@ class WireImage(msgspec.Struct, omit_defaults=True):
     tokens: int
     """Number of ids that stand for the image in the prompt."""
     path: str
+    start: int | None = None
+    """Index of the first of these ids in the prompt, or None if the client does not know it."""
     data: bytes = b""
     """Content of the file, for a server that lacks it."""
 
@@ -41,7 +43,7 @@ class MissingFilesError(Exception):
 
 def describe(images: ImageInputs) -> list[WireImage]:
     """Returns the images of a request without their content."""
-    return [WireImage(item.kind, item.key, item.tokens, item.path) for item in images.items]
+    return [WireImage(item.kind, item.key, item.tokens, item.path, item.start) for item in images.items]
 
 
 def with_content(images: Iterable[WireImage]) -> list[WireImage]:

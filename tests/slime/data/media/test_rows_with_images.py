@@ -1,5 +1,6 @@
 """Tests rows with images: their messages, their prompts, the ids of their samples, and rows that are wrong."""
 
+import asyncio
 import base64
 import copy
 import json
@@ -17,6 +18,7 @@ from slime.config import Config
 from slime.config.sections.engine import EngineFacts
 from slime.data.columns import COLUMNS
 from slime.data.media.check import check_for
+from slime.data.media.references import lacks_references
 from slime.data.media.row import without_media
 from slime.data.prompts import load_prompts
 from slime.data.rows import RowColumns
@@ -100,7 +102,8 @@ def test_parquet_and_json_columns_give_the_same_images(folder, form):
     pq.write_table(table, path)
     (found,) = load_prompts(str(path), COLUMNS_OF_ROWS)
     assert colors(found.images) == [[255, 0, 0]]
-    assert found.text == "<image> what?" and found.metadata == {}
+    content = [{"type": "image"}, {"type": "text", "text": " what?"}]
+    assert without_media(found.text) == [{"role": "user", "content": content}] and found.metadata == {}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +170,7 @@ def test_an_image_that_the_model_cannot_use_is_an_error_while_reading(
     folder, model, name, content, limits, text
 ):
     (folder / name).write_bytes(content)
-    rows = [{"prompt": "a", "label": "1", "images": [image]} for image in ("pictures/red.png", name)]
+    rows = [{"prompt": "<image>", "label": "1", "images": [image]} for image in ("pictures/red.png", name)]
     if limits:
         rows = rows[1:]
     config = Config.from_flat({"hf_checkpoint": model, "multimodal_keys": KEYS})
@@ -232,11 +235,11 @@ def test_samples_of_a_group_share_their_images_and_have_ids_after_expansion(
     assert torch.equal(first.multimodal_train_inputs.tensors()["pixel_values"], theirs["pixel_values"])
     assert without_media(first.prompt) == COLUMNS["prompt"].read(first)
     again = Sample.from_dict(json.loads(json.dumps(copy.deepcopy(first.to_dict()))))
-    assert not state.lacks_images(again)
-    shutil.rmtree(state.media._folder)
-    assert state.lacks_images(again)
-    state.restore_images(again)
-    assert not state.lacks_images(again)
+    assert not lacks_references(again.multimodal_train_inputs)
+    shutil.rmtree(state.media._store.folder)
+    assert lacks_references(again.multimodal_train_inputs)
+    asyncio.run(state.reference_images(again))
+    assert not lacks_references(again.multimodal_train_inputs)
     assert again.multimodal_train_inputs == first.multimodal_train_inputs
     assert again.multimodal_inputs == first.multimodal_inputs and again.prompt == first.prompt
 
