@@ -3,6 +3,7 @@
 Without a GPU, tests/rl_kernel runs the Triton kernels in Triton's interpreter. Other tests do not use it.
 """
 
+import atexit
 import contextlib
 import gc
 import logging
@@ -112,21 +113,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Freezes the collected objects and turns the garbage collector on. pytest-xdist's main process, which
-    collects nothing, runs this hook too."""
+    collects nothing, runs this hook too.
+
+    The interpreter frees modules at its end only if the collector may look at them. Before that, pytest itself collects
+    twice, which takes seconds with all objects.
+    """
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Unfreezes the objects, because the interpreter frees modules at its end only if the collector may look at
-    them."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Schedules a whole file on one worker, for its fixtures, and all files that start engines on the same
-    worker.
+    """Schedules a whole file on one worker, for its fixtures, all files that start engines on the same worker, and
+    all house tests that read the repository on the same worker.
 
     Whole runs need most of two cores and have time limits, so they run one after the other, while another worker
     runs the files that need one core.
@@ -136,7 +136,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "engines" if file.startswith("tests/e2e/") else file
+            if file.startswith("tests/e2e/"):
+                return "engines"
+            # These files share the syntax trees of the repository. The other house tests start a tool.
+            return "trees" if file.startswith("tests/house/") and file not in LONGEST else file
 
     return ByFile(config, log)
 
