@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PATH = "/vime/prefill_engines"
 """Route of a decode engine that takes the JSON list of the prefill engines' addresses."""
+DRAIN_S = 10.0
+"""Seconds that an update waits for transfers."""
 OFFER = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -61,6 +63,7 @@ class Prefills:
         self._idle = asyncio.Event()
         self._idle.set()
         self._transfers = 0
+        self._running: set[asyncio.Future[None]] = set()
         self._closing: set[asyncio.Future[None]] = set()
         self.aborts = 0
         """Number of aborts of all requests so far. A request that sees another number after its transfer ends."""
@@ -79,9 +82,20 @@ class Prefills:
         return bool(self._urls)
 
     async def drain(self) -> None:
-        """Holds new transfers back until `resume`, and returns when the transfers under way have ended."""
+        """Holds new transfers back until `resume`, and returns when the transfers under way have ended.
+
+        It cuts transfers that take longer than `DRAIN_S`, such as one that waits behind long answers in a full engine.
+        Their prompts are computed here.
+        """
         self._gate.clear()
-        await self._idle.wait()
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning("%d transfers of prompts are cut short for an update", len(self._running))
+            for task in self._running:
+                task.cancel()
+            await self._idle.wait()
 
     def resume(self) -> None:
         self._gate.set()
@@ -103,19 +117,44 @@ class Prefills:
 
         Returns False if all requests were aborted meanwhile.
         """
+        aborts = self.aborts
+        async with self._transfer():
+            if self.aborts == aborts:
+                await self._run(self._take(engine, token_ids, name, adapter, lora, live))
+        return self.aborts == aborts
+
+    async def _run(self, transfer: Coroutine[None, None, None]) -> None:
+        """Runs a transfer, which `drain` may cut short."""
+        task = asyncio.ensure_future(transfer)
+        self._running.add(task)
+        try:
+            await asyncio.wait({task})
+        finally:
+            self._running.discard(task)
+            task.cancel()  # no effect on a transfer that has ended
+        if not task.cancelled():
+            task.result()
+
+    async def _take(
+        self,
+        engine: AsyncLLM,
+        token_ids: list[int],
+        name: str,
+        adapter: str,
+        lora: LoRARequest | None,
+        live: Callable[[], int],
+    ) -> None:
+        """Has a prefill engine compute the prompt, and takes its keys and values into the engine's prefix cache."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 
-        aborts = self.aborts
-        async with self._transfer():
-            offer = None if self.aborts > aborts else await self._offer(token_ids, adapter, live)
-            if offer is not None:
-                extra = {"kv_transfer_params": offer}
-                params = SamplingParams(max_tokens=1, detokenize=False, extra_args=extra)
-                prompt = tokens_input(token_ids)
-                async for _ in engine.generate(prompt, params, f"{name}-prefill", lora_request=lora):
-                    pass
-        return self.aborts == aborts
+        offer = await self._offer(token_ids, adapter, live)
+        if offer is None:
+            return
+        params = SamplingParams(max_tokens=1, detokenize=False, extra_args={"kv_transfer_params": offer})
+        prompt = tokens_input(token_ids)
+        async for _ in engine.generate(prompt, params, f"{name}-prefill", lora_request=lora):
+            pass
 
     async def _offer(
         self, token_ids: list[int], adapter: str, live: Callable[[], int]

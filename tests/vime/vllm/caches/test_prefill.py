@@ -106,6 +106,40 @@ def test_an_update_waits_for_transfers_and_holds_new_ones_back(prefills: Prefill
     asyncio.run(run())
 
 
+def test_an_update_cuts_transfers_that_take_too_long(
+    prefills: Prefills, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is full, so the request that takes the prompt waits. The prompt is computed without a transfer."""
+    monkeypatch.setattr("vime.vllm.caches.prefill.DRAIN_S", 0.02)
+
+    async def run() -> None:
+        engine = Engine()
+        engine.go.clear()
+        prefills.use([GOOD])
+        waiting = asyncio.create_task(fill(prefills, engine))
+        await asyncio.sleep(0.01)
+        await asyncio.wait_for(prefills.drain(), 5)
+        assert await waiting and engine.taken == []
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_ends_its_transfer(prefills: Prefills) -> None:
+    async def run() -> None:
+        engine = Engine()
+        engine.go.clear()
+        prefills.use([GOOD])
+        waiting = asyncio.create_task(fill(prefills, engine))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait_for(prefills.drain(), 5)
+        engine.go.set()
+        await asyncio.sleep(0.01)
+        assert waiting.cancelled() and engine.taken == []
+
+    asyncio.run(run())
+
+
 def test_an_abort_ends_requests_that_wait(prefills: Prefills) -> None:
     async def run() -> None:
         engine = Engine()
