@@ -29,6 +29,7 @@ from slime.roles import CRITIC, REFERENCE, TEACHER, get_roles
 from slime.roles.critic import resume_folders, saves_to
 from slime.roles.groups import several_nodes
 from slime.weight_sync.delta.registry import checksum
+from slime.weight_sync.registry import CHANNELS
 
 
 def check_directories(c: Config) -> None:
@@ -269,6 +270,13 @@ def check_weight_update(c: Config) -> None:
             "be full with --colocate",
             "delta",
             "such engines read the weights where the trainer has them: leave out one of the two",
+        )
+    if not CHANNELS[require_value(w.update_weight_transport)].sliced:
+        raise FlagError(
+            "--update-weight-mode",
+            f"be full with --update-weight-transport {w.update_weight_transport}",
+            "delta",
+            "use nccl or disk, by which each rank sends its own changes",
         )
     if sends_adapters(c):
         raise FlagError(

@@ -45,7 +45,7 @@ ALIASES = {
 
 _HELP = {
     "update_weight_transport": "; ".join(f"{name}: {channel.help}" for name, channel in CHANNELS.items()),
-    "update_weight_buffer_size": " and ".join(name for name in CHANNELS if CHANNELS[name].buckets),
+    "update_weight_buffer_size": ", ".join(name for name in CHANNELS if CHANNELS[name].buckets),
 }
 """Maps a field name to the end of its help text, from a registry."""
 

@@ -166,6 +166,13 @@ def _staleness(c: Config) -> None:
             advice="add it, or use mask",
         )
     transport = require_value(c.weight_update.update_weight_transport)
+    if CHANNELS[transport].needs_gpus and c.cluster.device == "cpu":
+        raise FlagError(
+            f"--update-weight-transport {transport}",
+            "have trainer and engines on GPUs",
+            "--device cpu",
+            "use nccl, which has gloo on CPUs",
+        )
     shares_gpus = c.cluster.colocate and c.cluster.device == "cuda"
     if CHANNELS[transport].gpus == "shared" and not shares_gpus:
         raise FlagError(

@@ -36,6 +36,8 @@ class ChannelRecord:
     """All engines receive a part at the same time. If an engine dies, the update starts again for the others."""
     tensor_parallel_only: bool = False
     """The channel does not reach data-parallel copies and pipeline stages."""
+    needs_gpus: bool = False
+    """The channel does not run on CPUs."""
     copies: int = 0
     """Largest number of full versions that are in {weight_dir} at the same time."""
 
@@ -70,6 +72,16 @@ CHANNELS = {
         plan="files in {weight_dir}",
         sliced=True,
         copies=3,
+    ),
+    "vllm-nccl": ChannelRecord(
+        "vime.vllm.packed_channel:PackedNcclChannel",
+        help="through vLLM's own packed broadcast, from one trainer rank to engines on other GPUs",
+        plan="vLLM's packed broadcast",
+        gpus="apart",
+        buckets=True,
+        collective=True,
+        tensor_parallel_only=True,
+        needs_gpus=True,
     ),
 }
 

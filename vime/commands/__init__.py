@@ -28,7 +28,20 @@ COMMANDS = {
     "completion": "a script that completes commands and flags in bash or zsh",
 }
 
-WORK = {"train", "engines", "serve", "import", "new", "export", "audit", "trace", "plot", "ui", "bench", "soak"}
+WORK = {
+    "train",
+    "engines",
+    "serve",
+    "import",
+    "new",
+    "export",
+    "audit",
+    "trace",
+    "plot",
+    "ui",
+    "bench",
+    "soak",
+}
 """Subcommands that do more than print."""
 
 MODULES = {

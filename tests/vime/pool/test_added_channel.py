@@ -115,7 +115,7 @@ from slime.rules import resolve
 from slime.rules.flags import own_flags
 from vime.plan.command import transport
 spec = own_flags()["update_weight_transport"]
-assert spec.choices == ("disk", "ipc", "nccl", "second"), spec.choices
+assert spec.choices == ("disk", "ipc", "nccl", "second", "vllm-nccl"), spec.choices
 assert "second: through files of another name" in spec.help
 c = resolve({"device": "cpu", "update_weight_transport": "second", "weight_dir": "/w"})
 assert transport(c) == "second files in /w (second)", transport(c)
