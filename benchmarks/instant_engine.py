@@ -1,6 +1,6 @@
-"""An engine that answers at once, to measure our side of a rollout: `python benchmarks/instant_engine.py`.
+"""An engine that answers at once, to measure our side of a rollout: `python benchmarks/instant_engine.py [PREFIX]`.
 
-Prints its port and serves /v1/completions. An answer has `max_tokens` tokens with log-probs in vLLM's format, or one
+Prints its port and serves /v1/completions, and PREFIX/health for a router. An answer has `max_tokens` tokens with log-probs in vLLM's format, or one
 answer per sample of a group (vime.vllm.group_wire). Answers are made once per length. The engine is for measurements
 only; unlike a test double, it cannot simulate failures.
 """
@@ -8,6 +8,7 @@ only; unlike a test double, it cannot simulate failures.
 from __future__ import annotations
 
 import json
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -69,9 +70,15 @@ async def complete(request: web.Request) -> web.Response:
     return web.Response(body=answer(int(body["max_tokens"])), content_type="application/json")
 
 
-async def serve() -> web.Application:
+async def report_health(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def serve(prefix: str) -> web.Application:
     app = web.Application()
-    app.router.add_post("/v1/completions", complete)
+    for start in {"", prefix}:
+        app.router.add_post(f"{start}/v1/completions", complete)
+        app.router.add_get(f"{start}/health", report_health)
     return app
 
 
@@ -80,7 +87,7 @@ def main() -> None:
 
     port = free_port("127.0.0.1")
     web.run_app(
-        serve(), host="127.0.0.1", port=port, print=lambda text: print(port, flush=True), access_log=None
+        serve("".join(sys.argv[1:])), host="127.0.0.1", port=port, print=lambda text: print(port, flush=True), access_log=None
     )
 
 
