@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The soak of this repository: `vime soak` with a tiny model on a CPU, every fault, and the run directory on a small disk.
 #
-#   bash scripts/soak.sh                                        500 steps, the last 200 without faults
+#   bash scripts/soak.sh                                        500 steps, the last 240 without faults
 #   bash scripts/soak.sh --steps 60 --every 5 --quiet-steps 0   each fault once
 #
 # WORK is a new folder (default runs/soak). The record is WORK/run-soak: report.md and soak.json. Further words are
@@ -22,7 +22,7 @@ if reason=$(mount -t tmpfs -o size=256m tmpfs "$run" 2>&1); then
 else
   echo "soak: LEFT OUT: full-disk: $reason" >&2
 fi
-"$bin/vime" soak --steps 500 --every 12 --quiet-steps 200 --median-s 12 --worst-s 45 \
+"$bin/vime" soak --steps 500 --every 11 --quiet-steps 240 --median-s 12 --worst-s 45 \
   --kill engine,router,trainer,manager,driver,raylet,gcs --faults "$faults" \
   --device cpu --rollout-num-gpus 1 --actor-num-gpus-per-node 1 \
   --hf-checkpoint "$work/tiny/base" --prompt-data "$work/tiny/train.jsonl" \

@@ -60,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
         kinds=kinds,
         seed=options.fault_seed,
         staleness=staleness,
+        samples=config.data.rollout_batch_size * config.data.n_samples_per_prompt,
         median_s=options.median_s,
         worst_s=options.worst_s,
         note=options.note,

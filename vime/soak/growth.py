@@ -27,6 +27,9 @@ from vime.soak.parts import PARTS, Descendants, command_line, with_children
 MEASURED = ("driver", "manager", "trainer", "engine", "router")
 WARM_UP_STEPS = 50
 """Number of first steps of a process that do not count, because caches, memory pools and the KV cache fill."""
+WARM_UP_REQUESTS = {"router": 4000}
+"""Number of first requests of a process of these parts that do not count: the heaps of the router's threads grow until
+they have their largest size (benchmarks/reports/router_memory_cpu.md)."""
 BLOCK_STEPS, FEWEST_READINGS = 10, 3
 FEWEST_BLOCKS = 10
 """Smallest number of blocks of a part, over all its processes, from which a growth is computed."""
@@ -97,8 +100,15 @@ class Growth:
         )
 
 
-def find_growth(found: Iterable[Reading], part: str) -> Growth:
-    """Computes the growth of `part` over all its processes, without each process's first steps."""
+def count_warm_up(part: str, samples: int) -> int:
+    """Returns the number of first steps of a process that do not count. A step has `samples` requests."""
+    return max(WARM_UP_STEPS, math.ceil(WARM_UP_REQUESTS.get(part, 0) / samples))
+
+
+def find_growth(found: Iterable[Reading], part: str, samples: int) -> Growth:
+    """Computes the growth of `part` over all its processes, without each process's first steps. A step has `samples`
+    samples."""
+    warm_up = count_warm_up(part, samples)
     readings = [one for one in found if one.part == part]
     lives: dict[int, list[Reading]] = defaultdict(list)
     for one in readings:
@@ -107,7 +117,7 @@ def find_growth(found: Iterable[Reading], part: str) -> Growth:
     for process, life in lives.items():
         first = min(one.step for one in life)
         for one in life:
-            if one.step - first >= WARM_UP_STEPS:
+            if one.step - first >= warm_up:
                 blocks[process, one.step // BLOCK_STEPS].append(one)
     # The smallest reading, if there are only one or two, may be from the middle of a step.
     blocks = {where: block for where, block in blocks.items() if len(block) >= FEWEST_READINGS}

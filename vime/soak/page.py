@@ -13,6 +13,7 @@ from vime.soak.growth import (
     ALLOWED_PERCENT,
     BLOCK_STEPS,
     FEWEST_BLOCKS,
+    WARM_UP_REQUESTS,
     WARM_UP_STEPS,
     Growth,
     Slope,
@@ -97,9 +98,10 @@ def _strike_lines(record: Record) -> Iterator[str]:
 
 def _growth_lines(parts: Sequence[Growth]) -> Iterator[str]:
     yield (
-        f"Growth per 100 steps, after the first {WARM_UP_STEPS} of each process. Allowed: {ALLOWED_PERCENT:g}% of "
-        f"memory, {ALLOWED_COUNT:g} files, {ALLOWED_COUNT:g} threads, beyond two standard errors (in brackets). Fewer "
-        f"than {FEWEST_BLOCKS * BLOCK_STEPS} counted steps are not judged."
+        f"Growth per 100 steps, after the first {WARM_UP_STEPS} of each process, and after the first "
+        f"{WARM_UP_REQUESTS['router']} requests of a router. Allowed: {ALLOWED_PERCENT:g}% of memory, "
+        f"{ALLOWED_COUNT:g} files, {ALLOWED_COUNT:g} threads, beyond two standard errors (in brackets). Fewer than "
+        f"{FEWEST_BLOCKS * BLOCK_STEPS} counted steps are not judged."
     )
     yield ""
     yield "| part | processes | steps counted | mean memory | memory | files | threads |"

@@ -25,7 +25,8 @@ from vime.soak.runner import Strike
 
 @dataclass(frozen=True)
 class SoakSettings:
-    """The settings of a soak. `median_s` and `worst_s` are the longest recoveries that pass, or None."""
+    """The settings of a soak. A step has `samples` samples. `median_s` and `worst_s` are the longest recoveries that
+    pass, or None."""
 
     command: list[str]
     first: int
@@ -35,6 +36,7 @@ class SoakSettings:
     kinds: list[str]
     seed: int
     staleness: int
+    samples: int
     median_s: float | None
     worst_s: float | None
     note: str
@@ -84,7 +86,7 @@ def make_record(
         broken=broken,
         speed=measure_speed(run_dir),
         proof=prove(run_dir, settings),
-        growth=[find_growth(readings, part) for part in MEASURED],
+        growth=[find_growth(readings, part, settings.samples) for part in MEASURED],
         readings=list(readings),
         failures=[],
     )

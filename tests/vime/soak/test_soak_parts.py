@@ -43,7 +43,7 @@ def life(process: int, percent: float, *, steps: int = 160, level: int = 400_000
 
 @pytest.mark.parametrize(("percent", "too_fast"), [(0.0, False), (0.8, False), (3.0, True)])
 def test_a_slope_is_found_under_noise_and_over_restarts(percent: float, too_fast: bool) -> None:
-    found = find_growth([*life(1, percent), *life(2, percent, level=440_000)], "trainer")
+    found = find_growth([*life(1, percent), *life(2, percent, level=440_000)], "trainer", 32)
     assert found.processes == 2 and found.blocks == 22
     assert found.memory is not None and found.memory.value == pytest.approx(percent, abs=0.3)
     assert found.threads is not None and found.threads.value == 0
@@ -52,12 +52,20 @@ def test_a_slope_is_found_under_noise_and_over_restarts(percent: float, too_fast
 
 def test_growing_files_are_too_many() -> None:
     leak = [Reading(step, "router", 1, 60_000, 40 + step // 10, 5) for step in range(200)]
-    found = find_growth(leak, "router")
+    found = find_growth(leak, "router", 100)
     assert found.files is not None and found.files.value == pytest.approx(10, rel=0.05) and found.is_too_fast
 
 
+def test_a_router_warms_up_by_requests() -> None:
+    """The heaps of a router's threads grow in its first 4,000 requests, and not later."""
+    readings = [Reading(step, "router", 1, 64_000 + 30 * min(step, 125), 40, 5) for step in range(260)]
+    found = find_growth(readings, "router", 32)
+    assert found.memory is not None and found.memory.value == 0 and not found.is_too_fast
+    assert find_growth(readings, "router", 1).memory is None, "too few requests to judge"
+
+
 def test_too_few_steps_are_not_judged() -> None:
-    found = find_growth(life(1, 50.0, steps=100), "trainer")
+    found = find_growth(life(1, 50.0, steps=100), "trainer", 32)
     assert found.blocks == 5 and found.memory is None and not found.is_too_fast
 
 
@@ -117,7 +125,7 @@ def written_run(run_dir: Path, steps: int = 2, over_limit: int = 0) -> None:
 
 
 def make_settings(steps: int = 2) -> SoakSettings:
-    return SoakSettings(["--steps", "2"], 0, steps, 1, 0, ["engine"], 0, 1, 15.0, 60.0, "quiet")
+    return SoakSettings(["--steps", "2"], 0, steps, 1, 0, ["engine"], 0, 1, 32, 15.0, 60.0, "quiet")
 
 
 def test_the_page_and_the_record_have_recoveries_and_proof(tmp_path: Path) -> None:
