@@ -169,9 +169,15 @@ def _check_run(config: Config, kinds: Sequence[str], steps: int) -> None:
         raise FlagError(
             "--run-dir", "be a new folder for a soak", f"{run_dir} with a run", "name another folder"
         )
-    _check_checkpoints(config, [kind for kind in kinds if FAULTS[kind].resumes], steps)
+    _check_checkpoints(config, find_resuming(config, kinds), steps)
     if "full-disk" in kinds:
         _check_disk(run_dir)
+
+
+def find_resuming(config: Config, kinds: Sequence[str]) -> list[str]:
+    """Returns the faults that may end the run. The run restarts its trainer itself, unless a flag forbids it."""
+    ends = config.fault_tolerance.max_trainer_restarts == 0
+    return [kind for kind in kinds if FAULTS[kind].may_end_run or (kind == "trainer" and ends)]
 
 
 def _check_checkpoints(config: Config, resuming: Sequence[str], steps: int) -> None:
@@ -236,14 +242,15 @@ def _soak(
         return None if added is None else [*words, *added]
 
     job = Job(
-        words,
-        resume,
-        run_dir,
-        folder / "output.log",
-        settings.first,
-        settings.steps,
-        settings.staleness,
-        stall_s,
+        command=words,
+        resume=resume,
+        resuming=find_resuming(config, settings.kinds),
+        run_dir=run_dir,
+        log=folder / "output.log",
+        first=settings.first,
+        steps=settings.steps,
+        staleness=settings.staleness,
+        stall_s=stall_s,
     )
     print(
         f"soak: {len(plan)} faults in {settings.steps} steps; run directory {run_dir}, output {job.log}",

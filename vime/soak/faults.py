@@ -45,20 +45,18 @@ class Target:
 class Fault:
     """One kind of fault. `begin` returns False if its target does not exist now. `end` is called `holds_s` seconds
     later, or when the run has ended. If `ends_run` is true, the run may make a few more steps, but must end. If
-    `resumes` is true, the run may end, and its flags must allow a resume."""
+    `may_end_run` is true, the run may end, and its flags must allow a resume."""
 
     begin: Callable[[Target], bool]
     end: Callable[[Target], None] = lambda target: None
     holds_s: float = 0.0
     ends_run: bool = False
-    resumes: bool = False
+    may_end_run: bool = False
     hits_replies: bool = False
 
 
 ENDING = ("manager", "driver", "raylet", "gcs")
 """Parts whose loss ends a run."""
-RESUMING = ("trainer", *ENDING)
-"""Parts whose loss may end a run."""
 
 
 def _kill(part: str) -> Fault:
@@ -71,7 +69,7 @@ def _kill(part: str) -> Fault:
             return True
         return False
 
-    return Fault(begin, ends_run=part in ENDING, resumes=part in RESUMING)
+    return Fault(begin, ends_run=part in ENDING, may_end_run=part in ENDING)
 
 
 def _stop(target: Target) -> bool:
@@ -126,7 +124,7 @@ KILLS = {part: _kill(part) for part in PARTS}
 """Values of --kill."""
 OTHERS = {
     "stopped-engine": Fault(_stop, _continue, STOPPED_S),
-    "full-disk": Fault(_fill, _empty, FULL_S, resumes=True),
+    "full-disk": Fault(_fill, _empty, FULL_S, may_end_run=True),
     "delayed-replies": Fault(_delay, holds_s=DELAYED_S, hits_replies=True),
     "cut-replies": Fault(_cut, hits_replies=True),
     "lost-replies": Fault(_lose, hits_replies=True),

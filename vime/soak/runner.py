@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,10 +47,11 @@ class Strike:
 @dataclass(frozen=True)
 class Job:
     """The run of a soak. `command` has the words after `vime train`. `resume` returns the words that start it again, or
-    None while there is no checkpoint. `first` is its first rollout."""
+    None while there is no checkpoint. `resuming` are the faults that may end the run. `first` is its first rollout."""
 
     command: Sequence[str]
     resume: Callable[[], list[str] | None]
+    resuming: Collection[str]
     run_dir: Path
     log: Path
     first: int
@@ -138,7 +139,7 @@ class Runner:
         done, planned = self._done(progress), self.plan[0]
         if not planned.step <= done <= last_step(self.job.steps, self.job.staleness):
             return False
-        return not FAULTS[planned.kind].resumes or self.job.resume() is not None
+        return planned.kind not in self.job.resuming or self.job.resume() is not None
 
     def _strike(self, planned: Planned) -> None:
         time.sleep(self._chance.uniform(0.0, 0.5))  # at any moment of a step

@@ -274,7 +274,11 @@ class TestFlags:
             ("--steps 5 --every 10", "--steps must be at least --every plus --quiet-steps, got 5, 10 and 0"),
             ("--steps 4 --every 1 --kill engine", "--steps must be above 4, got 4"),
             ("--quiet-steps -1", "--quiet-steps must not be below 0"),
-            ("--kill trainer", "--save must be given for the faults trainer, got none"),
+            ("--kill engine,manager", "--save must be given for the faults manager, got none"),
+            (
+                "--kill trainer --max-trainer-restarts 0",
+                "--save must be given for the faults trainer, got none",
+            ),
             ("--kill gcs --save {0}/save", "--save-interval must be at most .* got none"),
             ("--kill gcs --save {0}/save --save-interval 57", "--save-interval must be at most 56 .* got 57"),
             ("--kill engine --save {0}/old", "--save must be a folder without checkpoints for a soak"),
