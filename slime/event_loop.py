@@ -7,7 +7,10 @@ loops too, so that these objects are kept for each loop. All modules keep them h
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import logging
+import os
 import sys
 import threading
 import time
@@ -20,6 +23,8 @@ from slime.user_code import blocking_call
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""Maximum number of a user's functions that run in threads and whose callers wait, as in asyncio's own threads."""
 BLOCKED_S = 1.0
 """A call that blocks the event loop for this many seconds is logged, once per function."""
 
@@ -70,6 +75,40 @@ def loop_objects(loop: asyncio.AbstractEventLoop | None = None) -> LoopObjects:
     if loop not in _OF_LOOP:
         _OF_LOOP[loop] = LoopObjects()
     return _OF_LOOP[loop]
+
+
+async def call_in_thread(function: Callable[[], T], begins: Callable[[], None] = lambda: None) -> T:
+    """Returns the result of a user's function, which runs in a new thread. `begins` is called when the thread starts.
+
+    asyncio has few threads. Functions that never return would soon occupy them all, and the run's other work would
+    wait. At most `_THREADS` callers wait at the same time. After a caller is cancelled, its thread continues, and the
+    next caller gets its slot.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def set_result(result: T | None, error: BaseException | None) -> None:
+        if ended.done():
+            return
+        if error is not None:
+            ended.set_exception(error)
+        else:
+            ended.set_result(cast(T, result))
+
+    def run() -> None:
+        result, problem = None, None
+        try:
+            result = context.run(function)
+        except BaseException as error:  # border of a thread: the caller raises it
+            problem = RuntimeError(f"{error!r}") if isinstance(error, StopIteration) else error
+        with contextlib.suppress(RuntimeError):  # the loop may have been closed
+            loop.call_soon_threadsafe(set_result, result, problem)
+
+    async with loop_objects().semaphore(call_in_thread, _THREADS):
+        begins()
+        threading.Thread(target=run, name="user-function", daemon=True).start()
+        return await ended
 
 
 def watch_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

@@ -24,6 +24,7 @@ from slime.rollout.request_abort import CancelledCalls, cancels_its_call
 from slime.rollout.rewards import async_rm, batched_async_rm, score, score_together
 from slime.rollout.rewards.finite import remove_unless_finite
 from slime.rollout.sample_hooks import accepted, run_sample_hooks
+from slime.rollout.stream.failures import fill_failed, has_failed, limit_answer, run_sample
 from slime.rollout.stream.parts import forget_parts, request_parts
 from slime.types import FINISH_STATUS, Reward, Sample, SampleGroup, SamplingParams
 from slime.user_code import blamed
@@ -299,18 +300,21 @@ async def _group(
         if sample.session_id is None:
             sample.session_id = f"{stream}/{sample.index}"
     spans = context.run.spans
+    policy = "end" if evaluation else context.config.fault_tolerance.failed_samples
 
     async def make(sample: Sample) -> Sample | list[Sample]:
         with spans.around(sample, rollout_id, evaluation) as done:
-            params = dict(sampling_params)
-            result: Sample | list[Sample]
-            if (own := replaced("generate_and_rm")) is not None:
-                known = accepted(own, rollout_id=rollout_id)
-                result = await own(context.hook_args, sample, params, evaluation, **known)
-            else:
-                result = await _sample(context, sample, params, evaluation, rollout_id)
+            result = await run_sample(context.run, policy, sample, lambda: fill(sample))
             done(result)
         return result
+
+    async def fill(sample: Sample) -> Sample | list[Sample]:
+        params = dict(sampling_params)
+        if (own := replaced("generate_and_rm")) is not None:
+            known = accepted(own, rollout_id=rollout_id)
+            made: Sample | list[Sample] = await own(context.hook_args, sample, params, evaluation, **known)
+            return made
+        return await _sample(context, sample, params, evaluation, rollout_id)
 
     done = await run_together(make(sample) for sample in group)
     flat = [s for one in done for s in (one if isinstance(one, list) else [one])]
@@ -318,6 +322,7 @@ async def _group(
     if rewards.group_rm and not any(s.status is Sample.Status.ABORTED for s in flat):
         await _score_together(context, [s for s in flat if _wants_reward(s)])
         remove_unless_finite(flat, rewards.reward_key)
+    fill_failed(flat, rewards.reward_key)
     return flat
 
 
@@ -337,9 +342,10 @@ async def _generate_one(
             context.hook_args, sample, sampling_params, **accepted(function, evaluation=evaluation)
         )
         if cancels_its_call(function):
-            result = await context.run.part(CancelledCalls, CancelledCalls).result(result, sample)
-        elif inspect.isawaitable(result):
-            result = await result
+            result = context.run.part(CancelledCalls, CancelledCalls).result(result, sample)
+        if inspect.isawaitable(result):
+            async with limit_answer(context.config.sessions.session_deadline_s, path):
+                result = await result
         if isinstance(result, list):
             if not result or not all(isinstance(s, Sample) for s in result):
                 raise ValueError(f"must return samples, got {result!r:.80}")
@@ -352,7 +358,7 @@ async def _generate_one(
 
 
 def _wants_reward(sample: Sample) -> bool:
-    return sample.reward is None and sample.status is not Sample.Status.ABORTED
+    return sample.reward is None and sample.status is not Sample.Status.ABORTED and not has_failed(sample)
 
 
 async def _score(context: RunContext, sample: Sample) -> Reward:

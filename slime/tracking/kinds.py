@@ -255,6 +255,12 @@ _ALL = (
     ),
     EventKind("kept", "rollout", "groups", "they passed the filters, and wait for a batch", durable=False),
     EventKind("dropped", "rollout", "groups reason", "they will not be trained"),
+    EventKind(
+        "failed",
+        "rollout",
+        "groups sample reason state text",
+        "a sample of the group failed for this reason, and was kept, replaced or dropped (--failed-samples)",
+    ),
     EventKind("put_back", "rollout", "groups", "they return to the data source with their tokens"),
     EventKind(
         "snapshot",

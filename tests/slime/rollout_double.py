@@ -93,6 +93,8 @@ def make_args(**overrides: Any) -> SimpleNamespace:
         "replay_kept_tokens": 0,
         "score_centering_top_k": 128,
         "session_host": "127.0.0.1",
+        "session_deadline_s": 3600.0,
+        "failed_samples": "drop",
     }
     unknown = set(overrides) - set(defaults)
     assert not unknown, f"not a flag of make_args: {unknown}"

@@ -16,6 +16,8 @@ Reason = Literal["", "time", "output", "memory", "processes", "disk", "files", "
 class SandboxError(RuntimeError):
     """Raised if a sandbox does not start, or ends during a command."""
 
+    failed_sample = "sandbox"
+
 
 class ExecResult(tuple[int, str, str]):
     """The result of a command: a tuple (exit_code, stdout, stderr), which hooks of slime unpack, with two more fields.

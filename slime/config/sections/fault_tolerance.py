@@ -51,3 +51,10 @@ class FaultToleranceConfig:
         "the run",
         range=COUNT_OR_ZERO,
     )
+    failed_samples: str = flag(
+        "drop",
+        "what becomes of a sample whose reward or generate function passes its deadline, or whose sandbox dies: drop "
+        "its group, replace it by another response (after 3 replacements, drop the group), keep the group without it, "
+        "or end the run; all are counted",
+        choices=("drop", "replace", "keep", "end"),
+    )

@@ -23,7 +23,7 @@ import numpy as np
 from slime.config.foreign_rewards import RewardColumns, adapted
 from slime.config.schema import Config
 from slime.config.sections.reward import RewardConfig, is_hook, part_name, reward_names
-from slime.event_loop import loop_objects
+from slime.event_loop import call_in_thread, loop_objects
 from slime.hooks import Hook, load_function
 from slime.records.errors import FlagError
 from slime.rollout.context import RunContext, find_context
@@ -92,9 +92,9 @@ async def score(context: RunContext, sample: Sample, **kwargs: object) -> Reward
     if path:
         flag = "custom_rm_path of the sample" if sample.custom_rm_path else "--custom-rm-path"
         function = _reward(context, path, flag)
-        async with _scoring(limit, sample, path):
+        async with _scoring(limit, sample, path) as clock:
             return _checked(
-                flags, await _call(f"{flag} {path}", function, context.hook_args, sample, **kwargs)
+                flags, await _call(clock, f"{flag} {path}", function, context.hook_args, sample, **kwargs)
             )
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     wanted, flag = metadata.get("rm_type"), "metadata rm_type"
@@ -125,9 +125,9 @@ async def _one(context: RunContext, sample: Sample, name: str, **kwargs: object)
     flags, limit = context.config.reward, context.config.reward.reward_deadline_s
     if is_hook(name):
         function = _reward(context, name, "--rm-type")
-        async with _scoring(limit, sample, name):
+        async with _scoring(limit, sample, name) as clock:
             return _checked(
-                flags, await _call(f"--rm-type {name}", function, context.hook_args, sample, **kwargs)
+                flags, await _call(clock, f"--rm-type {name}", function, context.hook_args, sample, **kwargs)
             )
     if name in SAMPLE_REWARDS:
         async with _scoring(limit, sample, name):
@@ -156,7 +156,7 @@ async def _graded(
         try:
             with slow_is_logged(where, limit):
                 async with clock:
-                    return await asyncio.to_thread(grade)
+                    return await call_in_thread(grade)
         except TimeoutError:
             if not clock.expired():
                 raise
@@ -198,8 +198,12 @@ async def score_together(context: RunContext, samples: list[Sample], **kwargs: o
     rewards: dict[int, Reward] = {}
     if batch:
         function = _reward(context, path, "--custom-rm-path")
-        async with _scoring(flags.reward_deadline_s, batch[0], path, of=f"the {len(batch)} samples from "):
-            values = await _call(f"--custom-rm-path {path}", function, context.hook_args, batch, **kwargs)
+        async with _scoring(
+            flags.reward_deadline_s, batch[0], path, of=f"the {len(batch)} samples from "
+        ) as clock:
+            values = await _call(
+                clock, f"--custom-rm-path {path}", function, context.hook_args, batch, **kwargs
+            )
             if not isinstance(values, list | tuple) or len(values) != len(batch):
                 got = f"{len(values)}" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
                 raise ValueError(f"a batched reward must return a list of {len(batch)} rewards, got {got}")
@@ -211,15 +215,24 @@ async def score_together(context: RunContext, samples: list[Sample], **kwargs: o
     return [rewards[id(sample)] for sample in samples]
 
 
-async def _call(named: str, function: Hook, *arguments: object, **kwargs: object) -> object:
-    """Runs an async function in this loop, and a plain function in a thread, so that it cannot block generation.
+async def _call(
+    clock: asyncio.Timeout, named: str, function: Hook, *arguments: object, **kwargs: object
+) -> object:
+    """Runs an async function in this loop, and a plain function in a thread, so that it cannot block generation. The
+    time of a plain function starts with its thread: it does not fail because others occupy all threads.
 
     `named` is the function's flag and path.
     """
     if inspect.iscoroutinefunction(function):
         with calling(named):
             return await function(*arguments, **kwargs)
-    result = await asyncio.to_thread(function, *arguments, **kwargs)
+    loop = asyncio.get_running_loop()
+    seconds = None if (end := clock.when()) is None else end - loop.time()
+    clock.reschedule(None)
+    result = await call_in_thread(
+        functools.partial(function, *arguments, **kwargs),
+        begins=lambda: clock.reschedule(None if seconds is None else loop.time() + seconds),
+    )
     return await result if inspect.isawaitable(result) else result
 
 
@@ -236,7 +249,9 @@ def _checked(flags: RewardConfig, reward: object) -> Reward:
 
 
 @contextlib.asynccontextmanager
-async def _scoring(limit: float | None, sample: Sample, name: object, of: str = "") -> AsyncIterator[None]:
+async def _scoring(
+    limit: float | None, sample: Sample, name: object, of: str = ""
+) -> AsyncIterator[asyncio.Timeout]:
     """Enforces --reward-deadline-s, logs slow rewards, and names the sample in each error."""
     where = f"{of}sample {sample.index} of group {sample.group_index}"
     clock = asyncio.timeout(limit)
@@ -244,16 +259,22 @@ async def _scoring(limit: float | None, sample: Sample, name: object, of: str = 
         try:
             with slow_is_logged(f"reward {name} for {where}", limit):
                 async with clock:
-                    yield
+                    yield clock
         except TimeoutError as error:
             if not clock.expired():
                 raise
-            raise FlagError(
+            raise LateRewardError(
                 "it",
                 "return within --reward-deadline-s",
                 f"no reward in {limit:g} s",
                 "mend it or raise the limit",
             ) from error
+
+
+class LateRewardError(FlagError):
+    """A reward has not returned in time."""
+
+    failed_sample = "reward_deadline"
 
 
 class RewardError(Exception):

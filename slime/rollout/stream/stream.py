@@ -34,6 +34,7 @@ from slime.rollout.request_abort import abort_calls
 from slime.rollout.state import GenerateState, rollout_sampling_params
 from slime.rollout.stream import ages
 from slime.rollout.stream.drops import Drops
+from slime.rollout.stream.failures import Failures, drop_failed, require_samples
 from slime.rollout.stream.groups import (
     StreamGroup,
     get_index,
@@ -215,7 +216,14 @@ class Stream:
         """Returns the group with its responses and rewards."""
         params = rollout_sampling_params(self.flags)
         try:
-            return await generate.finish_group(self.context, group, params, rollout_id=self.rollout_id)
+            made = await generate.finish_group(self.context, group, params, rollout_id=self.rollout_id)
+            require_samples(made)
+            return made
+        except Exception as error:  # border with users' code: other errors are raised again
+            policy = self.context.config.fault_tolerance.failed_samples
+            if not drop_failed(self.state, policy, group, error):
+                raise
+            return group
         finally:
             slowest = self.state.spans.slowest(group)
             self.state.events.add("ended", groups=[get_number(group)], **slowest)
@@ -263,7 +271,13 @@ class Stream:
         A late group does not return to the buffer, because every rollout would draw it first and end it late again.
         """
         reasons = self.state.forget(original)
-        self.late += bool(reasons)
+        failure = self.state.part(Failures, Failures).dropped.pop(get_number(original), None)
+        self.late += bool(reasons) or failure is not None
+        if failure is not None:
+            if self.late >= max(self.target, MIN_LATE_GROUPS):
+                raise failure.error
+            self.drop(failure.reason, original)
+            return
         if reasons and self.late >= max(self.target, MIN_LATE_GROUPS):
             raise TimeoutError(
                 f"--rollout-deadline-s must suffice for a response, got {self.flags.rollout_deadline_s} s and "
@@ -289,8 +303,8 @@ class Stream:
         cut = self.cut()
         if self.age_limit:
             metrics |= self.staleness(cut)
-        if (snapshots := self.state.has_part(Snapshots)) is not None:
-            metrics |= snapshots.take_metrics()
+        for part in (self.state.has_part(Snapshots), self.state.has_part(Failures)):
+            metrics |= {} if part is None else part.take_metrics()
         groups = [entry.group for entry in cut]
         numbers = [get_number(entry.original) for entry in cut]
         over_limit = int(metrics.get("rollout/staleness/over_limit", 0))

@@ -115,7 +115,7 @@ def test_a_reward_that_never_returns_ends_the_rollout(reward):
     with pytest.raises(
         ValueError, match=r"sample \d of group 1: it must return within --reward-deadline-s, got no"
     ):
-        scored(custom_rm_path=f"test_user_code.{reward}", reward_deadline_s=0.3)
+        scored(custom_rm_path=f"test_user_code.{reward}", reward_deadline_s=0.3, failed_samples="end")
     assert time.monotonic() - began < 5
 
 
