@@ -264,14 +264,11 @@ async def _scoring(
             if not clock.expired():
                 raise
             raise LateRewardError(
-                "it",
-                "return within --reward-deadline-s",
-                f"no reward in {limit:g} s",
-                "mend it or raise the limit",
+                f"it must return within --reward-deadline-s, got no reward in {limit:g} s; mend it or raise the limit"
             ) from error
 
 
-class LateRewardError(FlagError):
+class LateRewardError(ValueError):
     """A reward has not returned in time."""
 
     failed_sample = "reward_deadline"

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple, TypeAlias
 
-from slime.records.errors import FlagError
 from slime.rollout.rewards.finite import KEY
 from slime.rollout.state import GenerateState
 from slime.rollout.stream.groups import get_number, restarted
@@ -29,7 +28,7 @@ _ATTRIBUTE = "failed_sample"
 Made: TypeAlias = Sample | list[Sample]
 
 
-class LateAnswerError(FlagError):
+class LateAnswerError(ValueError):
     """A custom generate function has not returned in time."""
 
     failed_sample = "generate_deadline"
@@ -164,8 +163,5 @@ async def limit_answer(seconds: float, what: str) -> AsyncIterator[None]:
         if not clock.expired():
             raise
         raise LateAnswerError(
-            what,
-            "return within --session-deadline-s",
-            f"no sample in {seconds:g} s",
-            "mend it or raise the limit",
+            f"{what} must return within --session-deadline-s, got no sample in {seconds:g} s; mend it or raise the limit"
         ) from error

@@ -95,7 +95,7 @@ def failed(folder: Path) -> list[tuple[int, int, str, str]]:
 
 @pytest.mark.parametrize("reward", ["sleeps", "hangs"])
 def test_the_group_of_a_reward_that_hangs_is_dropped(tmp_path, reward):
-    flags = {**REWARD, "custom_rm_path": f"test_failed_samples.{reward}"}
+    flags = {"custom_rm_path": f"test_failed_samples.{reward}", "reward_deadline_s": 0.5}
     output = roll(tmp_path, "drop", over_sampling_batch_size=2, **flags)
     assert prompts_of(output) in (["b", "c"], ["b", "d"])  # two prompts replace the dropped group
     assert output.metrics["rollout/dynamic_filter/drop_reward_deadline"] == 1
@@ -187,7 +187,11 @@ async def sleeps_for_bad(args: object, sample: Sample) -> float:
 
 def test_threads_that_hang_leave_the_others_their_threads(tmp_path):
     """More rewards hang than asyncio has threads."""
-    flags = REWARD | {"custom_rm_path": "test_failed_samples.hangs_for_bad", "rollout_batch_size": 4}
+    flags = REWARD | {
+        "custom_rm_path": "test_failed_samples.hangs_for_bad",
+        "reward_deadline_s": 0.3,
+        "rollout_batch_size": 4,
+    }
     prompts = ["bad", "b"] * 4 + ["c"] * 4
     output = roll(tmp_path, "drop", prompts, n_samples_per_prompt=8, over_sampling_batch_size=4, **flags)
     assert "bad" not in prompts_of(output)
