@@ -163,5 +163,5 @@ async def limit_answer(seconds: float, what: str) -> AsyncIterator[None]:
         if not clock.expired():
             raise
         raise LateAnswerError(
-            f"{what} must return within --session-deadline-s, got no sample in {seconds:g} s; mend it or raise the limit"
+            f"{what} must return within --session-deadline-s, got no sample in {seconds:g} s; mend it or raise it"
         ) from error
