@@ -277,7 +277,8 @@ class Trainers:
             except RankLost:
                 lost = whole
         raise RuntimeError(
-            "the trainer must run to write a file of its weights, got its end; look for the error that has ended the run"
+            "the trainer must run to write a file of its weights, got its end; look for the error that has ended the "
+            "run"
         )
 
     def _answer(self, calls: dict[Ref, str]) -> Future[Any]:

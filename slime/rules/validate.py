@@ -24,6 +24,7 @@ from slime.roles.groups import build_groups
 from slime.rules.algorithm import RULES as ALGORITHM
 from slime.rules.checkpoint import (
     check_directories,
+    check_recovery,
     check_saving,
     check_weight_update,
 )
@@ -365,6 +366,7 @@ TOGETHER: tuple[Rule, ...] = (
     _intervals,
     check_held_out,
     check_saving,
+    check_recovery,
     check_length,
     check_memory_history,
     check_profile_steps,

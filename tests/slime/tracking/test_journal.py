@@ -195,6 +195,17 @@ def test_phases_begin_and_end_and_a_killed_process_ends_its_own(tmp_path: Path) 
     assert ends["save"] == save.begin and ends["wait"] == wait.begin
 
 
+def test_the_phases_of_ranks_end_when_the_trainer_is_lost(tmp_path: Path) -> None:
+    driver, rank = Events("driver", str(tmp_path)), Events("trainer-0", str(tmp_path))
+    rank.add("phase_begin", phase="train", rollout=5)
+    rank.close()
+    driver.add("phase_begin", phase="recovery", rollout=5)
+    driver.add("trainer_lost", rollout=5, phase="training rollout 5", text="killed")
+    driver.close()
+    ended = {phase.name: phase.end is not None for phase in phases(read_events(tmp_path))}
+    assert ended == {"train": True, "recovery": False}
+
+
 def test_an_event_costs_little(tmp_path: Path) -> None:
     """The number exceeds the events of a step with 64 groups. They take less than 1 ms of a core's time, 0.1% of a
     one-second step. The bound is 0.5%, in CPU time, which changes little on a loaded machine."""

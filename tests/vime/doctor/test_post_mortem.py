@@ -145,6 +145,19 @@ def test_engines_that_died_and_warnings_are_told(tmp_path: Path) -> None:
     assert warnings.name == "warnings" and "by vime.pool.pool: " in warnings.found
 
 
+def test_losses_of_the_trainer_have_times_and_repeated_steps(tmp_path: Path) -> None:
+    with recorded(tmp_path, rollouts=9) as events:
+        events.add("trainer_lost", rollout=3, phase="training rollout 3", text="trainer-0 failed")
+        assert "1, not restarted; 0 steps were repeated with the same data" in [
+            one.found for one in check_end(tmp_path)
+        ]
+        events.add("trainer_restarted", rollout=1, repeated=2, seconds=4.2)
+        events.add("trainer_lost", rollout=5, phase="publishing weights 5", text="trainer-0 failed")
+        events.add("trainer_restarted", rollout=4, repeated=1, seconds=11.6)
+    lost = next(one for one in check_end(tmp_path) if one.name == "losses of the trainer")
+    assert lost.found == "2, restarted in 4 to 12 s; 3 steps were repeated with the same data"
+
+
 def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"RUN_DIR must have events.jsonl, got none in"):
         main([str(tmp_path)])
