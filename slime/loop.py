@@ -179,7 +179,7 @@ class _Loop:
                 return self._wait(self.trainer.train(rollout_id, batch.rank_data), tick)
 
         trained = self.recovery.run(f"training rollout {rollout_id}", train)
-        self.recovery.add(rollout_id, batch.rank_data)
+        self.recovery.add(rollout_id, batch)
         self.recovery.save_in_memory(rollout_id, timers)
         self.turns.end(timers)
         return trained

@@ -157,12 +157,14 @@ class Trainers:
         named = {name: actor for group in self._groups for name, actor in group.named_actors()}
         self._answers = AnswerWatch(named, 60.0 * config.cluster.distributed_timeout_minutes)
 
-    @contextmanager
-    def restarted(self, point: RecoveryPoint | None, check: Callable[[], None]) -> Iterator[int]:
+    def end_ranks(self) -> None:
         self._whole.clear()
         for group in self._groups:
             group.stop()
         self._answers.end_here(self._config.fault_tolerance.rollout_cleanup_timeout)
+
+    @contextmanager
+    def restarted(self, point: RecoveryPoint | None, check: Callable[[], None]) -> Iterator[int]:
         self._placement = renew(self._placement)
         config = self._config
         if point is not None:
@@ -182,8 +184,9 @@ class Trainers:
         if (dead := find_dead(self.liveness, log)) is not None:
             raise dead
         if (silent := self._answers.find_silent()) is not None:
-            name, seconds = silent
-            raise RankLost(name, f"its process has not answered for {seconds:.0f} s", log / f"{name}.log")
+            raise RankLost(
+                silent, "its process does not answer (--distributed-timeout-minutes)", log / f"{silent}.log"
+            )
 
     def take_built(self, built: Sequence[Any]) -> None:
         """Stores the answers of `building`; see `rollout_actor.wait_built`."""

@@ -31,6 +31,12 @@ def pack_columns(data: RankData) -> TrainData:
     return {name: _packed(column) for name, column in data.items()}
 
 
+def count_bytes(data: RankData) -> int:
+    """Returns the bytes of the tensors in a rank's data."""
+    lists = (column for column in data.values() if isinstance(column, list))
+    return sum(item.nbytes for column in lists for item in column if isinstance(item, torch.Tensor))
+
+
 def _packed(column: object) -> object:
     if not isinstance(column, list) or not column:
         return column

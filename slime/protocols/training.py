@@ -54,6 +54,8 @@ class RolloutBatch:
     """The texts of `slime.rollout.learning`, which also computes `learning`."""
     sample: ShownSample | None = None
     """The first sample of the rollout."""
+    data_bytes: int = 0
+    """Bytes of the tensors of `rank_data`, over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,15 @@ class TrainerHandle(Protocol):
         """Raises TrainerLost if a rank has died, or has not answered for --distributed-timeout-minutes."""
         ...
 
+    def end_ranks(self) -> None:
+        """Ends the processes of all ranks. Raises RuntimeError if they exist after --rollout-cleanup-timeout."""
+        ...
+
     def restarted(
         self, point: RecoveryPoint | None, check: Callable[[], None]
     ) -> AbstractContextManager[int]:
-        """Ends all ranks, starts them again from `point`, or as at the start of the run, and yields the first rollout
-        to train. `check` is called while the ranks start, and its error ends the wait.
+        """Starts ranks from `point`, or as at the start of the run, and yields the first rollout to train. `end_ranks`
+        comes before. `check` is called while the ranks start, and its error ends the wait.
 
         The block repeats the rollouts that were trained after the point. Engines that start get their weights after
         the block.

@@ -12,6 +12,7 @@ repeated step.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -20,15 +21,18 @@ from typing import Protocol, TypeVar
 
 from slime.cluster.turns import DeviceSharing
 from slime.config import Config
-from slime.protocols import TrainerHandle, TrainerLost
+from slime.protocols import RolloutBatch, TrainerHandle, TrainerLost
 from slime.roles.recovery_points import find_point
 from slime.system.waiting import report_wait, wait
 from slime.tracking.events import Events
 from slime.tracking.timers import Timers
 
 T = TypeVar("T")
+_NUMBER = re.compile(r"\d+")
 _MOST_STEPS = 100
 """Number of steps whose data is kept without a checkpoint."""
+_MOST_BYTES = 4 << 30
+"""Bytes of that data. Ray writes the part that does not fit into its shared memory to the disk."""
 _PAUSE_S = 5.0
 """Seconds before a second restart without a new step, times the number of restarts."""
 _DEATH_S = 3.0
@@ -49,7 +53,7 @@ class RunParts(Protocol):
 
 @dataclass(frozen=True)
 class _Crash:
-    """A loss of the trainer: what it did, and the error."""
+    """A loss of the trainer: what it did, and the error without numbers, such as those of ranks and ports."""
 
     doing: str
     reason: str
@@ -71,19 +75,20 @@ class Recovery:
         self._events = events
         self._trained = start
         """The first rollout that was not trained."""
-        self._data: dict[int, list[object]] = {}
-        """The data of the rollouts that may have to be repeated."""
+        self._data: dict[int, RolloutBatch] = {}
+        """The rollouts that may have to be repeated."""
         self._saved: list[int] = []
         self._restarts = 0
         self._crash: _Crash | None = None
 
-    def add(self, rollout_id: int, rank_data: list[object]) -> None:
-        """Stores the data of a rollout that was trained."""
-        self._data[rollout_id] = rank_data
+    def add(self, rollout_id: int, batch: RolloutBatch) -> None:
+        """Stores the data of a rollout that was trained. Drops the oldest data beyond the limits."""
+        self._data[rollout_id] = batch
         self._trained = rollout_id + 1
         self._restarts, self._crash = 0, None
         most = max(_MOST_STEPS, self._config.checkpoint.save_interval or 0)
-        self._data.pop(rollout_id - most, None)
+        while len(self._data) > most or sum(one.data_bytes for one in self._data.values()) > _MOST_BYTES:
+            del self._data[min(self._data)]
 
     def save_in_memory(self, rollout_id: int, timers: Timers) -> None:
         """Writes the checkpoint of --recover-from memory after a rollout."""
@@ -160,7 +165,7 @@ class Recovery:
         """Raises the loss if the trainer may not start again: its last crash was the same, or it has crashed too often
         without a new step. Waits before a second restart."""
         most = self._config.fault_tolerance.max_trainer_restarts
-        crash = _Crash(doing, str(lost))
+        crash = _Crash(doing, _NUMBER.sub("#", str(lost)))
         if crash == self._crash:
             print(f"note: the trainer was lost twice while {doing}, so it stays ended", file=sys.stderr)
             raise lost
@@ -173,6 +178,7 @@ class Recovery:
         """Returns the first rollout after the checkpoint from which the trainer has continued."""
         check = self._parts.check_engines
         with report_wait("starting the trainer again"), self._events.phase("recovery", rollout=self._trained):
+            self._trainer.end_ranks()  # first, because engines need memory to fall asleep in the middle of an update
             self._turns.begin()
             point = find_point(self._config, self._saved)
             with self._trainer.restarted(point, check) as first:
@@ -186,8 +192,8 @@ class Recovery:
 
     def _find_data(self, rollout_id: int) -> list[object]:
         if (found := self._data.get(rollout_id)) is None:
-            raise ValueError(
+            raise RuntimeError(
                 f"the data of rollout {rollout_id} must be there to train it again, got only the data of the last "
                 f"{len(self._data)} rollouts; set --save and a shorter --save-interval"
             )
-        return found
+        return found.rank_data

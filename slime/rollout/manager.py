@@ -32,6 +32,7 @@ from slime.data.sharing.flops import forward_flops, prediction_flops
 from slime.data.sharing.prompts import shares_prompts
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import check_samples, checked_data, held_out_data, scheduled
+from slime.data.transport import count_bytes
 from slime.hooks import load_function
 from slime.peers import http
 from slime.protocols import Evaluated, Logged, RolloutBatch, RolloutEngine
@@ -150,7 +151,9 @@ class RolloutManager:
         batch = self._batch(rank_data, metrics, ranks, [*outbox.take(), *logged])
         learning = learning_figures(self._with_hooks(), groups)
         texts = learning_texts(groups)
-        return replace(batch, learning=learning, learning_texts=texts, sample=shown_sample(groups))
+        size = sum(count_bytes(data) for split in of_size.values() for data in split)
+        shown = shown_sample(groups)
+        return replace(batch, learning=learning, learning_texts=texts, sample=shown, data_bytes=size)
 
     def _keep_samples(self, rollout_id: int, groups: list[SampleGroup]) -> list[int]:
         """Writes some samples for people to read (--save-samples), and returns their positions in the rollout."""

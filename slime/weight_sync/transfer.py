@@ -3,6 +3,7 @@
     SERVING ---publish---> PAUSED ------> LOADING ------> FINISHING ------> SERVING
     SERVING ---sleep-----> ASLEEP --wake--> SERVING                           engines kept their weights
                            ASLEEP --wake--> EMPTY                             engines dropped their weights
+    EMPTY -----sleep-----> ASLEEP                                             the trainer was lost in an update
     EMPTY -----publish-------------------> LOADING ------> FINISHING ------> SERVING
 
 Engines answer requests only in the state SERVING. A failed update leaves them PAUSED, or EMPTY if they were EMPTY. So
@@ -218,6 +219,10 @@ class WeightTransfer:
     def sleep(self) -> None:
         """Hands the devices to the trainer."""
         with self.lock:
+            if (
+                self.state is State.EMPTY
+            ):  # after a failed update; only an engine with all its memory can free it
+                self._pool.on_serving(lambda engine: engine.take_cache_memory())
             self.state = State.ASLEEP
             if self._frees_memory:
                 self._pool.stop_starting()

@@ -26,6 +26,8 @@ def done(value: Any) -> Future:
 class LoopRun:
     """Records one run's calls in order, as words: "generate 0", "train 0", "publish 1", ..."""
 
+    data_bytes = 1000
+
     def __init__(self, start: int = 0, **flags: Any) -> None:
         defaults = {
             "num_rollout": 2,
@@ -73,7 +75,8 @@ class LoopRun:
         assert version == self.version or self.version is None  # None: no engine has weights
         self.generated_with.append(self.version)
         metrics = {"rollout/raw_reward": float(rollout_id)}
-        return done(RolloutBatch([f"data {rollout_id}"], metrics, tokens=0, forward_flops=0.0))
+        data = [f"data {rollout_id}"]
+        return done(RolloutBatch(data, metrics, tokens=0, forward_flops=0.0, data_bytes=self.data_bytes))
 
     def evaluate(self, rollout_id: int, held_out: dict[str, list[object]] | None = None) -> Future:
         """Evaluates with the rollout manager, or with the trainer if it has held-out sets."""
@@ -112,6 +115,9 @@ class LoopRun:
     def check(self) -> None:
         if self.faults.get("check"):
             raise self.faults["check"].pop(0)
+
+    def end_ranks(self) -> None:
+        self.weights = -1
 
     @contextmanager
     def restarted(self, point: RecoveryPoint | None, check: Callable[[], None]) -> Iterator[int]:

@@ -57,15 +57,15 @@ class AnswerWatch:
         """Node and process id by rank."""
         self._lock = threading.Lock()
 
-    def find_silent(self) -> tuple[str, float] | None:
-        """Returns the first rank that has not answered for the limit, with the seconds, or None."""
+    def find_silent(self) -> str | None:
+        """Returns the first rank that has not answered for the limit, or None."""
         now = time.monotonic()
         with self._lock:
             for name, actor in self._actors.items():
                 ref, asked_s = self._asked.get(name, (None, now - _ASK_EVERY_S))
                 if ref is not None and not ray.wait([ref], timeout=0)[0]:
                     if now - asked_s > self._limit_s:
-                        return name, now - asked_s
+                        return name
                 elif now - asked_s >= _ASK_EVERY_S:
                     if ref is not None:
                         self._keep(name, ref)

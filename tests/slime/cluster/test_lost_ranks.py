@@ -82,7 +82,7 @@ def test_a_stopped_rank_is_found_and_ended(monkeypatch: pytest.MonkeyPatch, tmp_
     while (silent := watch.find_silent()) is None:
         assert time.monotonic() - began < 30
         time.sleep(0.05)
-    assert silent[0] == "trainer-0" and silent[1] > 1.0
+    assert silent == "trainer-0" and time.monotonic() - began > 0.5
     assert find_dead(liveness, tmp_path) is None  # the process exists
     ray.kill(actor)
     process = psutil.Process(pid)

@@ -119,8 +119,9 @@ def test_the_newest_complete_checkpoint_is_the_point(is_async: bool, tmp_path: P
 
 
 def test_the_same_crash_at_the_same_step_ends_the_run() -> None:
-    run = lossy("train 1", "out of luck", "out of luck", "never")
-    with pytest.raises(TrainerLost, match="^out of luck$"):
+    """The rank, its process and its port may differ."""
+    run = lossy("train 1", "trainer-0 lost port 11", "trainer-1 lost port 22", "never")
+    with pytest.raises(TrainerLost, match="^trainer-1 lost port 22$"):
         run.go()
     assert run.calls[-1] == "train 1" and run.calls.count("restart 0") == 1
 
@@ -166,8 +167,19 @@ def test_an_engines_error_that_a_dead_rank_has_caused_is_a_loss() -> None:
 def test_data_that_is_gone_ends_the_run_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "_MOST_STEPS", 1)
     run = lossy("train 2", "killed")
-    with pytest.raises(ValueError, match="the data of rollout 0 must be there .* shorter --save-interval$"):
+    with pytest.raises(RuntimeError, match="the data of rollout 0 must be there .* shorter --save-interval$"):
         run.go()
+
+
+def test_the_kept_data_has_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for two rollouts, a checkpoint after each second rollout suffices."""
+    monkeypatch.setattr(recovery, "_MOST_BYTES", 2 * LoopRun.data_bytes)
+    run = lossy("train 2", "killed")
+    run.go()
+    assert run.calls.count("train 0") == 2
+    monkeypatch.setattr(recovery, "_MOST_BYTES", 2 * LoopRun.data_bytes - 1)
+    with pytest.raises(RuntimeError, match="the data of rollout 0 must be there"):
+        lossy("train 2", "killed").go()
 
 
 def test_memory_has_one_checkpoint_per_step() -> None:
