@@ -3,7 +3,7 @@
     SERVING ---publish---> PAUSED ------> LOADING ------> FINISHING ------> SERVING
     SERVING ---sleep-----> ASLEEP --wake--> SERVING                           engines kept their weights
                            ASLEEP --wake--> EMPTY                             engines dropped their weights
-    EMPTY -----sleep-----> ASLEEP                                             the trainer was lost in an update
+    EMPTY, PAUSED --sleep--> ASLEEP --wake--> EMPTY, PAUSED                    the trainer was lost in an update
     EMPTY -----publish-------------------> LOADING ------> FINISHING ------> SERVING
 
 Engines answer requests only in the state SERVING. A failed update leaves them PAUSED, or EMPTY if they were EMPTY. So
@@ -168,6 +168,8 @@ class WeightTransfer:
         self._flush_interval, self._updates = flush_interval, 0
         self.lock = threading.RLock()
         self.state = State.SERVING
+        self._is_unfinished = False
+        """Whether an update had failed before the engines went to sleep."""
         self._last: WeightUpdate | None = None
         self._timers = Timers()
         self.figures: Mapping[str, float] = {}
@@ -223,6 +225,7 @@ class WeightTransfer:
                 self.state is State.EMPTY
             ):  # after a failed update; only an engine with all its memory can free it
                 self._pool.on_serving(lambda engine: engine.take_cache_memory())
+            self._is_unfinished = self.state is State.PAUSED
             self.state = State.ASLEEP
             if self._frees_memory:
                 self._pool.stop_starting()
@@ -231,14 +234,17 @@ class WeightTransfer:
                 self._pause(self._flush_interval == 1)
 
     def wake(self) -> bool:
-        """Takes the devices back. Returns True if the engines have no weights and serve after the next update."""
+        """Takes the devices back. Returns True if the engines have no weights, or those of an unfinished update. They
+        serve after the next update."""
         with self.lock:
             self.state = State.EMPTY if self._frees_memory else State.SERVING
             if self._frees_memory:
                 self._pool.on_serving(lambda engine: engine.take_weight_memory())
+            elif self._is_unfinished:
+                self.state = State.PAUSED
             else:
                 self._pool.on_serving(lambda engine: engine.resume())
-            return self._frees_memory
+            return self.state is not State.SERVING
 
     def join(self, engine: Engine, admit: Callable[[], None]) -> None:
         """Loads the last weights and the pool's state into a new server, then calls `admit`, after which it takes

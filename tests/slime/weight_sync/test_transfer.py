@@ -143,6 +143,26 @@ def test_nothing_serves_after_an_update_that_failed(step: str, empty: bool) -> N
     assert one.transfer.state is (State.EMPTY if empty else State.PAUSED)
 
 
+@pytest.mark.parametrize("frees", [False, True])
+def test_engines_that_sleep_in_the_middle_of_an_update_serve_after_the_next_one(frees: bool) -> None:
+    """The trainer was lost in the update, and needs the devices for its restart."""
+    one = OneEngine(frees_memory=frees, fails=("finish_weight_update",))
+    if frees:
+        one.transfer.sleep()
+        one.transfer.wake()
+    with pytest.raises(RuntimeError, match="told to fail"):
+        one.transfer.publish(1)
+    one.fails = ()
+    one.take_calls()
+    one.made = 0
+    one.transfer.sleep()
+    assert one.transfer.wake() and one.transfer.state is (State.EMPTY if frees else State.PAUSED)
+    freed = ["take_cache_memory", "stop_starting", "free_memory", "take_weight_memory"]
+    assert one.take_calls() == (freed if frees else ["pause"])
+    one.transfer.publish(1)
+    assert one.take_calls()[-1] == "resume" and one.transfer.state is State.SERVING
+
+
 def test_each_channel_has_its_name_and_a_default_exists_for_each_machine() -> None:
     assert {name: channel.load().name for name, channel in CHANNELS.items()} == {n: n for n in CHANNELS}
     assert [default_channel(gpus) for gpus in ("shared", "apart", None)] == ["ipc", "nccl", "disk"]
