@@ -88,7 +88,9 @@ class RolloutHandle(Protocol):
 
 class TrainerLost(RuntimeError):
     """Raised if a trainer rank died or hangs, or if the ranks lost their connections. The ranks cannot go on, and the
-    run may start them again."""
+    run may start them again. `cause` is equal for two losses with the same cause."""
+
+    cause = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ repeated step.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from slime.tracking.events import Events
 from slime.tracking.timers import Timers
 
 T = TypeVar("T")
-_NUMBER = re.compile(r"\d+")
 _MOST_STEPS = 100
 """Number of steps whose data is kept without a checkpoint."""
 _MOST_BYTES = 4 << 30
@@ -53,10 +51,10 @@ class RunParts(Protocol):
 
 @dataclass(frozen=True)
 class _Crash:
-    """A loss of the trainer: what it did, and the error without numbers, such as those of ranks and ports."""
+    """A loss of the trainer: what it did, and `TrainerLost.cause`."""
 
     doing: str
-    reason: str
+    cause: str
 
 
 class Recovery:
@@ -165,7 +163,7 @@ class Recovery:
         """Raises the loss if the trainer may not start again: its last crash was the same, or it has crashed too often
         without a new step. Waits before a second restart."""
         most = self._config.fault_tolerance.max_trainer_restarts
-        crash = _Crash(doing, _NUMBER.sub("#", str(lost)))
+        crash = _Crash(doing, lost.cause)
         if crash == self._crash:
             print(f"note: the trainer was lost twice while {doing}, so it stays ended", file=sys.stderr)
             raise lost

@@ -26,11 +26,17 @@ _BROKEN = re.compile(
 )
 """Matches the text of an error of a collective, or of a broken device."""
 _MEMORY = re.compile(r"out of memory|OutOfMemory|running low on memory", re.IGNORECASE)
+_NUMBER = re.compile(r"\d+")
 _ASK_EVERY_S = 2.0
 
 
 class RankLost(ActorError, TrainerLost):
     """Raised if a trainer rank cannot go on. The message names the rank."""
+
+    @property
+    def cause(self) -> str:  # type: ignore[override]
+        """Returns the reason without numbers, such as ports and process ids."""
+        return _NUMBER.sub("#", self.reason)
 
     @classmethod
     def from_error(cls, error: ActorError) -> RankLost:

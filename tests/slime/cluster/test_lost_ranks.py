@@ -15,7 +15,7 @@ from local_ray import local_ray
 
 from slime.cluster.calls import ActorError
 from slime.cluster.faults import lost
-from slime.cluster.faults.lost import AnswerWatch, find_dead, is_loss
+from slime.cluster.faults.lost import AnswerWatch, RankLost, find_dead, is_loss
 from slime.cluster.watchdog import is_running
 
 GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 9000ms"
@@ -90,4 +90,6 @@ def test_a_stopped_rank_is_found_and_ended(monkeypatch: pytest.MonkeyPatch, tmp_
     assert not is_running(process)
     ray.wait(list(liveness), timeout=20)
     dead = find_dead(liveness, tmp_path)
-    assert dead is not None and dead.died and str(dead).startswith("trainer-0 failed: its process died")
+    assert dead is not None and dead.died
+    assert RankLost("trainer-3", "closed by peer [::1]:47", tmp_path).cause == "closed by peer [::#]:#"
+    assert str(dead).startswith("trainer-0 failed: its process died")
