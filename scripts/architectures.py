@@ -113,10 +113,12 @@ GPT_OSS_ROPE = {
 }
 
 
-def gemma3(scalar: int, window: int, **more: Any) -> dict[str, Any]:
-    """Fields of Gemma 3 that are not columns of the table: `scalar` under the scores, and the window."""
+def gemma3(scalar: int, window: int, scaling: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """Fields of Gemma 3 that are not columns of the table: `scalar` under the scores, the window, and the scaling of
+    the rotary embedding of layers without a window."""
     ropes = {"full_attention": 1e6, "sliding_attention": 1e4}
     both = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in ropes.items()}
+    both["full_attention"] |= scaling or {}
     return {"query_pre_attn_scalar": scalar, "sliding_window": window, "rope_parameters": both, **more}
 
 

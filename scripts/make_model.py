@@ -42,6 +42,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from vision_architectures import VISION_ARCHITECTURES
 
 from slime.checkpoints.hf_files import write_tensors
+from slime.models import FAMILIES
+from slime.models.renaming import rename
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
@@ -132,10 +134,12 @@ def build_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedM
 def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the parameters as checkpoints have them, and then the stored buffers (the biases of routers)."""
     spelled = STORED_AS.get(model.config.model_type, {})
+    family = FAMILIES.get(model.config.model_type)
+    aliases = () if family is None else family.aliases
     for name, tensor in one_per_expert(model):
         for ours, theirs in spelled.items():
             name = name.replace(ours, theirs)
-        yield name, tensor
+        yield rename(name, aliases), tensor
 
 
 def one_per_expert(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from architecture import Architecture
-from architectures import HUB, QWEN_LARGE_VOCAB, QWEN_VOCAB
+from architectures import GEMMA3_VOCAB, HUB, QWEN_LARGE_VOCAB, QWEN_VOCAB, gemma3
 
 _IDS = {
     "image_token_id": 151655,
@@ -18,6 +18,12 @@ _WINDOWS = {
     **{"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2},
 }
 """The tower of Qwen2.5-VL."""
+
+_SIGLIP = {
+    **{"num_hidden_layers": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16},
+    **{"image_size": 896, "patch_size": 14, "vision_use_head": False},
+}
+"""The tower of Gemma 3."""
 
 
 def _deep(hidden: int, ffn: int, depth: int, layers: list[int]) -> dict[str, Any]:
@@ -56,6 +62,16 @@ VISION_ARCHITECTURES: dict[str, Architecture] = {
         vision={
             **_IDS,
             "vision_config": {**_deep(1152, 4304, 27, [8, 16, 24]), "out_hidden_size": 2048},
+        },
+    ),
+    "gemma-3-4b": Architecture(
+        *("gemma3", 2560, 10240, 34, (8, 4), 256, (262208, GEMMA3_VOCAB[1]), 1e6, 131072, True),
+        *("bfloat16", "config.json of google/gemma-3-4b-it", None, None),
+        gemma3(256, 1024, {"rope_type": "linear", "factor": 8.0}),
+        vision={
+            **{"image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000},
+            "mm_tokens_per_image": 256,
+            "vision_config": _SIGLIP,
         },
     ),
 }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from slime.checkpoints.checkpoint_dir import HF_INDEX
 from slime.checkpoints.hub import is_hub_name
 from slime.checkpoints.quantized_headers import TensorHeader, check_quantized_headers
-from slime.models import family_for
+from slime.models import FAMILIES, family_for
 from slime.models.decoder import Hf
 from slime.records.errors import FlagError
 
@@ -58,11 +58,14 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     object.
 
     The settings of a multimodal model's text model (`text_config`) are moved to the top level, where other models have
-    them. `model_type` stays the type of the whole model.
+    them. `model_type` stays the type of the whole model. Fields that the files of a family leave out have transformers'
+    values.
     """
     content = read_config_json(checkpoint)
     text = content.get("text_config")
-    return {**text, **content, "text_config": None} if isinstance(text, dict) else content
+    found = {**text, **content, "text_config": None} if isinstance(text, dict) else content
+    family = FAMILIES.get(str(content.get("model_type")))
+    return found if family is None else {**family.defaults, **found}
 
 
 def read_config_json(checkpoint: str | Path) -> dict[str, Any]:

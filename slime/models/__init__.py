@@ -9,7 +9,7 @@ from __future__ import annotations
 from slime.models.decoder import Attention, Decoder, DeltaNet, Experts, Hf, Layer
 from slime.models.families.deepseek_v3 import DEEPSEEK_V3
 from slime.models.families.gemma2 import GEMMA2
-from slime.models.families.gemma3 import GEMMA3
+from slime.models.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from slime.models.families.glm4 import GLM4
 from slime.models.families.glm4_moe import GLM4_MOE
 from slime.models.families.glm4_moe_lite import GLM4_MOE_LITE
@@ -58,6 +58,7 @@ _ALL = (
     QWEN3_5_MOE_TEXT,
     GEMMA2,
     GEMMA3,
+    GEMMA3_TEXT,
     GLM4,
     GLM4_MOE,
     GLM4_MOE_LITE,

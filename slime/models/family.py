@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from slime.models.decoder import Decoder, Hf
 from slime.models.layouts import Row
 from slime.models.quantization import QuantizationScheme, read_scheme
 from slime.models.quantized_checkpoint import dequantized
+from slime.models.renaming import Aliases, RenamedTensors, rename
 from slime.models.slices import Tensors
 
 if TYPE_CHECKING:
@@ -89,6 +90,9 @@ class Family:
     """Weight table."""
     read: Callable[[Hf], Decoder]
     """Reads config.json into a `Decoder`. Raises ValueError for unsupported settings."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values of fields that config.json may leave out, as in transformers' class of the configuration. The settings of
+    a text model are at the top level."""
     ignored: tuple[str, ...] = ()
     """HF names that may be in a checkpoint but that the model does not use."""
     predicted: Callable[[Hf], tuple[str, ...]] = later_layers
@@ -107,11 +111,25 @@ class Family:
     """Converts an exported tensor to the form of files that engines and transformers read. The tensors of rows without
     HF parts fill a stack. For a tensor-parallel shard, the function returns the shard of the same rank, cut along one
     axis, or its tensors have `keeps_order`."""
+    aliases: Aliases = ()
+    """Prefixes of tensors in some files -> prefixes in the weight table."""
     module_prefix: tuple[str, str] = ("", "")
     """Prefix of the decoder's tensors in files, and of its modules in transformers' model, if they differ. PEFT names
     adapters by modules."""
     flags: tuple[tuple[str, Callable[[Hf], object]], ...] = ()
     """MODEL_ARGS whose value only this family defines: name -> value for a config.json."""
+
+    def open(self, files: Tensors, hf: Hf) -> Tensors:
+        """Returns the tensors of a checkpoint as plain weights under the names of the weight table."""
+        return self.renamed(self.stored(files, hf))
+
+    def renamed(self, tensors: Tensors) -> Tensors:
+        """Returns the tensors under the names of the weight table."""
+        return RenamedTensors(tensors, self.aliases) if self.aliases else tensors
+
+    def table_name(self, name: str) -> str:
+        """Returns the name in the weight table of a tensor in files."""
+        return rename(name, self.aliases)
 
     def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:
         """Returns the row of a Megatron parameter, and its HF names with the numbers filled in. Raises KeyError without
@@ -155,7 +173,8 @@ class Family:
         """Returns the tensor names in `names` that belong to the vision tower. The trainer builds the tower only for
         runs with images."""
         vision = self.read(hf).vision if self.tower else None
-        return [] if vision is None else [name for name in names if name.startswith(vision.files)]
+        files = () if vision is None else vision.files
+        return [name for name in names if self.table_name(name).startswith(files)] if files else []
 
     def first_prediction(self, hf: Hf) -> int:
         """Returns the number of the first layer of multi-token prediction in the names of files."""

@@ -49,6 +49,8 @@ class Vision:
     """Number of values of a patch: channels * frames * height * width."""
     tokens_per_image: int | None = None
     """Number of tokens of each image, for a tower that resizes images to one size. None: an image has a grid."""
+    pooled: bool = False
+    """The patches of a token are averaged. False: they follow each other in one vector, which has two products."""
     gated: bool = False
     """The tower's MLPs have three matrices instead of two."""
     mergers: int = 1
@@ -67,6 +69,8 @@ class Vision:
     """A token of an image attends to all tokens of this image, also to later ones."""
     files: tuple[str, ...] = ()
     """Prefixes of the tower's tensors in files."""
+    block_weight: str = "blocks.0.attn.qkv.weight"
+    """Name of a matrix of the first block in the trainer, without `PREFIX`."""
 
     def count_tokens(self, grid: tuple[int, ...]) -> int:
         """Returns the number of tokens of an image or video with `grid` patches (time, height, width)."""

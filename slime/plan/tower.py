@@ -38,12 +38,14 @@ def _block_params(vision: Vision) -> int:
 def _projector_params(vision: Vision) -> int:
     """Returns the parameters that a token passes through, which has `merge**2` patches."""
     merged = vision.hidden * vision.merge**2
+    if vision.pooled:
+        return vision.hidden * vision.out
     return vision.mergers * ((merged**2 if vision.merge > 1 else 0) + merged * vision.out)
 
 
 def trained_tower_params(selection: Selection, vision: Vision) -> int:
     """Returns the parameters that a run trains: those of the tower, or 0 if its first block is frozen."""
-    return tower_params(vision) * selection.trains(f"{PREFIX}blocks.0.attn.qkv.weight")
+    return tower_params(vision) * selection.trains(PREFIX + vision.block_weight)
 
 
 def tower_memory(c: Config, vision: Vision, tokens: int, size: int) -> tuple[float, str]:

@@ -57,6 +57,14 @@ TINY: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "pad_token_id": None,
     },
+    "gemma3": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,  # fewer than the tokens of an image
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "pad_token_id": None,
+    },
     "mimo": {"num_nextn_predict_layers": 1},
     "gpt_oss": {
         "head_dim": 32,
@@ -127,6 +135,15 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {**_TOWER, "depth": 1, "num_position_embeddings": 16},
     "qwen3_5_moe": {**_TOWER, "depth": 1, "num_position_embeddings": 16},
+    "gemma3": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "image_size": 24,
+        "patch_size": 4,
+        "vision_use_head": False,
+    },
 }
 """Families whose checkpoints also have a vision tower, each with the tower of its tiny model."""
 IMAGE_ID, VIDEO_ID, VISION_START_ID, VISION_END_ID = 95, 96, 97, 98
@@ -135,6 +152,16 @@ IMAGE_ID, VIDEO_ID, VISION_START_ID, VISION_END_ID = 95, 96, 97, 98
 def multimodal(kind: str, text: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a multimodal model with the text model `text`."""
     tied = text["tie_word_embeddings"]
+    if kind == "gemma3":
+        return {
+            "text_config": text,
+            "vision_config": MULTIMODAL[kind],
+            "tie_word_embeddings": tied,
+            "mm_tokens_per_image": 9,
+            "image_token_index": IMAGE_ID,
+            "boi_token_index": VISION_START_ID,
+            "eoi_token_index": VISION_END_ID,
+        }
     return {
         "text_config": text,
         "vision_config": {**MULTIMODAL[kind], "out_hidden_size": text["hidden_size"]},
@@ -199,6 +226,7 @@ CASES: dict[str, FamilyCase] = {
     "gpt-oss": FamilyCase("gpt_oss", {"tie_word_embeddings": False}, engine=True),
     "gemma2": FamilyCase("gemma2", engine=True),
     "gemma3": FamilyCase("gemma3_text", engine=True),
+    "gemma3-vl": FamilyCase("gemma3"),
     "qwen2-moe": FamilyCase("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine=True),
     # vLLM's CPU kernels of gated delta nets only have bfloat16.
     "qwen3-next": FamilyCase(

@@ -76,8 +76,7 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.04)
     model.save_pretrained(directory)
-    if kind == "qwen3_vl_moe":
-        turn_experts(directory)
+    name_as_published(directory, kind)
     if kind in BUILT_AS or kind in PREDICTION:
         as_published(directory, kind)
     if (
@@ -123,8 +122,7 @@ def hf_gradients(hf: nn.Module, directory: Path) -> dict[str, Tensor]:
         for parameter in hf.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     hf.save_pretrained(directory)
-    if hf.config.model_type == "qwen3_vl_moe":
-        turn_experts(directory)
+    name_as_published(directory, hf.config.model_type)
     return load_file(directory / "model.safetensors")
 
 
@@ -147,13 +145,18 @@ def assert_gradients_equal(got: Tensor, wanted: Tensor, name: str) -> float:
     return (got - wanted).abs().max().item() / largest if largest else 0.0
 
 
-def turn_experts(directory: Path) -> None:
-    """Transposes stacks of experts to the form of published files, which vLLM reads. transformers reads both forms."""
+def name_as_published(directory: Path, kind: str) -> None:
+    """Changes the files of two families to the form of published files, which vLLM reads: transposes the stacks of
+    experts of Qwen3-VL, and adds the tower's prefix of Gemma 3. transformers reads both forms."""
+    if kind not in ("qwen3_vl_moe", "gemma3"):
+        return
     tensors = load_file(directory / "model.safetensors")
-    turned = {
-        name: x.transpose(1, 2).contiguous() if ".mlp.experts." in name else x for name, x in tensors.items()
+    family = family_for(read_hf_config(directory))
+    named = {
+        family.table_name(name): x.transpose(1, 2).contiguous() if ".mlp.experts." in name else x
+        for name, x in tensors.items()
     }
-    save_file(turned, directory / "model.safetensors", {"format": "pt"})
+    save_file(named, directory / "model.safetensors", {"format": "pt"})
 
 
 def as_published(directory: Path, kind: str) -> None:

@@ -37,6 +37,19 @@ def random_text(count: int, generator: torch.Generator) -> list[int]:
     return torch.randint(0, TEXT, (count,), generator=generator).tolist()
 
 
+def count_tokens(vision: Vision, grid: tuple[int, int, int]) -> int:
+    return vision.tokens_per_image or vision.count_tokens(grid)
+
+
+def random_pixels(vision: Vision, grid: tuple[int, int, int], generator: torch.Generator) -> Tensor:
+    """Returns the pixels of one image. The grid does not count if all images have one size."""
+    if vision.tokens_per_image is None:
+        patches = grid[0] * grid[1] * grid[2]
+        return torch.randn(patches, vision.patch_values, generator=generator)
+    size: Any = vision.settings["image_size"]
+    return torch.randn(1, 3, size, size, generator=generator)
+
+
 def make_samples(vision: Vision, grids: Sequence[Grids] = GRIDS, seed: int = 0) -> TrainData:
     """Returns columns of samples, each with 4 tokens of text, its images and 5 response tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -44,13 +57,12 @@ def make_samples(vision: Vision, grids: Sequence[Grids] = GRIDS, seed: int = 0) 
     for of_sample in grids:
         tokens, pixels = random_text(4, generator), []
         for grid in of_sample:
-            patches = grid[0] * grid[1] * grid[2]
-            pixels.append(torch.randn(patches, vision.patch_values, generator=generator))
-            tokens += [VISION_START_ID, *[IMAGE_ID] * vision.count_tokens(grid), VISION_END_ID]
+            pixels.append(random_pixels(vision, grid, generator))
+            tokens += [VISION_START_ID, *[IMAGE_ID] * count_tokens(vision, grid), VISION_END_ID]
             tokens += random_text(3, generator)
-        inputs = (
-            {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(of_sample)} if pixels else None
-        )
+        inputs = {"pixel_values": torch.cat(pixels)} if pixels else None
+        if inputs and vision.tokens_per_image is None:
+            inputs["image_grid_thw"] = torch.tensor(of_sample)
         data["tokens"].append(torch.tensor(tokens + random_text(5, generator)))
         data["response_lengths"].append(5)
         data["multimodal_train_inputs"].append(inputs)
@@ -62,7 +74,8 @@ def image_logits(hf: Any, data: TrainData) -> Tensor:
     found = []
     for tokens, inputs in zip(data["tokens"], data["multimodal_train_inputs"], strict=True):
         kinds = (tokens == IMAGE_ID).int() + 2 * (tokens == VIDEO_ID).int()
-        more = {} if inputs is None else {**inputs, "mm_token_type_ids": kinds[None]}
+        kinds_name = "token_type_ids" if hf.config.model_type == "gemma3" else "mm_token_type_ids"
+        more = {} if inputs is None else {**inputs, kinds_name: kinds[None]}
         found.append(hf(input_ids=tokens[None], **more).logits[0])
     return torch.cat(found)
 
@@ -75,6 +88,5 @@ def image_hidden(
     samples = list(range(len(data["tokens"])))
     device = next(model.parameters()).device
     batch = pack(data, samples, [], device=device, vision=vision, **place, **options)
-    layout = packed_layout(batch.part, device, None if info is None else info.cp_group)
-    layout.images = batch.images
+    layout = packed_layout(batch.part, device, None if info is None else info.cp_group, batch.images)
     return gather_hidden(model, stage_output(model, batch.tokens, layout))

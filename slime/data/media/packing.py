@@ -33,6 +33,8 @@ class PackedImages:
     """[3, P] int64: the rotary positions of this rank's rows. None for a decoder whose positions have one axis."""
     cache: TowerCache | None = None
     """The outputs of frozen towers. None: a frozen tower computes each micro-batch."""
+    whole: tuple[tuple[int, int], ...] = ()
+    """Per image, its rows [start, stop), if its tokens see the whole image (`Vision.sees_whole_image`)."""
 
     def to(self, device: torch.device | str) -> PackedImages:
         return PackedImages(
@@ -41,6 +43,7 @@ class PackedImages:
             self.features.to(device),
             None if self.positions is None else self.positions.to(device),
             self.cache,
+            self.whole,
         )
 
 
@@ -125,7 +128,23 @@ def pack_images(
         starts[mine[image_rows]] + index_in[taken][image_rows],
         _positions(samples, vision, taken, rows) if vision.axes else None,
         cache,
+        _whole_runs(samples, taken) if vision.sees_whole_image else (),
     )
+
+
+def _whole_runs(samples: Sequence[SampleImages], taken: Tensor) -> tuple[tuple[int, int], ...]:
+    """Returns, per run of image tokens, its rows [start, stop) among the tokens `taken`."""
+    numbers = torch.full((sum(len(sample.tokens) for sample in samples),), -1)
+    first = count = 0
+    for sample in samples:
+        for run in sample.runs:
+            numbers[first + run.start : first + run.start + run.length] = count
+            count += 1
+        first += len(sample.tokens)
+    found, lengths = numbers[taken].unique_consecutive(return_counts=True)
+    stops = lengths.cumsum(0)
+    own = found >= 0
+    return tuple(zip((stops - lengths)[own].tolist(), stops[own].tolist(), strict=True))
 
 
 def _positions(samples: Sequence[SampleImages], vision: Vision, taken: Tensor, rows: int) -> Tensor:

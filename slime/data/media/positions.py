@@ -59,7 +59,9 @@ def find_runs(tokens: Tensor, media: Sequence[Medium], vision: Vision, name: str
 
 def _lengths(medium: Medium, vision: Vision) -> Iterator[int]:
     """Yields the lengths of the runs of an image or video."""
-    if medium.kind == "video" and vision.frame_times == "texts":
+    if vision.tokens_per_image is not None:  # a processor may cut an image in parts
+        yield from [vision.tokens_per_image] * (medium.tokens // vision.tokens_per_image)
+    elif medium.kind == "video" and vision.frame_times == "texts":
         frames = medium.grid[0]
         yield from (medium.tokens // frames for _ in range(frames))
     else:

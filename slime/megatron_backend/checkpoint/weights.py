@@ -109,7 +109,7 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> int:
     """
     parts, files = unwrapped(model), Files(Path(checkpoint_dir))
     described = with_own_quantization(parts[0].hf_config, checkpoint_dir)
-    tensors = family_for(described).stored(files, described)
+    tensors = family_for(described).open(files, described)
     _check_names(_gather_names(parts), tensors.names(), parts[0], Path(checkpoint_dir))
     for inner in parts:
         for parameter, row, names in parameters(inner):
@@ -282,7 +282,8 @@ def _in_form(
     if form is None:
         return tensors
     if form == "checkpoint":
-        stored = StoredForm(Files(source_dir), family_for(inner.hf_config).scheme(inner.hf_config))
+        family = family_for(inner.hf_config)
+        stored = StoredForm(family.renamed(Files(source_dir)), family.scheme(inner.hf_config))
         return (part for name, tensor in tensors for part in stored.convert(name, tensor).items())
     own = inner.config.params_dtype
     return ((n, t.to(torch.bfloat16) if t.dtype == own else t) for n, t in tensors)
@@ -316,7 +317,7 @@ def _carried_tensors(inner: HiddenGPTModel, source_dir: Path, *, raw: bool) -> I
         return sorted(predicting + ([] if inner.has_tower else family.tower_names(names, hf)))
 
     files = Files(source_dir)
-    stored = files if raw else family.stored(files, hf)
+    stored = family.renamed(files) if raw else family.open(files, hf)
     names = carried(stored.names())
     files.open(carried(files.names()))
     return ((name, stored.get(name)[...]) for name in names)

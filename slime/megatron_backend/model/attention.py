@@ -37,6 +37,11 @@ from slime.megatron_backend.model.attention_scores import (
     varlen_attention,
 )
 from slime.megatron_backend.model.rows import GatheredRows, take
+from slime.megatron_backend.model.vision.whole_images import (
+    WholeImages,
+    attend_to_whole_images,
+    find_whole_images,
+)
 
 # Longest divided by shortest sequence of a bucket. This ratio limits the padding and the number of buckets.
 _BUCKET_RATIO = 1.5
@@ -71,8 +76,9 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     None and the keys are those of the rank's tokens. `gathered` [T] int64 maps the row's tokens to the concatenated
     rows of the group. `routing`: the experts of the tokens, see `slime.megatron_backend.step.routing_replay`. None if
     the routers choose. `longest`: P of the longest micro-batch among the ranks that exchange tokens of experts, 0 if
-    all have the same P. `images`: the images of the rank's tokens, None without images. The first
-    layers add `deep` to their output at the rows `deep_rows` (slime.megatron_backend.model.vision.embeddings).
+    all have the same P. `images`: the images of the rank's tokens, None without images. `whole_images`: the image
+    tokens that see the whole image. The first layers add `deep` to their output at the rows `deep_rows`
+    (slime.megatron_backend.model.vision.embeddings).
     """
 
     own: int = 0
@@ -90,6 +96,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     routing: Any = None
     longest: int = 0
     images: PackedImages | None = None
+    whole_images: WholeImages | None = None
     deep_rows: Tensor | None = None
     deep: tuple[Tensor, ...] = ()
 
@@ -101,7 +108,12 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
         return slots.to(self.token_indices.device), buckets
 
 
-def packed_layout(part: TokenSlice, device: torch.device | str, context_group: Any = None) -> PackedLayout:
+def packed_layout(
+    part: TokenSlice,
+    device: torch.device | str,
+    context_group: Any = None,
+    images: PackedImages | None = None,
+) -> PackedLayout:
     """Returns the layout of a rank's part of a packed row. `context_group`: the ranks that share the row."""
     sizes = torch.tensor(part.lengths, dtype=torch.int64)
     starts = sizes.cumsum(0) - sizes
@@ -125,6 +137,8 @@ def packed_layout(part: TokenSlice, device: torch.device | str, context_group: A
         buckets=[b if b.mask is None else b._replace(mask=b.mask.to(device)) for b in buckets],
         query_slots=query_slots.to(device),
         key_slots=key_slots.to(device),
+        images=images,
+        whole_images=None if images is None else find_whole_images(part.runs, images.whole, device),
     )
     if part.size > 1 or part.shares:
         first = starts.tolist()
@@ -352,6 +366,9 @@ class PackedAttention(nn.Module):
             out = flash_attention(query, key, value, layout, self.scale, self.window, self.sinks)
         else:
             out = padded_attention(query, key, value, layout, self.scale, self.window, self.cap, self.sinks)
+        if layout.whole_images is not None and layout.own:
+            settings = (layout.whole_images, self.scale, self.window, self.cap)
+            out = attend_to_whole_images(out, query, key, value, *settings, flash=flash)
         return padded_rows(out.flatten(1), layout)
 
     def sharded_state_dict(

@@ -95,8 +95,8 @@ def _schedule(
     def forward_step(iterator: Any, part: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, int, T]]]:
         batch = next(iterator)
         with timers.measure("forward"):
-            layout = packed_layout(batch.part, batch.tokens.device, info.cp_group)
-            layout.routing, layout.images = batch.routing, batch.images
+            layout = packed_layout(batch.part, batch.tokens.device, info.cp_group, batch.images)
+            layout.routing = batch.routing
             output = stage_output(part, batch.tokens, layout)
 
         def loss(output: Tensor) -> tuple[Tensor, int, T]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from slime.algo.losses import loss_for
 from slime.models import Decoder
 from slime.models.vision import sees_images
 from slime.plan.stages import build_stages
@@ -59,13 +60,15 @@ def check_tower(c: Config, decoder: Decoder) -> None:
 def _check_layout(c: Config, decoder: Decoder) -> None:
     """Raises ValueError if a stage without the tower has layers that get its rows, or if ranks cut an image."""
     assert decoder.vision is not None
-    deep = decoder.vision.deepstack
-    if deep and c.megatron.overrides.get("transformer_impl") == "transformer_engine":
+    deep, whole = decoder.vision.deepstack, decoder.vision.sees_whole_image
+    if (deep or whole) and c.megatron.overrides.get("transformer_impl") == "transformer_engine":
         raise FlagError(
             "--transformer-impl",
             "be local for images of this model",
             "transformer_engine",
-            f"the first {deep} layers get rows of the vision tower",
+            f"the first {deep} layers get rows of the vision tower"
+            if deep
+            else "image tokens see later tokens",
         )
     first = deep
     with suppress(ValueError):  # `check_stages` reports layers that cannot be divided
@@ -77,10 +80,19 @@ def _check_layout(c: Config, decoder: Decoder) -> None:
             f"{first} layers there",
             f"lower it, or give the first stage {deep} layers with --decoder-first-pipeline-num-layers",
         )
-    if decoder.vision.sees_whole_image and c.megatron.context_parallel_size > 1:
+    if whole and c.megatron.context_parallel_size > 1:
         raise FlagError(
             "--context-parallel-size",
             "be 1 for images of this model, whose tokens see the whole image",
             c.megatron.context_parallel_size,
             "raise --tensor-model-parallel-size instead",
+        )
+    tokens = decoder.vision.tokens_per_image or 0
+    windows = [layer.window for layer in decoder.layers if layer.window is not None]
+    if whole and windows and min(windows) < tokens and loss_for(c.algorithm).rewarded:
+        raise FlagError(
+            "sliding_window in config.json",
+            f"be at least mm_tokens_per_image, {tokens}, for engines",
+            min(windows),
+            "vLLM treats the tokens of larger images as text; use a model whose window holds an image",
         )

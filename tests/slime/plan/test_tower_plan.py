@@ -38,10 +38,15 @@ def test_parameters_and_flops_are_those_of_the_modules(name: str) -> None:
     assert isinstance(vision, Vision)
     with torch.device("meta"):
         whole = TOWERS[vision.kind].build(vision)
-    names = ("pos_embed",)  # a table, not a product
-    matrices = [p for n, p in whole.named_parameters() if p.dim() > 1 and not n.startswith(names)]
+    tables = ("pos_embed", "position_embedding")  # not products
+    matrices = [
+        p for n, p in whole.named_parameters() if p.dim() > 1 and not any(name in n for name in tables)
+    ]
     assert sum(p.numel() for p in matrices) == tower_params(vision)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 80, "depth": 2}
+    sizes: dict[str, object] = {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4}
+    sizes |= {"out_hidden_size": 80, "depth": 2}
+    if vision.tokens_per_image is not None:
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
     layers = {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0] * bool(vision.deepstack)}
     small = replace(
         vision,
@@ -50,9 +55,10 @@ def test_parameters_and_flops_are_those_of_the_modules(name: str) -> None:
         mergers=1 + bool(vision.deepstack),
         settings={**vision.settings, **sizes, **layers},
     )
-    grid = (1, 16, 32)
+    grid, tower = (1, 16, 32), TOWERS[vision.kind].build(small)
     inputs = {"pixel_values": torch.zeros(512, vision.patch_values), "image_grid_thw": torch.tensor([grid])}
-    tower = TOWERS[vision.kind].build(small)
+    if vision.tokens_per_image is not None:
+        grid, inputs = (1, 64, 64), TOWERS[vision.kind].smallest(small)
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         TOWERS[vision.kind].run(tower, inputs)
     assert tower_flops(small, [grid]) == pytest.approx(counter.get_total_flops(), rel=1e-6)

@@ -357,8 +357,8 @@ def name_loaders(model: nn.Module) -> None:
 
 
 def checkpoint_shapes(model_path: str, *, trained: bool = False) -> dict[str, list[int]] | None:
-    """Returns HF name -> shape of every tensor of the served checkpoint that an update brings, or None for a checkpoint
-    without safetensors files.
+    """Returns the name in the weight table -> shape of every tensor of the served checkpoint that an update brings, or
+    None for a checkpoint without safetensors files.
 
     These are all tensors, but tensors of layers of multi-token prediction only if the layers are `trained`.
     """
@@ -369,6 +369,8 @@ def checkpoint_shapes(model_path: str, *, trained: bool = False) -> dict[str, li
     if not shapes:
         return None
     hf_config = read_hf_config(model_path)
+    family = family_for(hf_config)
+    shapes = {family.table_name(name): shape for name, shape in shapes.items()}
     names = shapes.keys() - predicted_names(shapes, hf_config)
     if trained:
         names |= trained_shapes(shapes, hf_config).keys()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from slime.data.media.media import Medium
 from slime.data.media.packing import PackedImages
 from slime.megatron_backend.model.attention import PackedLayout
-from slime.megatron_backend.model.vision.towers import TowerOutput, run_tower
+from slime.megatron_backend.model.vision.towers import TowerOutput, make_one_image, run_tower
 from slime.models.vision import Vision
 from slime.vision.inputs import concatenate
 
@@ -90,15 +90,6 @@ def _nothing(vision: Vision, tower: nn.Module) -> Tensor:
     output = run_tower(vision, tower, make_one_image(vision, torch.cuda.current_device()))
     total: Tensor = sum(part.sum() for part in (output.rows, *output.deep))  # type: ignore[assignment]
     return 0 * total
-
-
-def make_one_image(vision: Vision, device: int) -> dict[str, Tensor]:
-    """Returns the tower's inputs for the smallest image, with zeros as pixels."""
-    side = vision.merge
-    return {
-        "pixel_values": torch.zeros(side * side, vision.patch_values, device=device),
-        "image_grid_thw": torch.tensor([[1, side, side]], device=device),
-    }
 
 
 def _local(rows: Tensor, features: Tensor, size: int) -> tuple[Tensor, Tensor]:

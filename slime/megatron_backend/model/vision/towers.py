@@ -34,10 +34,12 @@ class TowerOutput:
 class TowerKind:
     """A kind of towers."""
 
-    build: Callable[[Vision], PreTrainedModel]
+    build: Callable[[Vision], PreTrainedModel | PooledTower]
     """Returns the tower with uninitialised parameters in float32."""
     run: Callable[[nn.Module, Mapping[str, Tensor]], TowerOutput]
     """Computes the output from the tensors of the model's processor."""
+    smallest: Callable[[Vision], dict[str, Tensor]]
+    """Returns the inputs of the smallest image, with zeros as pixels."""
 
 
 def build_tower(vision: Vision, dtype: torch.dtype, *, recompute: bool = False) -> nn.Module:
@@ -58,6 +60,11 @@ def build_tower(vision: Vision, dtype: torch.dtype, *, recompute: bool = False) 
 def run_tower(vision: Vision, tower: nn.Module, inputs: Mapping[str, Tensor]) -> TowerOutput:
     """Returns the tower's output for the images of a micro-batch."""
     return TOWERS[vision.kind].run(tower, inputs)
+
+
+def make_one_image(vision: Vision, device: int) -> dict[str, Tensor]:
+    """Returns the tower's inputs for the smallest image, with zeros as pixels."""
+    return {name: tensor.to(device) for name, tensor in TOWERS[vision.kind].smallest(vision).items()}
 
 
 def _build_qwen2_5_vl(vision: Vision) -> PreTrainedModel:
@@ -110,11 +117,61 @@ def _run_qwen(tower: nn.Module, inputs: Mapping[str, Tensor]) -> TowerOutput:
     return TowerOutput(output.pooler_output, tuple(getattr(output, "deepstack_features", ())))
 
 
+def _smallest_qwen(vision: Vision) -> dict[str, Tensor]:
+    side = vision.merge
+    return {
+        "pixel_values": torch.zeros(side * side, vision.patch_values),
+        "image_grid_thw": torch.tensor([[1, side, side]]),
+    }
+
+
+class PooledTower(nn.Module):
+    """SigLIP and the projector of Gemma 3, which averages squares of patches. The names are those of transformers'
+    model."""
+
+    def __init__(self, vision: Vision) -> None:
+        from transformers.models.gemma3 import modeling_gemma3 as made_by
+        from transformers.models.siglip import modeling_siglip as siglip
+
+        super().__init__()
+        # the head pools an image to one vector, which Gemma does not use
+        tower = siglip.SiglipVisionConfig(**{**vision.settings, "vision_use_head": False})
+        text = {"hidden_size": vision.out, "num_attention_heads": 1}
+        whole = made_by.Gemma3Config(
+            text_config=text, vision_config=tower, mm_tokens_per_image=vision.tokens_per_image
+        )
+        self.vision_tower = siglip.SiglipVisionModel._from_config(tower)
+        self.multi_modal_projector = made_by.Gemma3MultiModalProjector(whole)
+
+    def gradient_checkpointing_enable(self, settings: dict[str, object]) -> None:
+        self.vision_tower.gradient_checkpointing_enable(settings)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Maps images [n, channels, height, width] to rows [n * tokens per image, H]."""
+        rows: Tensor = self.multi_modal_projector(self.vision_tower(pixel_values).last_hidden_state)
+        return rows.flatten(0, 1)
+
+
+def _run_pooled(tower: nn.Module, inputs: Mapping[str, Tensor]) -> TowerOutput:
+    """Runs a tower whose images have one size."""
+    return TowerOutput(tower(inputs["pixel_values"].to(next(tower.parameters()).dtype)))
+
+
+def _smallest_pooled(vision: Vision) -> dict[str, Tensor]:
+    channels, size = vision.settings.get("num_channels") or 3, vision.settings["image_size"]
+    assert isinstance(channels, int) and isinstance(size, int)
+    return {"pixel_values": torch.zeros(1, channels, size, size)}
+
+
+_QWEN = {
+    "qwen2_5_vl": _build_qwen2_5_vl,
+    "qwen3_vl": _build_qwen3_vl,
+    "qwen3_vl_moe": _build_qwen3_vl_moe,
+    "qwen3_5": _build_qwen3_5,
+    "qwen3_5_moe": _build_qwen3_5_moe,
+}
 TOWERS: dict[str, TowerKind] = {
-    "qwen2_5_vl": TowerKind(_build_qwen2_5_vl, _run_qwen),
-    "qwen3_vl": TowerKind(_build_qwen3_vl, _run_qwen),
-    "qwen3_vl_moe": TowerKind(_build_qwen3_vl_moe, _run_qwen),
-    "qwen3_5": TowerKind(_build_qwen3_5, _run_qwen),
-    "qwen3_5_moe": TowerKind(_build_qwen3_5_moe, _run_qwen),
+    **{kind: TowerKind(build, _run_qwen, _smallest_qwen) for kind, build in _QWEN.items()},
+    "gemma3": TowerKind(PooledTower, _run_pooled, _smallest_pooled),
 }
 """Maps `Vision.kind` to the kind of towers."""

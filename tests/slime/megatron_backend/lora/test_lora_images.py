@@ -1,4 +1,5 @@
-"""Compares adapters of models with vision tower with PEFT on samples with images. The tower is frozen."""
+"""Compares adapters of models with vision tower with PEFT, and merged adapters with transformers, on samples with
+images. The tower is frozen."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from family_cases import CASES
 from megatron_cases import make_config, tiny_checkpoint
 from tower_cases import KEYS, image_hidden, image_logits, make_samples, read_vision
 
+from slime.megatron_backend.checkpoint.merged import merged
 from slime.megatron_backend.checkpoint.peft import save_peft
-from slime.megatron_backend.checkpoint.weights import load_hf
+from slime.megatron_backend.checkpoint.weights import live, load_hf, save_hf
 from slime.megatron_backend.lora.base import note_base
 from slime.megatron_backend.lora.install import add_adapters, find_adapters
 from slime.megatron_backend.model.gpt import build_model, output_weight, unwrap, unwrapped
@@ -28,14 +30,14 @@ def single_rank(tmp_path_factory):
     destroy_parallel()
 
 
-@pytest.mark.parametrize("name", ["qwen2-5-vl", "qwen3-vl"])
-def test_adapters_with_images_are_those_of_peft(tmp_path, name):
+def adapted(root, name):
+    """Returns transformers' model, this project's model with random adapters, and samples with images."""
     case = CASES[name]
-    hf = tiny_checkpoint(tmp_path / "hf", case.kind, **case.shape)
+    hf = tiny_checkpoint(root / "hf", case.kind, **case.shape)
     config = make_config(multimodal_keys=KEYS, lora_rank=4)
     adapt = partial(add_adapters, lora=Lora.of(config), seed=0)
-    model = build_model(load_hf_config(tmp_path / "hf"), config, adapt=adapt)
-    load_hf(model, tmp_path / "hf")
+    model = build_model(load_hf_config(root / "hf"), config, adapt=adapt)
+    load_hf(model, root / "hf")
     note_base(unwrapped(model))
     trained = [name for name, p in unwrap(model).named_parameters() if p.requires_grad]
     assert trained and all(name.startswith(PREFIX) for name in trained)
@@ -43,12 +45,30 @@ def test_adapters_with_images_are_those_of_peft(tmp_path, name):
     for _, adapter in find_adapters(unwrap(model)):
         for parameter in adapter.parameters():
             parameter.data.normal_(std=0.05, generator=generator)
+    return hf, model, make_samples(read_vision(root / "hf"))
+
+
+@torch.no_grad()
+def compare(root, hf, model, data, adapted_hf):
+    """Compares the logits of adapters with those of transformers, which differ from those of the base."""
+    got = (image_hidden(model, data, read_vision(root / "hf")) @ output_weight(model).T)[:, :99]
+    torch.testing.assert_close(got, image_logits(adapted_hf, data), rtol=0, atol=1e-5)
+    assert (got - image_logits(hf, data)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["qwen2-5-vl", "qwen3-vl", "qwen3-5", "gemma3-vl"])
+def test_adapters_with_images_are_those_of_peft(tmp_path, name):
+    hf, model, data = adapted(tmp_path, name)
     save_peft(model, tmp_path / "peft", str(tmp_path / "hf"))
-    vision = read_vision(tmp_path / "hf")
-    data = make_samples(vision)
-    with torch.no_grad():
-        base = image_logits(hf, data)
-        wanted = image_logits(peft.PeftModel.from_pretrained(hf, tmp_path / "peft"), data)
-        got = (image_hidden(model, data, vision) @ output_weight(model).T)[:, :99]
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
-    assert (wanted - base).abs().max() > 0.1
+    base = type(hf).from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    compare(tmp_path, hf, model, data, peft.PeftModel.from_pretrained(base, tmp_path / "peft"))
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl-moe", "qwen3-5-moe", "gemma3-vl"])
+def test_merged_adapters_with_images_compute_what_the_adapters_do(tmp_path, name):
+    """PEFT has no adapters of stacked experts."""
+    hf, model, data = adapted(tmp_path, name)
+    save_hf(model, tmp_path / "hf", tmp_path / "merged", read=merged(model, live))
+    compare(
+        tmp_path, hf, model, data, type(hf).from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    )

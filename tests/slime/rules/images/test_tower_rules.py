@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,11 +58,32 @@ def decoder_for(name: str) -> Decoder:
             KEYS | {"pipeline_model_parallel_size": 18},
             f"{STAGES} vision tower, got 2 layers there",
         ),
+        (
+            "gemma-3-4b",
+            KEYS | {"overrides": {"transformer_impl": "transformer_engine"}},
+            "--transformer-impl must be local for images .* image tokens see later tokens",
+        ),
+        (
+            "gemma-3-4b",
+            KEYS | {"context_parallel_size": 2},
+            "--context-parallel-size must be 1 for images of this model, whose tokens see the whole image, got 2",
+        ),
     ],
 )
 def test_a_tower_that_cannot_work_is_an_error(model: str, flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_tower(Config.from_flat(flags), decoder_for(model))
+
+
+def test_engines_need_a_window_that_holds_an_image() -> None:
+    decoder = decoder_for("gemma-3-4b")
+    layers = tuple(replace(layer, window=layer.window and 255) for layer in decoder.layers)
+    small = replace(decoder, layers=layers)
+    with pytest.raises(
+        ValueError, match="sliding_window .* at least mm_tokens_per_image, 256, for engines, got 255"
+    ):
+        check_tower(Config.from_flat(KEYS), small)
+    check_tower(Config.from_flat(KEYS | {"loss_type": "sft_loss"}), small)
 
 
 @pytest.mark.parametrize("model", list(VISION_ARCHITECTURES))

@@ -10,7 +10,7 @@ import torch
 from family_cases import CASES, MULTIMODAL
 from megatron_cases import assert_gradients_equal, hf_gradients, make_config, sum_loss, tiny_checkpoint
 from safetensors.torch import load_file
-from tower_cases import KEYS, image_hidden, image_logits, make_samples, read_vision
+from tower_cases import KEYS, count_tokens, image_hidden, image_logits, make_samples, read_vision
 
 from slime.data.packing import pack
 from slime.data.sharing.prompts import sample_images, shared_prompts
@@ -75,10 +75,13 @@ def test_weights_of_the_tower_are_exported_as_they_were_loaded(tiny, tmp_path):
 def test_equal_images_go_through_the_tower_once(tiny):
     """Samples of one group share the prompt's tokens too. The logits are those without sharing."""
     _, _, model, vision = tiny
-    one = make_samples(vision, [[(1, 4, 8), (1, 4, 4)]])
+    grids = [(1, 4, 8), (1, 4, 4)]
+    one = make_samples(vision, [grids])
     data = {name: column * 3 for name, column in one.items()}
     batch = pack(data, [0, 1, 2], [], device="cpu", vision=vision)
-    assert [medium.tokens for medium in batch.images.media] == [8, 4] and len(batch.images.rows) == 3 * 12
+    counts = [count_tokens(vision, grid) for grid in grids]
+    assert [medium.tokens for medium in batch.images.media] == counts
+    assert len(batch.images.rows) == 3 * sum(counts)
     images = sample_images(data, [0, 1, 2], vision)
     prompt = len(one["tokens"][0]) - 5
     assert shared_prompts(data, [0, 1, 2], [], images) == [(0, 0), (0, prompt), (0, prompt)]
@@ -104,7 +107,7 @@ def test_a_sampled_image_token_is_text(tiny):
     text = logits(model, data, vision)
     tokens[-2] = vision.image_id
     batch = pack(data, [0], [], device="cpu", vision=vision)
-    assert len(batch.images.rows) == 4
+    assert len(batch.images.rows) == count_tokens(vision, (1, 4, 4))
     sampled = logits(model, data, vision)
     torch.testing.assert_close(sampled[:-2], text[:-2], rtol=0, atol=1e-6)
     assert (sampled[-2] - text[-2]).abs().max() > 1e-3
@@ -118,6 +121,18 @@ def test_bad_images_are_named(tiny):
     def refused(message, **changed):
         with pytest.raises(ValueError, match=message):
             pack(data | {"multimodal_train_inputs": [inputs | changed]}, [0], [], device="cpu", vision=vision)
+
+    if (fixed := vision.tokens_per_image) is not None:
+        pixels = inputs["pixel_values"]
+        refused(
+            f"sample 7 must have {fixed} neighbouring tokens {vision.image_id} for its image 3, got {2 * fixed} such",
+            pixel_values=pixels[[0, 1, 1]],
+        )
+        refused(
+            f"an image for each of its {2 * fixed} image tokens, got images for {fixed}",
+            pixel_values=pixels[:1],
+        )
+        return
 
     def images(*grids):
         patches = sum(height * width for _, height, width in grids)
@@ -158,9 +173,10 @@ def test_the_tower_is_frozen_by_default(tiny):
     image_hidden(model, make_samples(vision), vision).sum().backward()
     for name, parameter in unwrap(model).named_parameters():
         assert parameter.requires_grad != name.startswith(PREFIX), name
-    only = with_weights(directory, only_train_params_name_list=["vision_model.merger"])
+    projector = "multi_modal_projector" if vision.pooled else "merger"
+    only = with_weights(directory, only_train_params_name_list=[f"vision_model.{projector}"])
     trained = {name for name, p in unwrap(only).named_parameters() if p.requires_grad}
-    assert trained and all(name.startswith(PREFIX + "merger") for name in trained)
+    assert trained and all(name.startswith(PREFIX + projector) for name in trained)
 
 
 def test_a_trained_tower_has_gradients_of_0_without_images(tiny):

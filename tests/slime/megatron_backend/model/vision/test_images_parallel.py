@@ -32,7 +32,7 @@ from slime.megatron_backend.parallel import ParallelInfo, destroy_parallel, init
 from slime.megatron_backend.step.pipeline import run_stages
 from slime.tracking.timers import Timers
 
-MODELS = ("qwen2-5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3-5")
+MODELS = ("qwen2-5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3-5", "gemma3-vl")
 DEEP = {"num_hidden_layers": 4}
 """The first of two stages must have the layers that get rows of images."""
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,10 @@ SHORT = {
 
 
 def fits(name: str, layout: str) -> bool:
-    """Layouts of dense models have no experts to split. Models with experts run only where ranks split experts."""
+    """Layouts of dense models have no experts to split. Models with experts run only where ranks split experts. Ranks
+    may not cut the images of a Gemma 3."""
+    if name == "gemma3-vl" and layout == "cp":
+        return False
     return layout in ("sp", "ep") if name.endswith("moe") else layout != "ep"
 
 
