@@ -69,8 +69,8 @@ PATCHES = {
             symbol="sys:meta_path",
             replacement="vime.vllm.cpu.vision:with_finder",
             condition="in each process of a server on CPUs, without torchvision",
-            why="vLLM's module of Qwen3.5 imports torchvision through transformers, for text too",
-            removed_when="that module of transformers imports torchvision lazily",
+            why="vLLM's modules of Qwen's models and of Gemma 3 import torchvision through transformers",
+            removed_when="those modules of transformers import torchvision lazily",
         ),
     ),
     "worker on CPUs": (

@@ -62,6 +62,8 @@ class VllmSpec(EngineSpec):
     stateful: bool = False
     """True if layers have a state of fixed size, such as gated delta nets. vLLM caches the states of prefixes only with
     chunked prefill, which an engine on CPUs does not use."""
+    whole_images: bool = False
+    """True if a token of an image sees later tokens of the image, so that a step must have whole images."""
     sleeps: bool = False
     """True if the engine must be able to free its device memory and allocate the memory again."""
     reports_experts: bool = False
@@ -106,6 +108,7 @@ class VllmServer(EngineServer):
             argv += [f"--{name}", value]
         argv += ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
         argv += request_times(spec.vllm_argv) + speculation_counts(spec.vllm_argv) + processed_pixels()
+        argv += ["--disable-chunked-mm-input"] if spec.whole_images else []
         if spec.node == 0:
             argv += token_routes()
         if spec.device == "cpu":

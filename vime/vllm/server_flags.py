@@ -15,6 +15,7 @@ from slime import operators
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.models import read_decoder
+from slime.models.vision import sees_images
 from slime.records.errors import FlagError
 from slime.roles.groups import several_nodes, trainer_ranks
 from slime.roles.served import count_policy_top_tokens, frozen_devices
@@ -212,6 +213,9 @@ def engine_settings(config: Config) -> dict[str, Any]:
     """Returns the settings of every vLLM server, as fields of `vime.vllm.server.VllmSpec`. `vllm_argv` overrides the
     others."""
     on_cpu = config.cluster.device == "cpu"
+    vision = (
+        read_decoder(read_hf_config(config.rollout.hf_checkpoint)).vision if sees_images(config) else None
+    )
     return common_settings(config) | {
         "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
         "sleeps": frees_memory(config),
@@ -221,6 +225,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "top_tokens": count_policy_top_tokens(config),
         "keeps_cache": config.weight_update.flush_interval != 1,
         "cache_bytes": _cache_bytes(config),
+        "whole_images": vision is not None and vision.sees_whole_image,
         # GPUs also serve frozen models of families that are not trained here
         "stateful": on_cpu and read_decoder(read_hf_config(config.rollout.hf_checkpoint)).stateful,
     }

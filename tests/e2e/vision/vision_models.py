@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+from slime.models import FAMILIES
 from slime.vision.inputs import ImageInputs
 from slime.vision.store import MediaStore
 
@@ -74,7 +75,25 @@ _HYBRID = {
     "rope_parameters": _rope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25),
 }
 """vLLM's CPU kernels of gated delta nets need heads of 128."""
+_WINDOW, _IMAGE_TOKENS = 16, 9
+_GEMMA3 = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": _WINDOW,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_SIGLIP = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "image_size": 6 * PATCH,
+    "patch_size": PATCH,
+    "vision_use_head": False,
+}
 KINDS: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
+    "gemma3": (_GEMMA3, _SIGLIP, "Gemma3Processor"),
     "qwen2_5_vl": (
         {"rope_parameters": _rope([4, 6, 6])},
         {"depth": 2, "window_size": 4 * PATCH, "fullatt_block_indexes": [1]},
@@ -92,15 +111,18 @@ def make_vision_model(
 ) -> PreTrainedModel:
     """Writes a checkpoint with random weights, tokenizer and processor. Returns transformers' model."""
     text, tower, processor = KINDS[kind]
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     tokens = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    if kind == "gemma3":
+        names = ("image_token_index", "", "boi_token_index", "eoi_token_index")
+    ids = {name: IDS[token] for name, token in zip(names, tokens, strict=True) if name}
     config = AutoConfig.for_model(
         kind,
         text_config=_TEXT | text,
-        vision_config=_TOWER | tower,
+        vision_config=tower if kind == "gemma3" else _TOWER | tower,
         tie_word_embeddings=True,
         dtype=dtype,
-        **{name: IDS[token] for name, token in zip(names, tokens, strict=True)},
+        **(ids | ({"mm_tokens_per_image": _IMAGE_TOKENS} if kind == "gemma3" else {})),
     )
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config).to(getattr(torch, dtype))
@@ -114,6 +136,9 @@ def make_vision_model(
     if kind == "qwen3_vl_moe":
         _transpose_experts(folder / "model.safetensors")
     _save_tokenizer(folder)
+    if kind == "gemma3":
+        _save_gemma3_parts(folder)
+        return model.eval()
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": processor,
@@ -135,9 +160,29 @@ def _transpose_experts(file: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def _save_gemma3_parts(folder: Path) -> None:
+    """Writes the processor of a Gemma 3, gives the tokenizer its names, and names the tower as published files do."""
+    tensors = load_file(folder / "model.safetensors")
+    named = {FAMILIES["gemma3"].table_name(name): tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    names = ("boi_token", "eoi_token", "image_token")
+    tokens = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+    config["extra_special_tokens"] = dict(zip(names, tokens, strict=True))
+    del config["additional_special_tokens"]
+    config["chat_template"] = TEMPLATE.replace("<|image_pad|><|vision_end|>", "")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    size = {"height": 6 * PATCH, "width": 6 * PATCH}
+    settings = {"image_processor_type": "Gemma3ImageProcessor", "size": size}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": _IMAGE_TOKENS}
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+
+
 def _save_tokenizer(folder: Path) -> None:
     """Writes a tokenizer with one token per byte, then the special tokens."""
     words = sorted(pre_tokenizers.ByteLevel.alphabet()) + list(SPECIAL)
+    words += ["\n" * count for count in range(1, 5)]  # vLLM's Gemma 3 looks them up when it starts
     words += [f"Ġw{number}" for number in range(VOCABULARY - len(words))]
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -185,7 +230,8 @@ def log_probs(
         kinds = torch.zeros_like(ids)
         kinds[ids == IDS["<|image_pad|>"]] = 1
         kinds[ids == IDS["<|video_pad|>"]] = 2
-        more = {**tensors, "mm_token_type_ids": kinds}
+        name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
+        more = {**tensors, name: kinds}
     with torch.no_grad():
         logits = model(input_ids=ids, **more).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]

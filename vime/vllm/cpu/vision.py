@@ -1,8 +1,8 @@
-"""Imports vLLM's text models that import vision code, for engines on CPUs without torchvision.
+"""Imports vLLM's models that import code for images, for engines on CPUs without torchvision.
 
-vLLM's module of Qwen3.5 imports a function of transformers whose module imports torchvision. The usual package index
-has torchvision for CUDA only, which a torch for CPUs cannot load. A text model does not use torchvision, so that module
-is imported with a placeholder. A later use of torchvision fails with the name of the missing package.
+vLLM's modules of Qwen's models and of Gemma 3 import modules of transformers that import torchvision. The usual package
+index has torchvision for CUDA only, which a torch for CPUs cannot load. Engines get processed images, so these modules
+are imported with a placeholder. A later use of torchvision fails with the name of the missing package.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from types import ModuleType
 
 from slime.bridges.processors import has_torchvision, torchvision_placeholder
 
-MODULE = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+MODULES = tuple(f"transformers.models.{kind}.image_processing_{kind}" for kind in ("qwen2_vl", "gemma3"))
 
 
 def with_finder(finders: list[object]) -> list[object]:
-    """Inserts a finder of `MODULE` at the front of `sys.meta_path` if torchvision is missing. Changes the list in
+    """Inserts a finder of `MODULES` at the front of `sys.meta_path` if torchvision is missing. Changes the list in
     place."""
     if not has_torchvision():
         finders.insert(0, WithoutTorchvision())
@@ -26,12 +26,12 @@ def with_finder(finders: list[object]) -> list[object]:
 
 
 class WithoutTorchvision(MetaPathFinder):
-    """Finds `MODULE` at its usual path and runs it with a placeholder for torchvision."""
+    """Finds `MODULES` at their usual paths and runs them with a placeholder for torchvision."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != MODULE:
+        if fullname not in MODULES:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:

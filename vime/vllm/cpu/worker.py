@@ -9,7 +9,7 @@ from vllm.distributed.parallel_state import get_dp_group, get_ep_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vime.vllm import patches
-from vime.vllm.cpu import draft, experts, rotary
+from vime.vllm.cpu import attention, draft, experts, rotary
 from vime.vllm.cpu.memory import drop_pages, trim
 from vime.vllm.worker.columns import routed_experts
 from vime.vllm.worker.workers import RunWorker
@@ -38,6 +38,8 @@ class CpuWorker(RunWorker, CPUWorker):
         super().register(vllm_config)
         rotary.register()
         draft.register()
+        if vllm_config.model_config.is_mm_prefix_lm:
+            attention.register()
         if vllm_config.quant_config is not None:
             from vime.vllm.cpu import quantized  # imports vLLM's methods of quantisation
 

@@ -62,10 +62,14 @@ def make_input(engine: AsyncLLM, token_ids: list[int], images: Sequence[WireImag
 
 def _make_item(processor: Any, image: WireImage, number: int) -> MultiModalKwargsItem:
     """Returns the processed image in vLLM's form, with the fields that vLLM's class of the model uses."""
+    import torch
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalKwargsItems
 
-    features = BatchFeature(_read(image))
+    tensors = _read(image)
+    if f"{image.kind}_grid_thw" not in tensors:  # the parts of an image, which vLLM's processor counts
+        tensors["num_patches"] = torch.tensor([len(tensors["pixel_values"])])
+    features = BatchFeature(tensors)
     fields = processor._get_mm_fields_config(features, {})
     found = MultiModalKwargsItems.from_hf_inputs(features, fields).get(image.kind, [])
     if len(found) != 1:
