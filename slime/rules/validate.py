@@ -53,6 +53,7 @@ from slime.rules.distillation import check_distillation, check_teacher
 from slime.rules.experts import check_expert_flags
 from slime.rules.flags import FALLBACKS, own_flags
 from slime.rules.heads import check_heads
+from slime.rules.images.roles import check_towers
 from slime.rules.images.tower import check_tower
 from slime.rules.kernels import check_bitwise_model, check_kernels
 from slime.rules.lora import check_lora
@@ -389,6 +390,7 @@ TOGETHER: tuple[Rule, ...] = (
     _with_decoder(lambda c, _: check_lora(c, _model(c))),
     _with_decoder(lambda c, _: check_prediction(c, _model(c))),
     _with_decoder(check_tower),
+    _with_decoder(lambda c, _: check_towers(c)),
     _with_decoder(lambda c, _: check_parameter_names(c, _model(c))),
     _with_decoder(lambda c, decoder: check_padded_vocabulary(c, decoder.vocab)),
 )
