@@ -66,9 +66,7 @@ def _check_layout(c: Config, decoder: Decoder) -> None:
             "--transformer-impl",
             "be local for images of this model",
             "transformer_engine",
-            f"the first {deep} layers get rows of the vision tower"
-            if deep
-            else "image tokens see later tokens",
+            "leave the flag out, because those layers take no rows of the tower, and attend causally",
         )
     first = deep
     with suppress(ValueError):  # `check_stages` reports layers that cannot be divided

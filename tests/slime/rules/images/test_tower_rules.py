@@ -61,7 +61,7 @@ def decoder_for(name: str) -> Decoder:
         (
             "gemma-3-4b",
             KEYS | {"overrides": {"transformer_impl": "transformer_engine"}},
-            "--transformer-impl must be local for images .* image tokens see later tokens",
+            "--transformer-impl must be local for images .* and attend causally",
         ),
         (
             "gemma-3-4b",
