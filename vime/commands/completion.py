@@ -12,7 +12,7 @@ from slime.rules.flags import own_flags
 from vime.commands import COMMANDS
 
 SHELLS = ("bash", "zsh")
-FLAG_COMMANDS = ("train", "plan", "config")
+FLAG_COMMANDS = ("train", "plan", "config", "soak")
 
 
 def main(argv: Sequence[str]) -> int:

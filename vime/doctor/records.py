@@ -10,10 +10,12 @@ from vime.doctor.finding import Finding, judge, ok
 _SHOWN = 8
 
 
-def check_groups(run_dir: Path) -> list[Finding]:
-    """Checks that every group was trained or dropped exactly once. Raises ValueError without a run's events."""
+def check_groups(run_dir: Path, *, age_fails: bool = False) -> list[Finding]:
+    """Checks that every group was trained or dropped exactly once. Samples that are too old are a warning, or with
+    `age_fails` a problem. Raises ValueError without a run's events."""
     ledger = read_ledger(run_dir)
-    return [_counts(ledger), _lost(ledger), _twice(ledger), _prompts(ledger), _age(ledger), _file(ledger)]
+    age = _age(ledger, age_fails)
+    return [_counts(ledger), _lost(ledger), _twice(ledger), _prompts(ledger), age, _file(ledger)]
 
 
 def _counts(ledger: Ledger) -> Finding:
@@ -66,12 +68,12 @@ def _prompts(ledger: Ledger) -> Finding:
     )
 
 
-def _age(ledger: Ledger) -> Finding:
+def _age(ledger: Ledger, fails: bool) -> Finding:
     return judge(
         "samples beyond --max-staleness",
         str(ledger.over_limit),
         "--stale-samples drop, or less over-sampling",
-        fails=False,
+        fails=fails and ledger.over_limit > 0,
         poor=ledger.over_limit > 0,
     )
 

@@ -132,9 +132,9 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 def _read(words: list[str], steps: int) -> tuple[Config, list[str]]:
     """Returns the configuration of the run, and the words of its command, which name the run directory."""
-    first = _first(parse_config([*words, "--num-rollout", str(steps)]))
+    first = _first(parse_config([*words, "--num-rollout", str(steps)], download=True))
     words = [*words, "--num-rollout", str(first + steps)]
-    config = parse_config(words)
+    config = parse_config(words, download=True)
     return config, [*words, "--run-dir", config.logging.run_dir]
 
 

@@ -99,7 +99,7 @@ def _fill(target: Target) -> bool:
 
 
 def _empty(target: Target) -> None:
-    (target.run_dir / _FILLER).unlink()
+    (target.run_dir / _FILLER).unlink(missing_ok=True)
 
 
 def _delay(target: Target) -> bool:

@@ -103,12 +103,8 @@ def _environment(run_dir: Path) -> dict[str, object]:
 def prove(run_dir: Path, settings: SoakSettings) -> list[Finding]:
     """Returns the findings of `vime doctor RUN_DIR` about the groups, with stricter rules: every step was trained, and
     no sample was older than --max-staleness."""
-    ledger = read_ledger(run_dir)
-    findings = [_steps(ledger, settings), _end(run_dir)]
-    for finding in check_groups(run_dir):
-        stale = ledger.over_limit and finding.found == str(ledger.over_limit)
-        findings.append(problem(finding.name, finding.found, finding.remedy) if stale else finding)
-    return findings
+    steps = _steps(read_ledger(run_dir), settings)
+    return [steps, _end(run_dir), *check_groups(run_dir, age_fails=True)]
 
 
 def _steps(ledger: Ledger, settings: SoakSettings) -> Finding:

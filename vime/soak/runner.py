@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import subprocess
 import sys
@@ -139,7 +140,11 @@ class Runner:
         done, planned = self._done(progress), self.plan[0]
         if not planned.step <= done <= last_step(self.job.steps, self.job.staleness):
             return False
-        return planned.kind not in self.job.resuming or self.job.resume() is not None
+        if planned.kind not in self.job.resuming:
+            return True
+        with contextlib.suppress(ValueError):  # a checkpoint that is being written may look incomplete
+            return self.job.resume() is not None
+        return False
 
     def _strike(self, planned: Planned) -> None:
         time.sleep(self._chance.uniform(0.0, 0.5))  # at any moment of a step
