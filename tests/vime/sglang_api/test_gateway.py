@@ -107,7 +107,8 @@ class Workers:
 def router(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[VllmRouter]:
     argv, adapter = ("--policy", "consistent_hash"), getattr(request, "param", "")
     log = str(tmp_path / "router.log")
-    router = VllmRouter(RouterSpec(run_key=KEY, log_path=log, argv=argv, adapter=adapter))
+    spec = RouterSpec(run_key=KEY, log_path=log, argv=argv, adapter=adapter, checkpoint="/models/m")
+    router = VllmRouter(spec)
     router.start()
     router.wait_ready()
     yield router
@@ -167,6 +168,15 @@ def test_the_gateway_and_the_router(router: VllmRouter) -> None:
                 workers.seen.clear()
                 assert (await ask("POST", f"/{path}", {"abort_all": True}))[1]["key"] == f"Bearer {KEY}"
                 assert sorted(workers.seen) == [(0, path), (1, path)]
+            workers.seen.clear()
+            for path in ("v1/chat/completions/render", "inference/v1/generate", "v1/completions"):
+                # plug-ins of upstream vime name the checkpoint
+                asked = {"model": "/models/m", "token_ids": [1], "sampling_params": {}, "prompt": "a"}
+                status, said = await ask("POST", f"/{path}", asked | {"messages": []})
+                assert (status, said["path"], said["key"]) == (200, path, f"Bearer {KEY}")
+                assert said["body"]["model"] == "policy"
+            assert len(workers.seen) == 3
+            assert (await ask("POST", "/v1/chat/completions/render", {"x": "refuse"}))[0] == 400
             assert (await ask("GET", "/model_info"))[1]["path"] == "get_model_info"
             assert len((await ask("GET", "/workers"))[1]["workers"]) == 2
             async with session.post(
