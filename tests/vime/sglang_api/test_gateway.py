@@ -168,15 +168,6 @@ def test_the_gateway_and_the_router(router: VllmRouter) -> None:
                 workers.seen.clear()
                 assert (await ask("POST", f"/{path}", {"abort_all": True}))[1]["key"] == f"Bearer {KEY}"
                 assert sorted(workers.seen) == [(0, path), (1, path)]
-            workers.seen.clear()
-            for path in ("v1/chat/completions/render", "inference/v1/generate", "v1/completions"):
-                # plug-ins of upstream vime name the checkpoint
-                asked = {"model": "/models/m", "token_ids": [1], "sampling_params": {}, "prompt": "a"}
-                status, said = await ask("POST", f"/{path}", asked | {"messages": []})
-                assert (status, said["path"], said["key"]) == (200, path, f"Bearer {KEY}")
-                assert said["body"]["model"] == "policy"
-            assert len(workers.seen) == 3
-            assert (await ask("POST", "/v1/chat/completions/render", {"x": "refuse"}))[0] == 400
             assert (await ask("GET", "/model_info"))[1]["path"] == "get_model_info"
             assert len((await ask("GET", "/workers"))[1]["workers"]) == 2
             async with session.post(
@@ -204,6 +195,32 @@ def test_the_gateway_and_the_router(router: VllmRouter) -> None:
             ) as answer:
                 assert answer.status == 400
             assert workers.seen == []
+
+    asyncio.run(run())
+
+
+def test_plug_ins_of_upstream_name_the_checkpoint_and_render_messages(router: VllmRouter) -> None:
+    async def run() -> None:
+        async with Workers() as workers, aiohttp.ClientSession() as session:
+            for url in workers.urls:
+                await asyncio.to_thread(router.add, url)
+            asked = {
+                "model": "/models/m",
+                "token_ids": [1],
+                "sampling_params": {},
+                "prompt": "a",
+                "messages": [],
+            }
+            for path in ("v1/chat/completions/render", "inference/v1/generate", "v1/completions"):
+                url = f"{router.spec.gateway_url}/{path}"
+                async with session.post(url, json=asked, headers=HEADERS) as answer:
+                    said = await answer.json(content_type=None)
+                assert (answer.status, said["path"], said["key"]) == (200, path, f"Bearer {KEY}")
+                assert said["body"]["model"] == "policy"
+            assert len(workers.seen) == 3
+            url = f"{router.spec.gateway_url}/v1/chat/completions/render"
+            async with session.post(url, json={"x": "refuse"}, headers=HEADERS) as answer:
+                assert answer.status == 400
 
     asyncio.run(run())
 
