@@ -15,6 +15,7 @@ from slime.protocols.engines import (
     Parts,
     RolloutEngine,
     ScoreResult,
+    TokenScorer,
 )
 from slime.protocols.training import (
     DataSource,
@@ -61,6 +62,7 @@ __all__ = [
     "RolloutHandle",
     "ScoreResult",
     "ShownSample",
+    "TokenScorer",
     "TrainResult",
     "TrainerHandle",
     "TrainerLost",

@@ -104,7 +104,29 @@ class ScoreResult:
     """Versions of the weights when the request entered and left the engine (a single entry if they are equal)."""
 
 
-class RolloutEngine(Protocol):
+class TokenScorer(Protocol):
+    """An object that computes the log-probs of given tokens: an engine of the run, or a teacher on a server."""
+
+    async def score(
+        self,
+        token_ids: list[int],
+        *,
+        start: int,
+        top_k: int = 0,
+        deadline_s: float,
+        images: ImageInputs | None = None,
+    ) -> ScoreResult:
+        """Returns the log-probs of `token_ids[start:]`, each given the tokens before it. Retries as
+        `RolloutEngine.generate`.
+
+        The temperature is 1, whatever the temperature of samples, unless the model is served with its logits divided
+        by a temperature (`slime.roles.served.ServedModel`). ValueError for a `start` outside [1, n), because the first
+        token has no prediction, and for tokens that the engine rejects.
+        """
+        ...
+
+
+class RolloutEngine(TokenScorer, Protocol):
     """A client of a served model. Implementations are picklable, because they are sent to the rollout manager."""
 
     streams: bool
@@ -149,23 +171,6 @@ class RolloutEngine(Protocol):
 
         `images` are the processed images of the prompt, in its order. `token_ids` contains the ids that stand for them.
         ValueError if the ids do not fit the images. A caller leaves `images` out for a prompt without images.
-        """
-        ...
-
-    async def score(
-        self,
-        token_ids: list[int],
-        *,
-        start: int,
-        top_k: int = 0,
-        deadline_s: float,
-        images: ImageInputs | None = None,
-    ) -> ScoreResult:
-        """Returns the log-probs of `token_ids[start:]`, each given the tokens before it. Retries as `generate`.
-
-        The temperature is 1, whatever the temperature of samples, unless the model is served with its logits divided
-        by a temperature (`slime.roles.served.ServedModel`). ValueError for a `start` outside [1, n), because the first
-        token has no prediction, and for tokens that the engine rejects.
         """
         ...
 

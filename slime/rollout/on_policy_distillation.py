@@ -18,10 +18,10 @@ import numpy as np
 from slime.config.schema import Config
 from slime.config.sections.distillation import DistillationConfig
 from slime.event_loop import loop_objects
-from slime.protocols import ScoreResult
+from slime.protocols import ScoreResult, TokenScorer
 from slime.roles.served import DEFAULT, by_name, teachers
 from slime.rollout.context import RunContext, find_context
-from slime.rollout.teachers.servers import SERVERS, TeacherScorer
+from slime.rollout.teachers.servers import SERVERS
 from slime.types import Sample
 from slime.vision.requests import request_images
 
@@ -101,7 +101,7 @@ def find_urls(config: Config) -> dict[str, str]:
 
 async def _teach(context: RunContext, sample: Sample) -> None:
     flags, of_run = context.config.distillation, teachers(context.config)
-    scorer: TeacherScorer
+    scorer: TokenScorer
     if of_run:
         source = find_source(flags, sample, list(of_run))
         model = of_run[source]

@@ -6,7 +6,7 @@ The servers score at temperature 1. The run's engines use `slime.protocols.Rollo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -20,22 +20,6 @@ if TYPE_CHECKING:
 Row = tuple[float | None, int]
 """Log-prob and token id."""
 _models: dict[str, str] = {}
-
-
-class TeacherScorer(Protocol):
-    """An object that computes the log-probs of given tokens."""
-
-    async def score(
-        self,
-        token_ids: list[int],
-        *,
-        start: int,
-        top_k: int = 0,
-        deadline_s: float,
-        images: ImageInputs | None = None,
-    ) -> ScoreResult:
-        """Returns the log-probs of tokens, see `slime.protocols.RolloutEngine`."""
-        ...
 
 
 class _Teacher:
