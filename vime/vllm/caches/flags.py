@@ -30,7 +30,7 @@ def check_prefill_engines(config: Config) -> None:
         "engines of several nodes": config.nodes_per_engine > 1,
         "a model with states of fixed size": decoder.stateful,
     }
-    if found := [what for what, given in excluded.items() if given]:
+    if found := [name for name, excludes in excluded.items() if excludes]:
         raise FlagError(
             _FLAG,
             f"be left out with {found[0]}",
@@ -41,8 +41,8 @@ def check_prefill_engines(config: Config) -> None:
 
 def require_connector(config: Config) -> None:
     """Checks that this host has the package of the connector for GPUs."""
-    given = OPTION in map(option, pair_up(config.engine.backend_argv))
-    if not config.engine.prefill_num_servers or config.cluster.device == "cpu" or given:
+    has_own = OPTION in map(option, pair_up(config.engine.backend_argv))
+    if not config.engine.prefill_num_servers or config.cluster.device == "cpu" or has_own:
         return
     if find_spec("nixl") is None:
         raise FlagError(
