@@ -182,7 +182,8 @@ async def answer(
     name = uuid4().hex
     names = [f"{name}-{index}" for index in range(len(request.samples))]
     filled = None
-    if prefills is not None and prefills.used and request.takes_prefill:
+    block = engine.vllm_config.cache_config.block_size if prefills is not None and prefills.used else 0
+    if prefills is not None and request.takes_prefill and 0 < block < len(request.prompt):
         filled = asyncio.create_task(prefills.fill(engine, request.prompt, name, request.adapter, lora, live))
     tasks = [
         asyncio.create_task(_sample(engine, request, prompt, index, own, lora, versions, finished, filled))
