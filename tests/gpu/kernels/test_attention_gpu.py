@@ -16,6 +16,7 @@ from slime.megatron_backend.model.attention import (
     padded_attention,
 )
 from slime.megatron_backend.model.rows import take
+from slime.megatron_backend.model.vision.whole_images import attend_to_whole_images, find_whole_images
 
 pytestmark = pytest.mark.gpu
 
@@ -137,3 +138,24 @@ def test_a_shared_prompt_is_attended_to_as_copies_of_it_are(attention, dtype):
         assert 0 < allowed < 2e-2 * truth.square().mean().sqrt().clamp(min=1)
         assert error <= 1.2 * allowed
     assert torch.equal(found[0], again[0])
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_tokens_of_an_image_see_the_whole_image_never_run(window):
+    """Against float32, the kernel's rows and gradients are no worse than plain PyTorch in bfloat16, with slack."""
+    part = token_slice(LENGTHS)
+    first = sum(LENGTHS[:1])
+    images = find_whole_images(part.runs, [(first + 4, first + 260), (first + 300, first + 556)], "cuda")
+
+    def computed(dtype: torch.dtype, *, flash: bool) -> list[Tensor]:
+        *rows, upstream = inputs(torch.bfloat16)
+        q, k, v = (x.to(dtype).requires_grad_() for x in rows)
+        out = attend_to_whole_images(torch.zeros_like(q), q, k, v, images, SCALE, window, None, flash=flash)
+        out.backward(upstream.to(dtype))
+        return [out.detach(), q.grad, k.grad, v.grad]
+
+    exact = computed(torch.float32, flash=False)
+    kernel, plain = computed(torch.bfloat16, flash=True), computed(torch.bfloat16, flash=False)
+    for wanted, got, other in zip(exact, kernel, plain, strict=True):
+        error, limit = ((x.float() - wanted).square().mean().sqrt() for x in (got, other))
+        assert error <= 1.1 * limit
