@@ -8,9 +8,11 @@ prompt with other ids is an error that names the image.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from slime.checkpoints.hf_config import read_hf_config
+from slime.models import read_decoder
 from slime.vision.runs import next_run
 from vime.vllm.images.wire import WireImage
 
@@ -56,8 +58,17 @@ def make_input(engine: AsyncLLM, token_ids: list[int], images: Sequence[WireImag
         token_ids,
         MultiModalKwargsItems(items),
         {kind: [one.key for one in images if one.kind == kind] for kind in counts},
-        find_placeholders(token_ids, images, media_ids(config)),
+        find_placeholders(token_ids, images, media_ids(config), opens_frames=opens_frames(engine, counts)),
     )
+
+
+def opens_frames(engine: AsyncLLM, kinds: Collection[str]) -> bool:
+    """Returns true if each frame of a video has its time and an opening id before it, as for Qwen3-VL. vLLM then finds
+    a frame by its opening id, from the beginning of the video's placeholder on."""
+    if "video" not in kinds:
+        return False
+    vision = read_decoder(read_hf_config(engine.model_config.model)).vision
+    return vision is not None and vision.frame_times == "texts"
 
 
 def _make_item(processor: Any, image: WireImage, number: int) -> MultiModalKwargsItem:
@@ -121,12 +132,17 @@ def count_embeddings(config: Any, kind: str, tensors: Mapping[str, Any]) -> int:
 
 
 def find_placeholders(
-    token_ids: Sequence[int], images: Sequence[WireImage], ids: Mapping[str, int]
+    token_ids: Sequence[int],
+    images: Sequence[WireImage],
+    ids: Mapping[str, int],
+    *,
+    opens_frames: bool = False,
 ) -> dict[str, list[PlaceholderRange]]:
     """Returns where each image is in the prompt, by kind.
 
     `slime.vision.runs` has the rules, which the trainer uses too. Between the frames of a video there may be other ids.
-    A model may sample the id of an image; such an id is text.
+    A model may sample the id of an image; such an id is text. With `opens_frames`, the placeholder of a video has the
+    opening id of its first frame.
     """
     import torch
     from vllm.multimodal.inputs import PlaceholderRange
@@ -143,12 +159,13 @@ def find_placeholders(
                 f"{one.kind} {number} of {len(images)} must have {one.tokens} neighbouring ids {ids.get(one.kind)} in "
                 f"the prompt{where}, got {len(own)}; make the ids with the processor of the checkpoint ({one.path})"
             )
-        length = own[-1] + 1 - own[0]
+        first = max(own[0] - 1, 0) if one.kind == "video" and opens_frames else own[0]
+        length = own[-1] + 1 - first
         mask = None
         if length > len(own):
             mask = torch.zeros(length, dtype=torch.bool)
-            mask[[index - own[0] for index in own]] = True
-        found[one.kind].append(PlaceholderRange(own[0], length, mask))
+            mask[[index - first for index in own]] = True
+        found[one.kind].append(PlaceholderRange(first, length, mask))
         indices[one.kind] = [index for index in indices[one.kind] if index > own[-1]]
     return found
 
