@@ -115,13 +115,16 @@ async def _teach(context: RunContext, sample: Sample) -> None:
     if not sample.response_length:
         sample.teacher_log_probs = []
         return
+    images = sample.multimodal_train_inputs
+    if images:
+        images = await context.run.reference_images(sample)
     async with loop_objects().semaphore((teach, source), _MAX_REQUESTS * engines):
         result = await scorer.score(
             sample.tokens,
             start=len(sample.tokens) - sample.response_length,
             top_k=flags.opd_top_k,
             deadline_s=context.config.rollout.rollout_deadline_s,
-            **request_images(await context.run.reference_images(sample)),
+            **request_images(images),
         )
     _take(sample, result, shown)
 
