@@ -237,12 +237,14 @@ def _soak(
         (folder / FUNCTION_FILE).write_text(path or "", encoding="utf-8")
         proxy, words = Proxy(folder), [*words, "--custom-generate-function-path", GENERATE]
 
+    command = [sys.executable, "-P", "-m", "vime", "train", *words]
+
     def resume() -> list[str] | None:
         added = resume_flags(config)
-        return None if added is None else [*words, *added]
+        return None if added is None else [*command, *added]
 
     job = Job(
-        command=words,
+        command=command,
         resume=resume,
         resuming=find_resuming(config, settings.kinds),
         run_dir=run_dir,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ class Strike:
 
 @dataclass(frozen=True)
 class Job:
-    """The run of a soak. `command` has the words after `vime train`. `resume` returns the words that start it again, or
+    """The run of a soak. `command` has its words. `resume` returns the words that start it again, or
     None while there is no checkpoint. `resuming` are the faults that may end the run. `first` is its first rollout."""
 
     command: Sequence[str]
@@ -121,7 +120,7 @@ class Runner:
         self.observed.starts += 1
         with self.job.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "vime", "train", *words],
+                words,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
