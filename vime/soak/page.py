@@ -50,14 +50,14 @@ def format_page(record: Record) -> str:
 
 
 def _recovery_lines(record: Record) -> Iterator[str]:
-    settings, times, speed = record["settings"], recoveries(record), record["speed"]
+    settings, measured, speed = record["settings"], record["measured"], record["speed"]
 
     def allowed(limit_s: float | None) -> str:
         return "" if limit_s is None else f" (allowed {limit_s:g} s)"
 
     yield (
-        f"{len(record['strikes'])} faults, {record['starts']} starts of the command. Recovery: median "
-        f"{statistics.median(times or [0]):.1f} s{allowed(settings.median_s)}, worst {max(times, default=0):.1f} s"
+        f"{measured['faults']} faults, {record['starts']} starts of the command. Recovery: median "
+        f"{measured['median_s']:.1f} s{allowed(settings.median_s)}, worst {measured['worst_s']:.1f} s"
         f"{allowed(settings.worst_s)}. The recovery is the time from a fault until no group from before the fault can "
         f"still run: the end of the first step whose batch was made after the fault, plus --max-staleness "
         f"{settings.staleness} more steps."

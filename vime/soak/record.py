@@ -51,11 +51,20 @@ class Speed(TypedDict):
     median_step_s: float
 
 
+class SoakFigures(TypedDict):
+    """The figures of a soak: its faults, and the seconds of the median and the longest recovery."""
+
+    faults: int
+    median_s: float
+    worst_s: float
+
+
 class Record(TypedDict):
     """The record of a soak. `broken` is the reason if the run did not reach its last step."""
 
     environment: dict[str, object]
     settings: SoakSettings
+    measured: SoakFigures
     starts: int
     strikes: list[Strike]
     not_caused: list[Planned]
@@ -80,6 +89,7 @@ def make_record(
     record = Record(
         environment=_environment(run_dir),
         settings=settings,
+        measured=measure_recoveries(strikes),
         starts=starts,
         strikes=list(strikes),
         not_caused=list(not_caused),
@@ -141,6 +151,11 @@ def measure_speed(run_dir: Path) -> Speed:
     )
 
 
+def measure_recoveries(strikes: Sequence[Strike]) -> SoakFigures:
+    times = [one.recovery_s for one in strikes if one.recovery_s is not None] or [0.0]
+    return SoakFigures(faults=len(strikes), median_s=statistics.median(times), worst_s=max(times))
+
+
 def recoveries(record: Record, kind: str | None = None) -> list[float]:
     """Returns the seconds of the recoveries from faults of one kind, or from all faults."""
     return [
@@ -171,10 +186,10 @@ def list_failures(record: Record) -> list[str]:
         for one in record["strikes"]
         if FAULTS[one.kind].hits_replies and not one.replies
     ]
-    times = recoveries(record)
+    measured = record["measured"]
     for name, value, allowed in (
-        ("median", statistics.median(times or [0.0]), settings.median_s),
-        ("longest", max(times, default=0.0), settings.worst_s),
+        ("median", measured["median_s"], settings.median_s),
+        ("longest", measured["worst_s"], settings.worst_s),
     ):
         if allowed is not None and value > allowed:
             found.append(f"the {name} recovery took {value:.1f} s, above {allowed:g} s")

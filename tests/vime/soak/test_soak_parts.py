@@ -142,7 +142,9 @@ def test_the_page_and_the_record_have_recoveries_and_proof(tmp_path: Path) -> No
     ):
         assert line in page
     write_record(record, tmp_path / "soak.json")
-    assert json.loads((tmp_path / "soak.json").read_text())["settings"]["median_s"] == 15.0
+    written = json.loads((tmp_path / "soak.json").read_text())
+    assert written["settings"]["median_s"] == 15.0
+    assert written["measured"] == {"faults": 2, "median_s": 6.0, "worst_s": 8.0}
 
 
 def test_the_record_lists_what_failed(tmp_path: Path) -> None:
