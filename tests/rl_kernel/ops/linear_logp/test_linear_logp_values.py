@@ -177,8 +177,17 @@ def test_entropy_gradient_of_a_nearly_certain_column_that_is_not_the_target(gap)
             assert error < 2**-7 * size
 
 
-@pytest.mark.parametrize("spread", [3, 10])
-@pytest.mark.parametrize("uses", ["log_probs", "entropy", "both"])
+@pytest.mark.parametrize(
+    ("spread", "uses"),
+    [
+        (3, "log_probs"),
+        (10, "entropy"),
+        (10, "both"),
+        pytest.param(10, "log_probs", marks=pytest.mark.slow),
+        pytest.param(3, "entropy", marks=pytest.mark.slow),
+        pytest.param(3, "both", marks=pytest.mark.slow),
+    ],
+)
 def test_peaked_distributions_with_sampled_targets(spread, uses):
     """As in a rollout, the largest probabilities are 0.3 and 0.8 on average, and mostly belong to the target."""
     hidden, weight, _ = LinearCase("peaked", 100, 64, 400).inputs(BF16, DEVICE, seed=3)
