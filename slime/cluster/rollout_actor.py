@@ -130,11 +130,11 @@ class RolloutGroup:
     def stop(self) -> None:
         for threads in self._threads:
             threads.shutdown(wait=False, cancel_futures=True)
-        with contextlib.suppress(
-            RayError, AttributeError
-        ):  # the actor may be dead, hang, or have no manager yet
-            ray.get(self._actor.keep_unfinished.remote(), timeout=LAST_SNAPSHOT_S)
-        ray.kill(self._actor)
+        try:
+            with contextlib.suppress(RayError):  # the actor may be dead, hang, or have no manager yet
+                ray.get(self._actor.keep_unfinished.remote(), timeout=LAST_SNAPSHOT_S)
+        finally:  # a second Ctrl-C may end the wait
+            ray.kill(self._actor)
 
 
 def wait_built(

@@ -33,12 +33,13 @@ def begin_snapshots(state: GenerateState, data_source: DataSource, start: int) -
         waiting = [StreamGroup(group, version, group, hash_prompts(group), is_ready=True) for group in now]
         return [*stream.unfinished(state), *waiting]
 
-    known: dict[str, str] = getattr(data_source, "snapshot", {})
+    own = getattr(data_source, "snapshot", None)  # an attribute of a plug-in may have another meaning
+    known: dict[str, str] = own if isinstance(own, dict) else {}
     snapshots = state.part(Snapshots, lambda: Snapshots(state, path, find_groups))
     snapshots.open(
         start, known.get("run"), known.get("path"), lambda number: number >= first_new or number in saved
     )
-    if hasattr(data_source, "snapshot"):
+    if isinstance(own, dict) and hasattr(data_source, "snapshot"):
         data_source.snapshot = {"run": snapshots.run, "path": str(path)}
     every_s = state.config.fault_tolerance.rollout_snapshot_s
     if not state.config.kernels.rlk_bitwise:  # an unfinished answer starts again there

@@ -182,6 +182,7 @@ class Snapshots:
 
     def start(self, every_s: float) -> None:
         """Takes a snapshot every `every_s` seconds, until `stop`."""
+        self.stop()
         self._task = self.state.submit(self._repeat(every_s))
 
     def stop(self) -> None:

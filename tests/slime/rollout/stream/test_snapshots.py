@@ -362,3 +362,15 @@ def test_a_line_is_checked(tmp_path):
     line = encode({"group": 1})
     assert decode(line) == {"group": 1} and json.loads(line[9:]) == {"group": 1}
     assert decode(line[:-1]) is None and decode(b"0" + line[1:]) is None and decode(b"") is None
+
+
+def test_a_plug_in_source_may_use_the_name_for_something_else(tmp_path):
+    class Source(PromptDataSource):
+        def snapshot(self) -> None:
+            """Has a meaning of its own."""
+
+    run = stopped_run(tmp_path)
+    source = Source.__new__(Source)
+    source.__dict__.update({name: value for name, value in vars(run.source).items() if name != "snapshot"})
+    begin_snapshots(run.state, source, 0)
+    assert source.snapshot() is None
