@@ -107,7 +107,10 @@ def make_record(
 def _environment(run_dir: Path) -> dict[str, object]:
     """Returns the versions, the machine and the commit from the run's environment.json."""
     found = read_object(run_dir, ENVIRONMENT_FILE)
-    return {name: found.get(name) for name in ("time", "git", "python", "packages", "cpu", "gpus")}
+    python = found.get("python")
+    version = python.get("version") if isinstance(python, dict) else None
+    kept = {name: found.get(name) for name in ("time", "git", "packages", "cpu", "gpus")}
+    return {**kept, "python": version}
 
 
 def prove(run_dir: Path, settings: SoakSettings) -> list[Finding]:
