@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -119,8 +120,6 @@ def test_both_engines_get_the_weights_and_drop_the_caches_of_older_ones(pair: Pa
 
 def test_updates_wait_for_transfers_and_hold_new_ones_back(pair: Pair) -> None:
     """Requests arrive all the time while weights change, and each answer has the log-probs of one version."""
-    import threading
-
     found: list[GenerateResult] = []
 
     def send() -> None:
@@ -151,6 +150,7 @@ def test_a_killed_prefill_engine_is_replaced_and_missed_by_nobody(pair: Pair) ->
     check_equal(pair, pair.other)
 
 
+@pytest.mark.slow
 def test_a_killed_decode_engine_finds_the_prefill_engine_again(pair: Pair) -> None:
     url = pair.url("decode")
     os.kill(server_of(url).pid, signal.SIGKILL)
