@@ -17,6 +17,7 @@ for _ in range(2): patches.apply("server on CPUs")
 assert sum(isinstance(finder, cpu_vision.WithoutTorchvision) for finder in sys.meta_path) == 1
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize, tvF
 from transformers.utils.import_utils import is_torchvision_available
+from transformers.models.gemma3.image_processing_gemma3 import Gemma3ImageProcessor
 assert smart_resize(56, 84) == (56, 84)
 assert not is_torchvision_available() and not [name for name in sys.modules if name.startswith("torchvision")]
 try:
