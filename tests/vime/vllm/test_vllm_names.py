@@ -47,6 +47,7 @@ SPECS = {
     "cuda": spec(device="cuda", dtype="bfloat16", sleeps=True, reports_experts=True, trust_remote_code=True),
     "drafts": spec(vllm_argv=("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')),
     "no log": spec(vllm_argv=("--disable-log-stats",)),
+    "whole images": spec(whole_images=True),
     "first node": spec(device="cuda", nodes=2),
     "second node": spec(device="cuda", nodes=2, node=1),
 }
@@ -58,6 +59,7 @@ def test_every_server_is_started_with_flags_that_it_knows(kind: str) -> None:
     server._master = "127.0.0.1:29500"
     parsed = vllm_parser().parse_args(server.command()[4:])
     assert (parsed.model, parsed.served_model_name, parsed.port) == ("m", ["policy"], 9)
+    assert parsed.disable_chunked_mm_input == SPECS[kind].whole_images
     assert parsed.weight_transfer_config.backend == "vime" and parsed.logprobs_mode == "processed_logprobs"
 
 
