@@ -28,6 +28,7 @@ from slime.event_loop import loop_objects, watch_loop
 from slime.protocols import GenerateResult, RolloutEngine
 from slime.records.errors import FlagError
 from slime.rollout.stream.concurrency import Concurrency
+from slime.rollout.stream.prompt_encoder import PromptEncoder
 from slime.tracking.events import Events
 from slime.tracking.traces.sample_spans import SampleSpans
 from slime.types import Prompt, Sample, SampleGroup, SamplingParams
@@ -309,10 +310,10 @@ class GenerateState:
         return None if self.media is None else self.media.processor
 
     async def encode_prompt(self, sample: Sample) -> list[int]:
-        """Returns `prompt_ids`. Images are processed in a thread, so that other samples go on."""
+        """Returns `prompt_ids`. Images are processed in a thread, once for the samples of a group."""
         if sample.multimodal_inputs is None:
             return self.prompt_ids(sample)
-        return await asyncio.to_thread(self.prompt_ids, sample)
+        return await self.part(PromptEncoder, lambda: PromptEncoder(self.prompt_ids)).encode(sample)
 
     def prompt_ids(self, sample: Sample) -> list[int]:
         """Returns the token ids of the sample's prompt. The chat template renders messages first. A text that no chat
