@@ -356,6 +356,16 @@ def test_the_command_line_of_an_engine_holds_no_secret_and_user_flags_come_last(
     assert VllmServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn", "a user's choice stays"
 
 
+def test_an_engine_keeps_no_pixels_of_earlier_requests() -> None:
+    """Each request has its pixels. A user may choose another size."""
+    made = {"model_path": "model", "run_key": "k", "log_path": "log", "weight_dir": "/weights"}
+    words = VllmServer(VllmSpec(**made)).command()
+    flag = "--mm-processor-cache-gb"
+    assert words[words.index(flag) + 1] == "0"
+    own = VllmServer(VllmSpec(**made, vllm_argv=(flag, "2"))).command()
+    assert own.count(flag) == 1 and own[own.index(flag) + 1] == "2"
+
+
 def test_request_times_are_asked_for() -> None:
     made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights", "run_key": "k"}
     asked = "--enable-per-request-metrics"
