@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -378,36 +374,3 @@ def test_a_plug_in_source_may_use_the_name_for_something_else(tmp_path):
     source.__dict__.update({name: value for name, value in vars(run.source).items() if name != "snapshot"})
     begin_snapshots(run.state, source, 0)
     assert source.snapshot() is None
-
-
-def roll_until_killed(folder: str) -> None:
-    """Runs in the process that is killed: snapshots every 10 ms, while one group waits for its engine."""
-    run = Saved(Path(folder))
-    run.snapshots.start(0.01)
-    first, _ = run.ask(0, 0), run.ask(1, 0)
-    first()
-    run.save(0)
-    run.state.events.add("step", rollout=0)
-    time.sleep(60)
-
-
-@pytest.mark.slow
-def test_a_manager_that_is_killed_with_sigkill_leaves_its_tokens(tmp_path):
-    here = Path(__file__).parent
-    code = f"import test_snapshots; test_snapshots.roll_until_killed({str(tmp_path)!r})"
-    path = os.pathsep.join([str(here), str(here.parents[1]), *sys.path])
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
-    try:
-        newest = SnapshotFile(tmp_path / "run" / NAME)
-
-        def has_group() -> bool:
-            position = tmp_path / "rollout" / "data_state_0.json"
-            return position.exists() and newest.open() is not None and 3 in newest.lines
-
-        assert until(has_group, 60)
-    finally:
-        process.kill()
-        process.wait()
-    again = resume(tmp_path)
-    assert again.train(1, 1) == [ONE, "d"] and restored(tmp_path) == [(3, 8)]
-    assert read_ledger(tmp_path / "run").is_exact
