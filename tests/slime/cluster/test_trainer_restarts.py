@@ -134,17 +134,17 @@ def undisturbed(build: Callable[..., Any], folder: Path, **flags: Any) -> dict[i
         torch.set_num_threads(threads)
 
 
-def test_killed_in_a_step_in_an_update_and_in_a_save(
+def test_killed_in_an_update_and_in_a_step(
     build: Callable[..., Any], start: Callable[..., TrainingRun], tmp_path: Path
 ) -> None:
     wanted = undisturbed(build, tmp_path / "alone")
     run = start(save=str(tmp_path / "save"), save_interval=2)
-    for moment in ("step-0", "write-2", "step-3"):
+    for moment in ("write-2", "step-3"):
         order(tmp_path / "run", moment)
     began = time.monotonic()
     assert run.run() == wanted
     print(f"{time.monotonic() - began:.1f} s")
     assert run.trained == list(range(ROLLOUTS))
-    back = read_events(tmp_path / "run", ("trainer_restarted",))
+    back = list(read_events(tmp_path / "run", ("trainer_restarted",)))
     print([event["seconds"] for event in back])
-    assert [(event["rollout"], event["repeated"]) for event in back] == [(0, 0), (0, 2), (2, 1)]
+    assert [(event["rollout"], event["repeated"]) for event in back] == [(0, 2), (2, 1)]
