@@ -17,8 +17,9 @@ _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
 _OBJECTS = "rollout data travels through Ray's object store"
 _STRAW = (
-    "straw keeps rollouts in files, from which slime trains again after a failure. Here a run resumes from its "
-    "checkpoint and generates those rollouts again: leave the flag out, and save often (--save-interval 1)"
+    "straw keeps rollouts in files, from which slime trains again after a failure. Here the run starts a lost trainer "
+    "again with the data of its steps, and --rollout-snapshot-s keeps the tokens of unfinished groups: leave the flag "
+    "out, and save often (--save-interval 1)"
 )
 _QUEUE = "it is read only with --rollout-data-transport straw, which keeps rollouts in files"
 _DSPARK = (
