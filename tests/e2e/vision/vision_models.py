@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from slime.models import FAMILIES
 from slime.vision.inputs import ImageInputs
-from slime.vision.store import MediaStore
 
 SPECIAL = (
     "<|endoftext|>",
@@ -198,23 +197,6 @@ def _save_tokenizer(folder: Path) -> None:
         "chat_template": TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def make_video(store: MediaStore, kind: str, grid: tuple[int, int, int]) -> tuple[str, ImageInputs]:
-    """Returns the text of a video of noise in a prompt, and its patches, as a processor with torchvision makes them."""
-    frames, height, width = grid
-    generator = torch.Generator().manual_seed(0)
-    pixels = torch.randn(frames * height * width, 3 * 2 * PATCH * PATCH, generator=generator)
-    tensors = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([grid])}
-    each = height * width // 4
-    text = f"<|vision_start|>{'<|video_pad|>' * (frames * each)}<|vision_end|>"
-    if kind == "qwen2_5_vl":
-        tensors["second_per_grid_ts"] = torch.tensor([1.0])
-    else:  # the time of each frame is in the text
-        one = f"<|vision_start|>{'<|video_pad|>' * each}<|vision_end|>"
-        text = "".join(f"<{number + 0.5:.1f} seconds>{one}" for number in range(frames))
-    item = store.write("video", "cafe", tensors, tokens=frames * each, grid=grid).item
-    return text, ImageInputs((item,))
 
 
 def log_probs(
