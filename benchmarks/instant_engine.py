@@ -1,8 +1,8 @@
 """An engine that answers at once, to measure our side of a rollout: `python benchmarks/instant_engine.py [PREFIX]`.
 
-Prints its port and serves /v1/completions, and PREFIX/health for a router. An answer has `max_tokens` tokens with log-probs in vLLM's format, or one
-answer per sample of a group (vime.vllm.group_wire). Answers are made once per length. The engine is for measurements
-only; unlike a test double, it cannot simulate failures.
+Prints its port and serves /v1/completions, and PREFIX/health for a router. An answer has `max_tokens` tokens with
+log-probs in vLLM's format, or one answer per sample of a group (vime.vllm.group_wire). Answers are made once per
+length. The engine is for measurements only; unlike a test double, it cannot simulate failures.
 """
 
 from __future__ import annotations
@@ -87,7 +87,11 @@ def main() -> None:
 
     port = free_port("127.0.0.1")
     web.run_app(
-        serve("".join(sys.argv[1:])), host="127.0.0.1", port=port, print=lambda text: print(port, flush=True), access_log=None
+        serve("".join(sys.argv[1:])),
+        host="127.0.0.1",
+        port=port,
+        print=lambda text: print(port, flush=True),
+        access_log=None,
     )
 
 

@@ -66,7 +66,7 @@ def read_heaps(pid: int) -> dict[str, int]:
     """Returns KiB of private dirty memory of the main heap and of the other anonymous mappings."""
     found = {"heap": 0, "arenas": 0}
     name = ""
-    for line in Path(f"/proc/{pid}/smaps").read_text(errors="replace").splitlines():
+    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             name = line.split(maxsplit=5)[5] if len(line.split(maxsplit=5)) == 6 else ""
         elif line.startswith("Private_Dirty:") and name in ("", "[heap]"):
@@ -167,7 +167,9 @@ def main() -> None:
             case: measure(case, args.requests, args.every, Path(folder)) for case in args.cases.split(",")
         }
     machine = describe(torch.device("cpu"), sys.argv)
-    args.out.write_text(json.dumps({"machine": machine, "note": args.note, "cases": rows}, indent=1))
+    args.out.write_text(
+        json.dumps({"machine": machine, "note": args.note, "cases": rows}, indent=1), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

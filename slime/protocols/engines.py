@@ -81,7 +81,7 @@ class GenerateResult:
 
 
 @dataclass(frozen=True)
-class Parts:
+class AnswerParts:
     """A request for the tokens of a completion that is not finished."""
 
     every_s: float
@@ -149,7 +149,7 @@ class RolloutEngine(TokenScorer, Protocol):
         columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
         on_tokens: OnTokens | None = None,
-        parts: Parts | None = None,
+        parts: AnswerParts | None = None,
         images: ImageInputs | None = None,
     ) -> GenerateResult:
         """Samples a completion. Retries transient faults until `deadline_s` seconds have passed, then TimeoutError.

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slime.config import Config
-from slime.protocols import GenerateResult, Parts
+from slime.protocols import AnswerParts, GenerateResult
 from slime.rollout.state import GenerateState
 from slime.types import Sample, SampleGroup
 
@@ -132,7 +132,7 @@ class EngineDouble:
         deadline_s: float,
         columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
-        parts: Parts | None = None,
+        parts: AnswerParts | None = None,
     ) -> GenerateResult:
         text = self.tokenizer.decode(token_ids)
         if parts is not None and "part=" in text:

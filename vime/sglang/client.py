@@ -20,11 +20,11 @@ from slime.protocols import (
     KEPT_TOKENS,
     TOP,
     VERSIONS,
+    AnswerParts,
     Arrays,
     FinishReason,
     GenerateResult,
     OnTokens,
-    Parts,
     ScoreResult,
 )
 from slime.rollout.sampling import checked
@@ -80,7 +80,7 @@ class SglangEngineClient(RouterClient):
         columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
         on_tokens: OnTokens | None = None,
-        parts: Parts | None = None,
+        parts: AnswerParts | None = None,
         images: ImageInputs | None = None,
     ) -> GenerateResult:
         """Sample one completion of `token_ids`, see `slime.protocols.RolloutEngine`.

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from slime.checkpoints.divergence import DivergedError
-from slime.protocols import EXPERTS, TOP, FinishReason, GenerateResult, OnTokens, Parts, ScoreResult
+from slime.protocols import EXPERTS, TOP, AnswerParts, FinishReason, GenerateResult, OnTokens, ScoreResult
 from slime.rollout.sampling import NAMES, checked
 from vime.pool.control import ADAPTER_HEADER, SERVED_MODEL_NAME
 from vime.pool.router_client import RouterClient, Transient, check_start, require_finite, require_ok, scored
@@ -80,7 +80,7 @@ class VllmEngineClient(RouterClient):
         columns: Mapping[str, int] = MappingProxyType({}),
         session: str | None = None,
         on_tokens: OnTokens | None = None,
-        parts: Parts | None = None,
+        parts: AnswerParts | None = None,
         images: ImageInputs | None = None,
     ) -> GenerateResult:
         """Samples one completion of `token_ids`.
@@ -173,7 +173,7 @@ class VllmEngineClient(RouterClient):
         own: dict[str, object],
         session: str | None,
         on_tokens: OnTokens | None = None,
-        parts: Parts | None = None,
+        parts: AnswerParts | None = None,
     ) -> asyncio.Future[SampleAnswer]:
         """Adds a sample to the request that is sent when the tasks that are ready now have run."""
         loop = asyncio.get_running_loop()
@@ -265,7 +265,7 @@ class _Received:
     """The tokens of a sample that have arrived so far."""
 
     on_tokens: OnTokens | None
-    parts: Parts | None
+    parts: AnswerParts | None
     shown: int = 0
     stored: int = 0
 

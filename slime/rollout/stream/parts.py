@@ -8,7 +8,7 @@ from typing import TypedDict
 
 import numpy as np
 
-from slime.protocols import GenerateResult, Parts
+from slime.protocols import AnswerParts, GenerateResult
 from slime.rollout.state import GenerateState
 
 SHARE = 0.25
@@ -18,7 +18,7 @@ SHARE = 0.25
 class RequestParts(TypedDict, total=False):
     """Argument of a request to an engine."""
 
-    parts: Parts
+    parts: AnswerParts
 
 
 class AnswersSoFar:
@@ -29,7 +29,8 @@ class AnswersSoFar:
         self.found: dict[str, list[GenerateResult]] = {}
 
     def take(self, stream: str, index: int, part: GenerateResult) -> None:
-        """Implements `slime.protocols.Parts.take` for a random stream. Drops the tokens of an engine that has died."""
+        """Implements `slime.protocols.AnswerParts.take` for a random stream. Drops the tokens of an engine that has
+        died."""
         if index == 0:
             self.found[stream] = []
         parts = self.found.get(stream)
@@ -65,7 +66,7 @@ def request_parts(state: GenerateState, stream: str) -> RequestParts:
     answers = state.has_part(AnswersSoFar)
     if answers is None or not getattr(state.engine, "has_parts", False):
         return {}
-    return {"parts": Parts(answers.every_s, partial(answers.take, stream))}
+    return {"parts": AnswerParts(answers.every_s, partial(answers.take, stream))}
 
 
 def forget_parts(state: GenerateState, stream: str) -> None:

@@ -34,7 +34,7 @@ Record: TypeAlias = Metadata
 
 
 @dataclass(frozen=True)
-class Header:
+class SnapshotHeader:
     """The first line: which run wrote the file, and how the run samples."""
 
     run: str
@@ -75,7 +75,7 @@ class SnapshotFile:
         """The groups of the file."""
         return {} if self._now is None else self._now[1]
 
-    def open(self) -> Header | None:
+    def load(self) -> SnapshotHeader | None:
         """Reads the header and finds the groups. Returns None if there is no file, or none with a readable header. A
         damaged line is left out with a warning."""
         try:
@@ -110,7 +110,7 @@ class SnapshotFile:
         line = self.lines.get(number)
         return None if line is None else line.key
 
-    def write(self, header: Header, texts: Mapping[int, Text], same: Iterable[int]) -> int:
+    def write(self, header: SnapshotHeader, texts: Mapping[int, Text], same: Iterable[int]) -> int:
         """Replaces the file: the lines of `texts`, and the old lines of the groups `same`. Returns its size in bytes.
 
         The groups with the lowest numbers are written first, because they are needed first.
@@ -148,7 +148,7 @@ class SnapshotFile:
         shutil.copyfile(self.path, scratch)
         os.replace(scratch, to)
         copied = SnapshotFile(to)
-        copied.open()
+        copied.load()
         return copied
 
     def remove(self) -> None:
@@ -189,7 +189,7 @@ def decode(line: bytes) -> Record | None:
     return record if isinstance(record, dict) else None
 
 
-def _header(record: Record | None) -> Header | None:
+def _header(record: Record | None) -> SnapshotHeader | None:
     """Returns the header, or None for a line that is no header of this version."""
     if (
         record is None
@@ -197,7 +197,7 @@ def _header(record: Record | None) -> Header | None:
         or not {"run", "sampling", "rollout"} <= record.keys()
     ):
         return None
-    return Header(record["run"], record["sampling"], record["rollout"])
+    return SnapshotHeader(record["run"], record["sampling"], record["rollout"])
 
 
 def _refuse(value: object) -> object:

@@ -33,7 +33,7 @@ from slime.rollout.state import GenerateState, random_stream, rollout_sampling_p
 from slime.rollout.stream import snapshot_file
 from slime.rollout.stream.groups import StreamGroup, get_number, restarted
 from slime.rollout.stream.parts import AnswersSoFar
-from slime.rollout.stream.snapshot_file import Header, SnapshotFile, Text
+from slime.rollout.stream.snapshot_file import SnapshotFile, SnapshotHeader, Text
 from slime.types import Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Snapshots:
         """
         self.run = run or self.run
         found = self._file if self.path.is_file() or path is None else SnapshotFile(Path(path))
-        if (header := found.open()) is None:
+        if (header := found.load()) is None:
             return
         if problem := self._find_problem(header, start, run):
             logger.warning("%s is not used, and its groups start again: %s", found.path, problem)
@@ -115,7 +115,7 @@ class Snapshots:
             *(found.path, len(self._file.lines), header.rollout, len(self._file.lines) - len(self.waiting)),
         )
 
-    def _find_problem(self, header: Header, start: int, run: str | None) -> str | None:
+    def _find_problem(self, header: SnapshotHeader, start: int, run: str | None) -> str | None:
         """Returns why a snapshot does not belong to the run, or None."""
         config = self.state.config
         if start > 0 and header.run != run:
@@ -164,12 +164,12 @@ class Snapshots:
             tokens = sum(s.response_length for s in used)
             self.state.events.add("restored", groups=[number], tokens=tokens, samples=len(used))
 
-    def _is_usable(self, sample: Sample, drawn: int, versions: range) -> bool:
+    def _is_usable(self, sample: Sample, default: int, versions: range) -> bool:
         """Returns True if the sample may go on: `versions` has the weights of all its tokens. A sample without tokens
-        starts anyway. `drawn` is the version at which the snapshot's run drew the group."""
+        starts anyway. `default` is the version at which the snapshot's run drew the group."""
         if sample.response_length and sample.status not in FINISHED and self.state.config.kernels.rlk_bitwise:
             return False  # the engine would compute the earlier tokens in another batch
-        return all(version in versions for version in find_versions(sample, drawn))
+        return all(version in versions for version in find_versions(sample, default))
 
     def _count(self, name: str, count: float) -> None:
         name = f"rollout/snapshot/{name}"
@@ -262,7 +262,7 @@ class Snapshots:
                 if not self._unplain:
                     logger.warning("groups such as %d are in no snapshot: %s", one.number, error)
                 self._unplain = True
-        header = Header(self.run, sampling_settings(self.state.config), self.state.allowed)
+        header = SnapshotHeader(self.run, sampling_settings(self.state.config), self.state.allowed)
         return self._file.write(header, texts, same)
 
 
@@ -313,13 +313,13 @@ def copy_sample(sample: Sample) -> Sample:
     return copied
 
 
-def find_versions(sample: Sample, drawn: int) -> set[int]:
+def find_versions(sample: Sample, default: int) -> set[int]:
     """Returns the versions of the weights that sampled the tokens. A token of unknown version counts as sampled at
-    version `drawn`. The result is empty without tokens."""
+    version `default`. The result is empty without tokens."""
     if not sample.response_length:
         return set()
     known = {version for version in sample.weight_versions if isinstance(version, int)} - {UNKNOWN_VERSION}
-    return known or {drawn}
+    return known or {default}
 
 
 def sampling_settings(config: Config) -> Mapping[str, object]:

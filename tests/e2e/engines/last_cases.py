@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import torch
 from engine_fixtures import Stack, hf_log_probs, server_of
 
-from slime.protocols import TOP, GenerateResult, Parts
+from slime.protocols import TOP, AnswerParts, GenerateResult
 from slime.rollout.stream.parts import AnswersSoFar
 from vime.pool.control import SERVED_MODEL_NAME
 from vime.vllm.group_wire import ALIVE, ALIVE_S, SAMPLES, Frames
@@ -36,7 +36,7 @@ def test_parts_of_an_answer_are_its_first_tokens(stack: Stack) -> None:
                 seed=seed,
                 deadline_s=60,
                 columns={TOP: 2},
-                parts=Parts(0.1, partial(answers.take, "x")),
+                parts=AnswerParts(0.1, partial(answers.take, "x")),
             )
             for seed, answers in found.items()
         ]

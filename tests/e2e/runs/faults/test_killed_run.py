@@ -44,7 +44,7 @@ def test_a_killed_run_goes_on_with_the_tokens_of_its_snapshot(world: World) -> N
         launch.wait_for(lambda: finds_tokens(run_dir), "a snapshot", 120)
         launch.clean_up()
     file = SnapshotFile(run_dir / NAME)
-    assert file.open() is not None
+    assert file.load() is not None
     records = {number: (file.read(number) or {})["samples"] for number in file.lines}
     stored = {number: sum(s["response_length"] for s in found) for number, found in records.items()}
     print(f"stored {stored}, states {[s['status'] for found in records.values() for s in found]}")

@@ -17,7 +17,7 @@ from slime.data.source import PromptDataSource
 from slime.protocols import GenerateResult
 from slime.rollout.stream import snapshot_file, stream
 from slime.rollout.stream.parts import AnswersSoFar
-from slime.rollout.stream.snapshot_file import NAME, Header, SnapshotFile, Text, decode, encode
+from slime.rollout.stream.snapshot_file import NAME, SnapshotFile, SnapshotHeader, Text, decode, encode
 from slime.rollout.stream.snapshot_start import begin_snapshots
 from slime.rollout.stream.snapshots import Snapshots
 from slime.tracking.journal import read_events
@@ -231,7 +231,7 @@ def test_a_sample_of_an_agent_starts_again(tmp_path):
     assert until(lambda: groups_of(run)[0][1].response_length == 2)
     run.take()
     record = SnapshotFile(tmp_path / "run" / NAME)
-    record.open()
+    record.load()
     assert [s["response_length"] for s in record.read(0)["samples"]] == [2, 0]
     run.engine.released.add("agent")
     again = resume(tmp_path, start=0, **flags)
@@ -319,12 +319,12 @@ def test_unchanged_groups_are_not_converted_again(tmp_path, monkeypatch):
 def test_the_size_is_bounded(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(snapshot_file, "MOST_BYTES", 1000)
     file = SnapshotFile(tmp_path / NAME)
-    header = Header("r", {}, 0)
+    header = SnapshotHeader("r", {}, 0)
     texts = {number: Text(None, encode({"group": number, "x": "y" * 300})) for number in range(5)}
     assert file.write(header, texts, ()) < 1000 and file.lines.keys() == {0, 1}
     assert "3 groups are not stored" in caplog.text
     again = SnapshotFile(tmp_path / NAME)
-    assert again.open() == header and again.read(1)["group"] == 1 and again.read(4) is None
+    assert again.load() == header and again.read(1)["group"] == 1 and again.read(4) is None
 
 
 def test_a_full_disk_costs_a_snapshot_and_not_the_run(tmp_path, monkeypatch, caplog):

@@ -39,7 +39,7 @@ def test_a_manager_that_is_killed_with_sigkill_leaves_its_tokens(tmp_path):
 
         def has_group() -> bool:
             position = tmp_path / "rollout" / "data_state_0.json"
-            return position.exists() and newest.open() is not None and 3 in newest.lines
+            return position.exists() and newest.load() is not None and 3 in newest.lines
 
         assert until(has_group, 60)
     finally:
