@@ -14,7 +14,7 @@ a pass for old log-probs, and a KL term with a reference model.
 The sides take turns. The first rollout of a run does not count. The processor time is that of all processes of a run,
 sampled twice per second, from the end of the first step to the end of the last one. Memory is the sum of the
 proportional set sizes of all processes, sampled once per second. `rows` has the times of reading the file of prompts
-and of processing its pictures, in a process of its own.
+and of processing its pictures, in a separate process.
 """
 
 from __future__ import annotations
