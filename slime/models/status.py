@@ -57,7 +57,7 @@ STATUS: dict[str, SupportStatus] = {
     "qwen3_5_moe": SupportStatus("Qwen", "qwen3.5-35b-a3b", _DELTA, steps=False),
     "qwen3_5_moe_text": SupportStatus("Qwen", "qwen3.5-35b-a3b", _DELTA, steps=False),
     "gemma2": SupportStatus("Gemma", "gemma-2-2b"),
-    "gemma3": SupportStatus("Gemma", "gemma-3-4b"),
+    "gemma3": SupportStatus("Gemma", "gemma-3-4b", steps=False),
     "gemma3_text": SupportStatus("Gemma", "gemma-3-1b", gpu=_TINY),
     "glm4": SupportStatus("GLM", "glm-4-9b", gpu=_TINY),
     "glm4_moe": SupportStatus("GLM", "glm-4.5-air", gpu="GLM-4.5-Air, 2 of 46 layers, random weights (H200)"),

@@ -1,9 +1,9 @@
 """The channel vllm-nccl: vLLM's own packed broadcast over NCCL, as a value of --update-weight-transport.
 
 vLLM's weight-transfer engines "nccl" send all weights from trainer rank 0. This channel uses their process group and
-their packing (vllm.distributed.weight_transfer), which vLLM 0.26 and 0.32 have. The driver, the names, the loading and
-the checks are those of every channel. vLLM's group cannot leave an engine that dies: the run then ends with an error.
-The channel nccl has no such limit, and each of its ranks sends its own slices.
+their packing (vllm.distributed.weight_transfer), which both versions of vLLM have. The driver, the names, the loading
+and the checks are those of every channel. vLLM's group cannot leave an engine that dies: the run then ends with an
+error. The channel nccl has no such limit, and each of its ranks sends its own slices.
 
 Not used: vLLM's engines sharded_rdt and nccl_m2n. They need Ray's tensor transport or the layout of every parameter on
 both sides, and load without the checks of an update.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from slime.config.fields import spelled
 from slime.config.peer_names import build_table
 from slime.config.peer_rows import OTHERS, TRL, VERL
-from vime.sglang_api.tables import RENAMED
+from vime.sglang_api.tables import RENAMED, UPSTREAM
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _OWN_ENGINES = "the run starts its own engines without it"
@@ -83,7 +83,8 @@ VLLM_PEER_NAMES = {
             *(
                 (f"vllm_{name}", f"{spelled(ours)} {{}}", "")
                 for name, ours in RENAMED.items()
-                if ours != f"vllm_{name}" and not ours.endswith(("caching", "eager", "remote_code"))
+                if f"vllm_{name}" not in (ours, *UPSTREAM)
+                and not ours.endswith(("caching", "eager", "remote_code"))
             ),
             *((f"vllm_{short}{end}", *ours) for short, ours in _SIZES.items() for end in ("", "_size")),
             *(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slime.checkpoints.hf_config import read_hf_config
-from slime.data.media.media import list_media
 from slime.models import read_decoder
 from slime.records.errors import FlagError
 from slime.vision.inputs import ImageInputs, TrainInputs
@@ -33,6 +32,8 @@ def make_references(
             sorted(inputs or {}),
             "train a model with a vision tower, or leave the images out",
         )
+    from slime.data.media.media import list_media  # imports torch, which the driver does not need
+
     return ImageInputs(
         tuple(
             media.keep(one.kind, one.key, one.read(), tokens=one.tokens, grid=one.grid)

@@ -50,6 +50,7 @@ SHORT = {
     "qwen3-vl": {"sp", "pp"},
     "qwen3-vl-moe": {"ep"},
     "qwen3-5": {"sp", "dp"},
+    "gemma3-vl": {"tp"},
 }
 """Layouts of the short suite: each layout with one model, and each model with a split layer."""
 
