@@ -51,7 +51,7 @@ class RunParts(Protocol):
 
 @dataclass(frozen=True)
 class _Crash:
-    """A loss of the trainer: what it did, and `TrainerLost.cause`."""
+    """A loss of the trainer during the call `doing`. `cause` is `TrainerLost.cause`."""
 
     doing: str
     cause: str

@@ -21,7 +21,7 @@ def _mm_render_response_to_generate_body(render_data: object, model: str) -> dic
 def _align_mm_feature_placeholders_to_tokens(
     generate_body: dict[str, object], token_ids: Sequence[int]
 ) -> None:
-    """Moves the places of the images in `generate_body` to where `token_ids` has the same ids, in their order.
+    """Moves the placeholders of `generate_body` to the same ids in `token_ids`, in their order.
     ValueError if `token_ids` lacks the ids of an image."""
     features, rendered = generate_body.get("features"), generate_body.get("token_ids")
     if not isinstance(features, Mapping) or not isinstance(rendered, list):

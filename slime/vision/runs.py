@@ -1,7 +1,7 @@
-"""Where the images of a sample are among its tokens. Engine and trainer use these rules, so that both agree.
+"""Finds the tokens of each image of a sample. Engine and trainer use these rules, so that both agree.
 
-An image that knows its `start` is there. Another image takes the first run of its token id that is long enough and
-follows the images before it. So an image id that the model sampled is a text token.
+An image with a `start` begins at that token. Any other image takes the first run of its token id that is long enough
+and follows the images before it. So an image id that the model sampled is a text token.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class WeightTransfer:
         self.lock = threading.RLock()
         self.state = State.SERVING
         self._is_unfinished = False
-        """Whether an update had failed before the engines went to sleep."""
+        """True if an update had failed before the engines went to sleep."""
         self._last: WeightUpdate | None = None
         self._timers = Timers()
         self.figures: Mapping[str, float] = {}

@@ -1,4 +1,4 @@
-"""What becomes of a sample that fails because a part outside of the model does not answer (--failed-samples).
+"""Handles samples that fail because a part outside of the model does not answer (--failed-samples).
 
 Such parts are a reward beyond --reward-deadline-s, a custom generate function beyond --session-deadline-s, and a
 sandbox that has died. Their errors have the attribute `failed_sample` with a reason. Every other error ends the run,

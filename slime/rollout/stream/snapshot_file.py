@@ -1,7 +1,7 @@
 """The file with the unfinished groups of a run. A run that resumes takes the tokens of its groups from this file.
 
-The first line is a header, and each further line is one group, whose samples have the form that a data position gives
-its buffer. Each line is a checksum and a JSON object:
+The first line is a header, and each further line is one group. Its samples are stored as in the buffer of a data
+position. Each line is a checksum and a JSON object:
 
     5f2a90c1 {"group": 8, "prompts": "9c1e...", "version": 2, "samples": [...]}
 
@@ -47,7 +47,7 @@ class SnapshotHeader:
 
 @dataclass(frozen=True)
 class Line:
-    """The place of a group's line in the file, and a key that changes with the group's tokens."""
+    """The offset and size of a group's line in the file, and a key that changes with the group's tokens."""
 
     offset: int
     size: int

@@ -78,7 +78,7 @@ class Prefills:
 
     @property
     def used(self) -> bool:
-        """Whether there are prefill engines."""
+        """Returns True if the run has prefill engines."""
         return bool(self._urls)
 
     async def drain(self) -> None:

@@ -32,7 +32,7 @@ class WireImage(msgspec.Struct, omit_defaults=True):
     """Number of ids that stand for the image in the prompt."""
     path: str
     start: int | None = None
-    """Index of the first of these ids in the prompt, or None if the client does not know it."""
+    """Index of the first of these ids in the prompt, or None to search for it."""
     data: bytes = b""
     """Content of the file, for a server that lacks it."""
 
