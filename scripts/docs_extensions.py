@@ -94,7 +94,10 @@ def rows() -> list[tuple[str, str, list[str]]]:
         }
         return [(stems[stem], name) for name, stem in homes.items()]
 
-    families = [(f"slime.models.families.{path.stem}", path.stem) for path in _files("slime/models/families")]
+    families = [
+        (".".join(path.relative_to(ROOT).with_suffix("").parts), path.stem)
+        for path in _files("slime/models/families")
+    ]
     assert len(FAMILIES) >= len(families)
     estimators = modules(dict(ESTIMATORS), "slime/algo/estimators")
     surrogates = modules(dict(SURROGATES), "slime/algo/surrogates")
@@ -128,7 +131,7 @@ def rows() -> list[tuple[str, str, list[str]]]:
 
 
 def _files(folder: str) -> list[Path]:
-    return [path for path in sorted((ROOT / folder).glob("*.py")) if path.stem != "__init__"]
+    return [path for path in sorted((ROOT / folder).rglob("*.py")) if path.stem != "__init__"]
 
 
 def files_of_a_flag() -> float:

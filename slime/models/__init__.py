@@ -7,14 +7,14 @@ the decoder, so no other file names a family. The package imports neither torch 
 from __future__ import annotations
 
 from slime.models.decoder import Attention, Decoder, DeltaNet, Experts, Hf, Layer
-from slime.models.families.deepseek_v3 import DEEPSEEK_V3
 from slime.models.families.gemma2 import GEMMA2
 from slime.models.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from slime.models.families.glm4 import GLM4
 from slime.models.families.glm4_moe import GLM4_MOE
-from slime.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from slime.models.families.gpt_oss import GPT_OSS
-from slime.models.families.kimi_k2 import KIMI_K2
+from slime.models.families.latent.deepseek_v3 import DEEPSEEK_V3
+from slime.models.families.latent.glm4_moe_lite import GLM4_MOE_LITE
+from slime.models.families.latent.kimi_k2 import KIMI_K2
 from slime.models.families.llama import LLAMA
 from slime.models.families.mimo import MIMO
 from slime.models.families.minimax_m2 import MINIMAX_M2

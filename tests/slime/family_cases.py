@@ -86,7 +86,7 @@ TINY: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
     },
-    # With another rms_norm_eps, transformers and vLLM differ (tests/slime/megatron_backend/model/test_latent.py).
+    # With another rms_norm_eps, transformers and vLLM differ (test_latent.py).
     "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "rms_norm_eps": 1e-6},
     "qwen3_next": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
     "qwen2_5_vl": {"rope_parameters": {**_AXES, "mrope_section": [2, 3, 3]}},

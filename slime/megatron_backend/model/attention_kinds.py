@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slime.megatron_backend.model.attention import PackedAttention
 from slime.megatron_backend.model.gated_delta_net import GatedDeltaNet
-from slime.megatron_backend.model.latent_attention import latent_attention
+from slime.megatron_backend.model.latent.latent_attention import latent_attention
 from slime.megatron_backend.model.layers import NormedLinear
 from slime.megatron_backend.model.norms import ProjectionNorm, RMSNorm
 from slime.models import Decoder, Layer

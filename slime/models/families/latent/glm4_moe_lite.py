@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime.models.decoder import Decoder, Hf
-from slime.models.families.deepseek_v3 import DEEPSEEK_V3
+from slime.models.families.latent.deepseek_v3 import DEEPSEEK_V3
 from slime.models.latent import read_latent
 from slime.models.reading import sparse_layers, with_predictions
 

@@ -1,0 +1,1 @@
+"""Latent attention: the module of the attention slot and its parts."""

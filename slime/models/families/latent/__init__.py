@@ -1,0 +1,1 @@
+"""The families with latent attention (`slime.models.latent`), one file per family."""
