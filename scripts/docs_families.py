@@ -87,7 +87,7 @@ def lines_of(model_type: str) -> tuple[str, int]:
     folder = ROOT / "slime" / "models" / "families"
     (file,) = (
         file
-        for file in sorted(folder.glob("*.py"))
+        for file in sorted(folder.rglob("*.py"))
         if file.stem not in ("__init__", "status") and f'"{model_type}"' in file.read_text(encoding="utf-8")
     )
     return file.stem, len(file.read_text(encoding="utf-8").splitlines())

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from architecture import Architecture
-from architectures import GEMMA3_VOCAB, HUB, QWEN_LARGE_VOCAB, QWEN_VOCAB, gemma3
+from architecture_fields import gemma3
+from architectures import GEMMA3_VOCAB, HUB, QWEN_LARGE_VOCAB, QWEN_VOCAB
 
 _IDS = {
     "image_token_id": 151655,

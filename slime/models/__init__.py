@@ -19,14 +19,14 @@ from slime.models.families.llama import LLAMA
 from slime.models.families.mimo import MIMO
 from slime.models.families.minimax_m2 import MINIMAX_M2
 from slime.models.families.mistral import MISTRAL
-from slime.models.families.qwen2 import QWEN2
-from slime.models.families.qwen2_5_vl import QWEN2_5_VL
-from slime.models.families.qwen2_moe import QWEN2_MOE
-from slime.models.families.qwen3 import QWEN3, QWEN3_MOE
-from slime.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
-from slime.models.families.qwen3_next import QWEN3_NEXT
-from slime.models.families.qwen3_vl import QWEN3_VL
-from slime.models.families.qwen3_vl_moe import QWEN3_VL_MOE
+from slime.models.families.qwen.qwen2 import QWEN2
+from slime.models.families.qwen.qwen2_5_vl import QWEN2_5_VL
+from slime.models.families.qwen.qwen2_moe import QWEN2_MOE
+from slime.models.families.qwen.qwen3 import QWEN3, QWEN3_MOE
+from slime.models.families.qwen.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
+from slime.models.families.qwen.qwen3_next import QWEN3_NEXT
+from slime.models.families.qwen.qwen3_vl import QWEN3_VL
+from slime.models.families.qwen.qwen3_vl_moe import QWEN3_VL_MOE
 from slime.models.family import Family
 from slime.records.errors import FlagError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime.models.decoder import Decoder, Hf
-from slime.models.families import qwen2
+from slime.models.families.qwen import qwen2
 from slime.models.family import Family, Prediction
 from slime.models.layouts import SwappedHalves
 from slime.models.reading import with_predictions

@@ -23,7 +23,7 @@ from checkouts import in_shell, linked_checkout
 from doc_blocks import RUN_WHOLE, Block, all_blocks, blocks, blocks_of, check_command, flags_of_runs, help_of
 from house_tree import ROOT
 
-from slime.models.families import qwen3
+from slime.models.families.qwen import qwen3
 from slime.tracking.run_record import recorded
 from slime.tracking.samples import write_samples
 from slime.types import Sample

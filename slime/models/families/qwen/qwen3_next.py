@@ -4,7 +4,7 @@ gate."""
 from __future__ import annotations
 
 from slime.models.decoder import Decoder, Hf
-from slime.models.families.qwen2_moe import SHARED_WITH_GATE, experts
+from slime.models.families.qwen.qwen2_moe import SHARED_WITH_GATE, experts
 from slime.models.family import Family
 from slime.models.hybrid import FLAGS, SHARED_WIDTH, hybrid_rows, read_hybrid
 from slime.models.rows import EXPERTS, IGNORED, MLP

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from slime.models.decoder import Decoder, Experts, Hf
-from slime.models.families.qwen2_moe import SHARED_WITH_GATE
-from slime.models.families.qwen2_moe import experts as shared_experts
-from slime.models.families.qwen3_vl import FILES, TEXT, TOWER, read_tower
+from slime.models.families.qwen.qwen2_moe import SHARED_WITH_GATE
+from slime.models.families.qwen.qwen2_moe import experts as shared_experts
+from slime.models.families.qwen.qwen3_vl import FILES, TEXT, TOWER, read_tower
 from slime.models.family import Family
 from slime.models.hybrid import FLAGS, SHARED_WIDTH, hybrid_rows, read_hybrid
 from slime.models.layouts import Row

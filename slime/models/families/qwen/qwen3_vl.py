@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime.models.decoder import Decoder, Hf
-from slime.models.families import qwen3
+from slime.models.families.qwen import qwen3
 from slime.models.family import Family
 from slime.models.reading import need, only, read_decoder
 from slime.models.rope import Rope, read_rope, rope_record

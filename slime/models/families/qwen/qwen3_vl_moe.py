@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from slime.models.decoder import Decoder, Hf
-from slime.models.families import qwen3
-from slime.models.families.qwen3_vl import DEEP, TEXT, TOWER, read_tower, rope
+from slime.models.families.qwen import qwen3
+from slime.models.families.qwen.qwen3_vl import DEEP, TEXT, TOWER, read_tower, rope
 from slime.models.family import Family, Written
 from slime.models.layouts import Direct, GateUpTensor, Row
 from slime.models.quantized_checkpoint import dequantized
