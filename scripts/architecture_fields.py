@@ -93,6 +93,16 @@ GPT_OSS_ROPE = {
 }
 
 
+def olmo3(window: int, scaling: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """Fields of OLMo 3 that are not columns of the table: the window, and the scaling of the rotary embedding of layers
+    without a window."""
+    both = {
+        kind: {"rope_type": "default", "rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")
+    }
+    both["full_attention"] |= scaling or {}
+    return {"sliding_window": window, "rope_parameters": both, **more}
+
+
 def gemma3(scalar: int, window: int, scaling: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     """Fields of Gemma 3 that are not columns of the table: `scalar` under the scores, the window, and the scaling of
     the rotary embedding of layers without a window."""

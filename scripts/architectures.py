@@ -23,6 +23,7 @@ from architecture_fields import (
     gemma3,
     latent,
     llama3,
+    olmo3,
 )
 
 LLAMA_VOCAB = (128256, 128000)
@@ -176,6 +177,11 @@ ARCHITECTURES = {
         *("bfloat16", "config.json of XiaomiMiMo/MiMo-7B-RL, without its layer of prediction", None, None),
         {"rms_norm_eps": 1e-5},
     ),
+    "olmo-3-7b": Architecture(
+        *("olmo3", 4096, 11008, 32, (32, 32), 128, (100278, 100257), 5e5, 65536, False),
+        *("bfloat16", "config.json of allenai/Olmo-3-7B-Instruct", None, None),
+        olmo3(4096, {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}),
+    ),
     "minimax-m2": Architecture(
         *("minimax_m2", 3072, 1536, 62, (48, 8), 128, (200064, 200019), 5e6, 196608, False),
         *("bfloat16", "config.json of MiniMaxAI/MiniMax-M2, without its modules of prediction", None),
@@ -263,6 +269,7 @@ ARCHITECTURES = {
     "glm4-tiny": tiny("glm4", more={"attention_bias": True}),
     "minimax-m2-tiny": tiny("minimax_m2", experts=(8, 2, 128), more=MINIMAX | {"rotary_dim": 16}),
     "mimo-tiny": tiny("mimo"),
+    "olmo3-tiny": tiny("olmo3", more=olmo3(12, layer_types=["sliding_attention", "full_attention"])),
     # vLLM's kernels of gated delta nets for CPUs are in bfloat16 only
     "qwen3-next-tiny": tiny("qwen3_next", "bfloat16", experts=(8, 2, 128), more=QWEN3_NEXT),
     "qwen3-5-tiny": tiny("qwen3_5_text", "bfloat16", more=HYBRID),

@@ -19,6 +19,7 @@ from slime.models.families.llama import LLAMA
 from slime.models.families.mimo import MIMO
 from slime.models.families.minimax_m2 import MINIMAX_M2
 from slime.models.families.mistral import MISTRAL
+from slime.models.families.olmo3 import OLMO3
 from slime.models.families.qwen.qwen2 import QWEN2
 from slime.models.families.qwen.qwen2_5_vl import QWEN2_5_VL
 from slime.models.families.qwen.qwen2_moe import QWEN2_MOE
@@ -69,6 +70,7 @@ _ALL = (
     MISTRAL,
     MINIMAX_M2,
     MIMO,
+    OLMO3,
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}

@@ -164,8 +164,10 @@ class Decoder:
     """The attention's output projection has a bias."""
     qk_norm: str = ""
     """"" (no norm), "head" (RMSNorm per head) or "projection" (RMSNorm over all heads together)."""
+    pre_norms: bool = True
+    """The inputs of attention and MLP have norms."""
     post_norms: bool = False
-    """The outputs of attention and MLP have norms too."""
+    """The outputs of attention and MLP have norms."""
     activation: str = "swiglu"
     """Activation of the MLP or the experts, a key of slime/megatron_backend/model."""
     zero_centred: bool = False

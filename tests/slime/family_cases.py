@@ -66,6 +66,12 @@ TINY: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
     },
     "mimo": {"num_nextn_predict_layers": 1},
+    "olmo3": {
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "pad_token_id": None,
+        "eos_token_id": None,
+    },
     "gpt_oss": {
         "head_dim": 32,
         "sliding_window": 6,
@@ -114,6 +120,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 OLD = {"original_max_position_embeddings": 16}
 
@@ -212,6 +219,14 @@ CASES: dict[str, FamilyCase] = {
     "glm4": FamilyCase("glm4", {"tie_word_embeddings": False}, engine=True),
     "minimax-m2": FamilyCase("minimax_m2", {"tie_word_embeddings": False}, engine=True),
     "mimo": FamilyCase("mimo", {"tie_word_embeddings": False}, engine=True),
+    "olmo3": FamilyCase(
+        "olmo3",
+        {
+            "tie_word_embeddings": False,
+            "rope_parameters": {"full_attention": YARN | OLD, "sliding_attention": PLAIN},
+        },
+        engine=True,
+    ),
     "deepseek": FamilyCase("deepseek_v3", engine=True),
     # Moonlight computes queries from the hidden states. The published YaRN, where both factors are equal, changes the
     # scale.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -19,7 +20,7 @@ def layer_spec(core: TransformerConfig, decoder: Decoder, layer: Layer) -> Modul
     spec: ModuleSpec = get_gpt_layer_local_spec(normalization=core.normalization)
     spec.module, spec.params = DecoderLayer, {"post_norms": decoder.post_norms}
     modules = spec.submodules
-    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm if decoder.pre_norms else IdentityOp
     modules.self_attention = KINDS[layer.kind](core, decoder, layer)
     if layer.sparse and decoder.experts:
         gated = ACTIVATIONS[decoder.activation]

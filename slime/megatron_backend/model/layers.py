@@ -102,7 +102,8 @@ class SharedExpert(GatedMLP):
 class DecoderLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's layer. With full recomputation, it keeps no tensors inside and is Megatron's layer unchanged.
 
-    `post_norms`: the outputs of attention and MLP have norms too, before they are added to the residual stream.
+    `post_norms`: the outputs of attention and MLP have norms, before they are added to the residual stream. Without
+    norms of their inputs (`Decoder.pre_norms`), the products read the residual stream.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has
             own.mlp_bda = after(self.post_mlp_layernorm, own.mlp_bda)
         # this class replaces --recompute-modules layernorm; Megatron's own code needs Transformer Engine
         self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
-        if config.recompute_granularity != "full":
+        if config.recompute_granularity != "full" and isinstance(self.input_layernorm, RMSNorm):
             for name in ("linear_qkv", "in_proj"):
                 if isinstance(first := getattr(self.self_attention, name, None), NormedLinear):
                     defer(self.input_layernorm, first)

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 ARCHS = (
     "minimax-m2-tiny",
     "mimo-tiny",
+    "olmo3-tiny",
     "qwen3-next-tiny",
     "qwen3-5-tiny",
     "llama-tiny",

@@ -1,0 +1,50 @@
+"""Lists the models of scripts/architectures.py that tests build, by the way they check them."""
+
+from __future__ import annotations
+
+EXACT = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_248_023_552,
+    "glm-4-9b": 9_400_279_040,
+    "gemma-3-1b": 999_885_952,
+    "gemma-2-2b": 2_614_341_888,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen3-4b-instruct-2507": 4_022_468_096,
+    "smollm2-135m": 134_515_008,
+    "olmo-3-7b": 7_298_011_136,
+}
+"""Model -> number of elements in all tensors of the published checkpoint; a tied head counts once. The last three were
+computed with this project."""
+SHALLOW = (
+    "llama-3.2-3b",
+    "glm-4-9b",
+    "mimo-7b",
+    "minimax-m2",
+    "gemma-3-1b",
+    "gemma-2-2b",
+    "glm-4-32b",
+    "olmo-3-7b",
+)
+LATENT = ("deepseek-v3", "moonlight-16b-a3b", "kimi-k2", "kimi-k2-thinking", "glm-4.7-flash")
+SPARSE = (
+    *("qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-moe-tiny", "glm-4.5-air", "glm-4.5-355b", "glm-moe-tiny"),
+    *LATENT,
+    "qwen1.5-moe-a2.7b",
+    "deepseek-tiny",
+)
