@@ -14,7 +14,7 @@ that contradicts them is an error, because upstream defines no priority:
 
 slime has a variable for its trainer, with the same rule:
 
-    OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1    --round-expert-weights; 0 has no effect
+    OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1    --round-weights; 0 has no effect
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODES: dict[str, dict[str, str]] = {
 fallback."""
 ALIGNED: dict[str, dict[str, str]] = {"0": {}, "1": {"rlk_bitwise": "", "rlk_consistency": "strict"}}
 """Maps the launcher's RL_KERNEL_ALIGNED to flags: 1 makes the engine's arithmetic equal to the trainer's."""
-FAKE_INT4: dict[str, dict[str, str]] = {"0": {}, "1": {"round_expert_weights": ""}}
+FAKE_INT4: dict[str, dict[str, str]] = {"0": {}, "1": {"round_weights": ""}}
 """Maps slime's OPEN_TRAINING_INT4_FAKE_QAT_FLAG to flags."""
 SAME = {"enable_rl_kernel": "rlk_fast", "rl_kernel_strict": "rlk_fast"}
 """Other spellings of a flag."""

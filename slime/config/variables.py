@@ -36,7 +36,7 @@ class UnreadVariable:
 
 _INT4 = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"
 _OPEN_TRAINING = RejectedVariable(
-    "be unset, because the trainer rounds the weights of experts to int4 only (--round-expert-weights)",
+    "be unset, because the trainer rounds weights to INT4 only (--round-weights)",
     "unset it: the engines keep the checkpoint's scheme, and --use-tis corrects for the difference of the log-probs",
 )
 _ORIGINAL = RejectedVariable(
@@ -59,7 +59,7 @@ REFUSED: dict[str, RejectedVariable] = {
 _READ = ("SLIME_AGENT_*", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_APPLY_QK_LAYER_SCALING")
 """Variables of the patterns below that code of this project or of megatron-core reads."""
 UNREAD: dict[str, UnreadVariable] = {
-    "OPEN_TRAINING_*": UnreadVariable("--round-expert-weights takes the groups of --hf-checkpoint"),
+    "OPEN_TRAINING_*": UnreadVariable("--round-weights takes the groups of --hf-checkpoint"),
     "NVTE_*": UnreadVariable(
         "Transformer Engine reads them, and the trainer does not use it", "transformer_engine"
     ),
@@ -79,8 +79,8 @@ def check_variables(config: Config, environ: Mapping[str, str]) -> None:
         if value.strip().lower() in ("", *FALSE_WORDS):
             continue
         if name == _INT4:  # vime.switch reads it from the environment
-            if not config.train.round_expert_weights:
-                raise FlagError(name, "be left out of --train-env-vars", value, "give --round-expert-weights")
+            if not config.train.round_weights:
+                raise FlagError(name, "be left out of --train-env-vars", value, "give --round-weights")
             continue
         for pattern, refused in REFUSED.items():
             if fnmatchcase(name, pattern):

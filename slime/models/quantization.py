@@ -20,14 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from slime.models.decoder import Hf
+from slime.models.int4 import BITS, PER_WORD, fit_groups, pack, round_groups, unpack
 from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-BITS = 4
-_PER_WORD = 32 // BITS
-_MOST = 2 ** (BITS - 1) - 1
 FP8_MOST = 448.0
 """Largest number of float8_e4m3fn."""
 _SMALLEST = 1e-12
@@ -240,7 +238,7 @@ def quantized_names(names: set[str], scheme: QuantizationScheme) -> Iterator[str
 def check_groups(shape: tuple[int, ...], scheme: QuantizationScheme, name: str) -> None:
     """Raises ValueError unless the weight `name` can be quantised: a matrix whose rows are whole groups of int4."""
     columns = scheme.block[1]
-    if len(shape) != 2 or (scheme.kind == "int4" and (shape[1] % columns or shape[1] % _PER_WORD)):
+    if len(shape) != 2 or (scheme.kind == "int4" and (shape[1] % columns or shape[1] % PER_WORD)):
         raise ValueError(
             f"{name} must be a matrix whose rows are whole groups of {columns}, got shape {list(shape)}; leave the "
             "module out (`ignore` in quantization_config), or use a checkpoint with another group_size"
@@ -264,7 +262,7 @@ def quantize(
     check_groups(tuple(weight.shape), scheme, name)
     kind: dtype = getattr(torch, scale_dtype or scheme.scale_dtype)
     if scheme.kind == "int4":
-        codes, scales = _int4(weight, scheme.block[1], kind)
+        codes, scales = fit_groups(weight, scheme.block[1], kind)
         shape = torch.tensor(weight.shape, dtype=torch.int64, device=weight.device)
         return {"weight_packed": pack(codes), "weight_scale": scales, "weight_shape": shape}
     scales = scales_from(block_maxima(weight, scheme), scheme).to(kind)
@@ -294,14 +292,15 @@ def dequantize(tensors: Mapping[str, Tensor], scheme: QuantizationScheme, *, nam
     return weight
 
 
-def rounded(weight: Tensor, scheme: QuantizationScheme, *, name: str = "weight") -> Tensor:
-    """Returns `dequantize(quantize(weight))` of a scheme in int4, in the dtype of the weight."""
+def rounded(
+    weight: Tensor, scheme: QuantizationScheme, *, name: str = "weight", scale_dtype: str | None = None
+) -> Tensor:
+    """Returns `dequantize(quantize(weight))` of a scheme in int4, in the dtype of the weight. `scale_dtype` is as in
+    `quantize`."""
     import torch
 
     check_groups(tuple(weight.shape), scheme, name)
-    codes, scales = _int4(weight, scheme.block[1], getattr(torch, scheme.scale_dtype))
-    values: Tensor = codes * spread(scales, scheme.block, tuple(weight.shape))
-    return values.to(torch.bfloat16).to(weight.dtype)
+    return round_groups(weight, scheme.block[1], getattr(torch, scale_dtype or scheme.scale_dtype))
 
 
 def check_scales(
@@ -355,45 +354,3 @@ def to_fp8(
     (top, left), (height, width) = first, weight.shape
     each = spread(scales, _full(scheme, tuple(weight.shape)), (top + height, left + width))[top:, left:]
     return (weight.float() / each).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn)
-
-
-def _int4(weight: Tensor, group: int, dtype: dtype) -> tuple[Tensor, Tensor]:
-    """Returns the codes int32 [O, I] and the scales [O, I / group] of a weight."""
-    import torch
-
-    groups = weight.float().unflatten(1, (-1, group))
-    most = groups.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST)
-
-    def codes_for(scales: Tensor) -> Tensor:
-        rounded: Tensor = (groups / scales).round().clamp(-_MOST - 1, _MOST)
-        return rounded
-
-    def fitted(codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scales with the smallest squared errors for `codes`, and these errors."""
-        squares = codes.square().sum(-1, keepdim=True).clamp(min=1)
-        scales = ((groups * codes).sum(-1, keepdim=True) / squares).to(dtype).float()
-        return scales, (groups - codes * scales).square().sum(-1, keepdim=True)
-
-    (scales, error), (others, other) = (fitted(codes_for(most / steps)) for steps in (_MOST, _MOST + 1))
-    scales = others.where(other < error, scales)
-    codes = codes_for(scales.clamp(min=torch.finfo(torch.float32).tiny))
-    return codes.flatten(1).to(torch.int32), scales[..., 0].to(dtype)
-
-
-def pack(codes: Tensor) -> Tensor:
-    """Returns codes in [-8, 7] as int32 [O, I / 8], the lowest four bits first, with 8 added to each code."""
-    import torch
-
-    words = (codes.to(torch.int64) + _MOST + 1).unflatten(1, (-1, _PER_WORD))
-    shifts = torch.arange(0, 32, BITS, device=codes.device)
-    packed: Tensor = (words << shifts).sum(-1).to(torch.int32)
-    return packed
-
-
-def unpack(packed: Tensor, columns: int) -> Tensor:
-    """Returns the codes in [-8, 7] of `pack`, as int32 [O, columns]."""
-    import torch
-
-    shifts = torch.arange(0, 32, BITS, dtype=torch.int32, device=packed.device)
-    codes: Tensor = (packed[..., None] >> shifts & 2**BITS - 1).flatten(1)[:, :columns] - _MOST - 1
-    return codes

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.models.decoder import Hf
+from slime.models.int4 import PER_WORD
 from slime.models.quantization import (
     QuantizationScheme,
     check_scales,
@@ -21,8 +22,6 @@ from slime.models.slices import Stored, Tensors, Where
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
-
-_PER_WORD = 8
 
 
 def dequantized(tensors: Tensors, hf: Hf) -> Tensors:
@@ -103,9 +102,9 @@ class _QuantizedTensor:
         shape = parts["weight_shape"][...].tolist() if packed else weight.shape
         self.shape: tuple[int, ...] = tuple(shape)
         check_scales(tuple(parts[scheme.scale].shape), self.shape, scheme, name)
-        if packed and tuple(weight.shape) != (shape[0], -(-shape[1] // _PER_WORD)):
+        if packed and tuple(weight.shape) != (shape[0], -(-shape[1] // PER_WORD)):
             raise ValueError(
-                f"{name}_packed must have shape {[shape[0], -(-shape[1] // _PER_WORD)]} for weight_shape {shape}, got "
+                f"{name}_packed must have shape {[shape[0], -(-shape[1] // PER_WORD)]} for weight_shape {shape}, got "
                 f"{list(weight.shape)}; download the checkpoint again"
             )
 
@@ -150,7 +149,7 @@ class _QuantizedTensor:
             slice(columns[0] // by_column, -(-columns[1] // by_column)),
         )
         tensors = {self._scheme.scale: self._parts[self._scheme.scale][scales]}
-        per = _PER_WORD if self._scheme.kind == "int4" else 1
+        per = PER_WORD if self._scheme.kind == "int4" else 1
         across = slice(columns[0] // per, -(-columns[1] // per))
         tensors[self._scheme.weight] = self._parts[self._scheme.weight][slice(*rows), across]
         if per > 1:

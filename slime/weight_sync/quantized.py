@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from slime.models.int4 import PER_WORD
 from slime.models.quantization import (
     QuantizationScheme,
     block_maxima,
@@ -28,8 +29,6 @@ from slime.models.quantized_checkpoint import QuantizedWeights
 from slime.weight_sync.channel import Export, Named
 from slime.weight_sync.ranks import everywhere
 from slime.weight_sync.slices import Slice, SlicePosition, Where
-
-_PER_WORD = 8
 
 
 def quantize_slices(slices: Iterable[Slice], weights: QuantizedWeights) -> Iterator[Slice]:
@@ -66,7 +65,7 @@ def _parts(each: Slice, shared: dict[str, Tensor], weights: QuantizedWeights) ->
     found = _QuantizedSlice(each, scheme, weights.scale_dtype, shared.get(position.name))
     module = position.name.removesuffix("weight")
     (top, bottom), (left, right) = position.where
-    packed = _PER_WORD if scheme.kind == "int4" else 1
+    packed = PER_WORD if scheme.kind == "int4" else 1
     yield Slice(
         SlicePosition(
             f"{module}{scheme.weight}",

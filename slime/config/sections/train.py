@@ -35,9 +35,10 @@ class TrainConfig:
     custom_megatron_before_train_step_hook_path: str | None = flag(
         None, "fn(args, rollout_id, step_id, model, optimizer, scheduler)"
     )
-    round_expert_weights: bool = flag(
+    round_weights: bool = flag(
         False,
-        "round the weights of experts to the int4 of --hf-checkpoint in the trainer's forward pass, as the engines do; "
-        "gradients pass the rounding unchanged (OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1 of slime)",
+        "quantisation-aware training: compute with the weights of linear layers and experts rounded to the INT4 of "
+        "--hf-checkpoint, as the engines do; gradients pass the rounding unchanged (OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1 "
+        "of slime)",
     )
     seed: int = flag(1234, "random seed of the trainer", range=SEED)

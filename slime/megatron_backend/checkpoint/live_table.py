@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -10,13 +9,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from slime.megatron_backend.model.gpt import HiddenGPTModel
-from slime.megatron_backend.model.parameter_names import whole_model_name
+from slime.megatron_backend.model.parameter_names import find_row
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
-from slime.models import family_for
 from slime.models.layouts import Row
 from slime.models.lora import PREFIX as ADAPTERS
-
-_PREDICTION = re.compile(r"^(mtp\.layers\.)(\d+)")
 
 
 def named(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
@@ -34,16 +30,9 @@ def parameters(
     """Yields every tensor of this stage with its row of the family's table and its HF names, in model order. With
     `expert_rank`, experts have their names on that expert-parallel rank. A value head and adapters have no row and are
     skipped."""
-    family = family_for(inner.hf_config)
     for name, parameter in named(inner):
-        if name == VALUE_HEAD or name.startswith(ADAPTERS):
-            continue
-        name = whole_model_name(inner, name, expert_rank)
-        if inner.mtp_process:
-            name = _PREDICTION.sub(
-                lambda m: f"{m[1]}{int(m[2]) + family.first_prediction(inner.hf_config)}", name
-            )
-        yield parameter, *family.find(name)
+        if name != VALUE_HEAD and not name.startswith(ADAPTERS):
+            yield parameter, *find_row(inner, name, expert_rank)
 
 
 def with_all_experts(

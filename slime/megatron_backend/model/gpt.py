@@ -21,16 +21,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from slime.checkpoints.quantized_files import read_quantized_weights
 from slime.config import Config
+from slime.config.problems import require_value
 from slime.megatron_backend.model import transformer_engine
 from slime.megatron_backend.model.attention import PackedLayout, RotaryAngles
 from slime.megatron_backend.model.layer_spec import layer_spec
 from slime.megatron_backend.model.model_config import padded_vocab_size, transformer_config
 from slime.megatron_backend.model.moe.expert_dispatch import share_longest
-from slime.megatron_backend.model.moe.experts import round_experts
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.megatron_backend.model.parameter_names import freeze
 from slime.megatron_backend.model.prediction_layer import prediction_spec
+from slime.megatron_backend.model.products.rounded import round_weights
 from slime.megatron_backend.model.value_head import ValueHead
 from slime.megatron_backend.model.vision.embeddings import embed_images
 from slime.megatron_backend.model.vision.towers import build_tower
@@ -203,9 +205,10 @@ def build_model(
         HiddenGPTModel(hf_config, core, sizes, virtual, value=value, has_tower=has_tower)
         for virtual in (range(stages) if stages else (None,))
     ]
-    scheme = family_for(hf_config).scheme(hf_config)
-    if config.train.round_expert_weights and scheme is not None and scheme.kind == "int4":
-        round_experts(parts, scheme)
+    if config.train.round_weights and not value:
+        weights = read_quantized_weights(require_value(config.rollout.hf_checkpoint))
+        if weights is not None and weights.scheme == family_for(hf_config).scheme(hf_config):
+            round_weights(parts, weights)
     if adapt is not None:
         adapt(parts)
     if ddp:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,21 @@ from slime.bridges.megatron_versions import stored_name
 from slime.config import Config
 from slime.config.fields import spelled
 from slime.megatron_backend.model.value_head import PARAMETER as VALUE_HEAD
+from slime.models import family_for
+from slime.models.layouts import Row
 from slime.models.selection import FROZEN, ONLY, Selection
 
+Part: TypeAlias = Any
+"""A part of a rank's model, a GPTModel of Megatron without a wrapper. megatron-core has no types."""
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 _EXPERT = re.compile(r"(\.local_experts\.)(\d+)")
+_PREDICTION = re.compile(r"^(mtp\.layers\.)(\d+)")
 
 _TIED = ("output_layer.weight", "embedding.word_embeddings.weight")
 """A tied head is the embedding. A last stage without the embedding has a copy of the embedding."""
 
 
-def whole_model_name(inner: Any, name: str, expert_rank: int | None = None) -> str:
+def whole_model_name(inner: Part, name: str, expert_rank: int | None = None) -> str:
     """Returns the name in the whole model of the parameter `name` of `inner`, a GPTModel. With `expert_rank`, an expert
     has its name on that expert-parallel rank."""
     group = parallel_state.get_expert_model_parallel_group()
@@ -39,6 +44,17 @@ def whole_model_name(inner: Any, name: str, expert_rank: int | None = None) -> s
     name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + before}", name)
     name = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + experts_before}", name)
     return stored_name(name)
+
+
+def find_row(inner: Part, name: str, expert_rank: int | None = None) -> tuple[Row, tuple[str, ...]]:
+    """Returns the row of the family's table for the parameter `name` of `inner`, and its HF names. `expert_rank` is as
+    in `whole_model_name`."""
+    family = family_for(inner.hf_config)
+    name = whole_model_name(inner, name, expert_rank)
+    if inner.mtp_process:
+        first = family.first_prediction(inner.hf_config)
+        name = _PREDICTION.sub(lambda m: f"{m[1]}{int(m[2]) + first}", name)
+    return family.find(name)
 
 
 def freeze(parts: Sequence[nn.Module], config: Config) -> None:
@@ -76,7 +92,7 @@ def freeze(parts: Sequence[nn.Module], config: Config) -> None:
             embedding.register_forward_hook(_with_gradient)
 
 
-def _frozen_embeddings(part: Any) -> Iterator[nn.Module]:
+def _frozen_embeddings(part: Part) -> Iterator[nn.Module]:
     if part.pre_process and not any(p.requires_grad for p in part.embedding.parameters()):
         yield part.embedding
 

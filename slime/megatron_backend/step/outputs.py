@@ -9,8 +9,7 @@ from typing import cast
 
 import torch
 
-from slime.checkpoints.hf_config import read_hf_config
-from slime.checkpoints.hf_files import Files
+from slime.checkpoints.quantized_files import read_quantized_weights
 from slime.config import Config
 from slime.config.hook_calls import Hooks
 from slime.config.sections.checkpoint import HfFormat
@@ -20,7 +19,6 @@ from slime.megatron_backend.checkpoint.own_slices import OwnSlices
 from slime.megatron_backend.checkpoint.peft import export_adapters, peft_config
 from slime.megatron_backend.checkpoint.weights import export_hf, live, save_hf
 from slime.megatron_backend.step.models import Models
-from slime.models import family_for
 from slime.models.lora import sends_adapters
 from slime.models.quantized_checkpoint import QuantizedWeights
 from slime.protocols import CHECKPOINT, FULL, WeightSet, WeightUpdate
@@ -156,12 +154,7 @@ class Outputs:
 
     def _scheme(self) -> QuantizedWeights | None:
         """Returns the form in which engines keep the weights of a quantised --hf-checkpoint."""
-        checkpoint = self.config.rollout.hf_checkpoint
-        hf = read_hf_config(checkpoint)
-        scheme = family_for(hf).scheme(hf)
-        if scheme is None or not self.config.num_engines:
-            return None
-        return QuantizedWeights.from_files(Files(Path(checkpoint)), scheme)
+        return read_quantized_weights(self.config.rollout.hf_checkpoint) if self.config.num_engines else None
 
     def _save_hf(self, rollout_id: int) -> None:
         flags, model = self.config.checkpoint, self.models.main.model

@@ -12,7 +12,7 @@ from slime.models.decoder import Hf
 from slime.models.lora import sends_adapters
 from slime.models.quantization import QuantizationScheme
 from slime.plan.model_shape import Shape
-from slime.plan.scheme_bytes import check_widths, count_quantized, quantized_matrices
+from slime.plan.scheme_bytes import check_widths, quantized_matrices
 from slime.records.errors import FlagError
 from slime.system.extras import IS_CHECKOUT
 
@@ -25,12 +25,14 @@ def check_scheme(c: Config, hf: Hf) -> None:
     scheme = family_for(hf).scheme(hf)
     if scheme is None and hf.get("quantization_config"):
         _check_read_only(c, hf["quantization_config"].get("quant_method"))
-    _check_rounding(c, hf, scheme)
+    shape = Shape.of(hf)
+    _check_rounding(c, shape, scheme)
     if scheme is None:
         return
-    shape = Shape.of(hf)
     check_widths(shape)
-    _check_ranks(c, shape, scheme)
+    sends = c.num_engines and not c.debug.debug_rollout_only and not sends_adapters(c)
+    if scheme.kind == "int4" and sends:
+        _check_groups_of_ranks(c, shape, scheme)
     strict = c.kernels.rlk_consistency == "strict" or c.kernels.rlk_bitwise
     if c.num_engines and strict:
         flag = "--rlk-bitwise" if c.kernels.rlk_bitwise else "--rlk-consistency"
@@ -42,11 +44,9 @@ def check_scheme(c: Config, hf: Hf) -> None:
         )
 
 
-def _check_ranks(c: Config, shape: Shape, scheme: QuantizationScheme) -> None:
+def _check_groups_of_ranks(c: Config, shape: Shape, scheme: QuantizationScheme) -> None:
     """Checks that each trainer rank has whole groups of int4, because each rank quantises its slices. Blocks of fp8 may
     lie on several ranks."""
-    if scheme.kind != "int4" or not c.num_engines or c.debug.debug_rollout_only or sends_adapters(c):
-        return
     group = scheme.block[1]
     for matrix in quantized_matrices(shape):
         ranks = (
@@ -64,28 +64,30 @@ def _check_ranks(c: Config, shape: Shape, scheme: QuantizationScheme) -> None:
             )
 
 
-def _check_rounding(c: Config, hf: Hf, scheme: QuantizationScheme | None) -> None:
-    """Checks that --round-expert-weights can round as the engines do."""
-    if not c.train.round_expert_weights:
+def _check_rounding(c: Config, shape: Shape, scheme: QuantizationScheme | None) -> None:
+    """Checks that --round-weights can round as the engines do."""
+    if not c.train.round_weights:
         return
-    flag, shape = "--round-expert-weights (OPEN_TRAINING_INT4_FAKE_QAT_FLAG)", Shape.of(hf)
-    found = count_quantized(shape)
-    if scheme is None or scheme.kind != "int4" or found is None or not found.experts:
-        scheme_title = "plain weights" if scheme is None else scheme.title
+    flag = "--round-weights (OPEN_TRAINING_INT4_FAKE_QAT_FLAG)"
+    if scheme is None or scheme.kind != "int4":
         raise FlagError(
             flag,
-            "come with a checkpoint whose experts are in int4",
-            f"{scheme_title} in {require_value(c.rollout.hf_checkpoint)}",
+            "come with a checkpoint in INT4",
+            f"{'plain weights' if scheme is None else scheme.title} in {require_value(c.rollout.hf_checkpoint)}",
             "leave it out, or quantise the checkpoint that the engines serve",
         )
-    width = shape.expert_ffn // c.megatron.expert_tensor_parallel
-    if width % scheme.block[1]:
+    if c.lora.lora_rank:
         raise FlagError(
-            "--expert-tensor-parallel-size",
-            f"leave whole groups of {scheme.block[1]} on each rank with --round-expert-weights",
-            f"{shape.expert_ffn} / {c.megatron.expert_tensor_parallel} = {width:g}",
-            "lower it",
+            "--lora-rank",
+            "be left out with --round-weights",
+            c.lora.lora_rank,
+            "adapters do not change the weights of the base, which are those of the engines without rounding",
         )
+    if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
+        raise FlagError(
+            "--transformer-impl", "be local with --round-weights", "transformer_engine", "leave the flag out"
+        )
+    _check_groups_of_ranks(c, shape, scheme)
 
 
 def _check_read_only(c: Config, method: str) -> None:
@@ -112,12 +114,14 @@ def scheme_notes(c: Config, hf: Hf) -> Iterator[str]:
     scheme = family_for(hf).scheme(hf)
     if scheme is None or not c.num_engines or not loss_for(c.algorithm).rewarded:
         return
-    text = (
-        f"the engines keep the weights of --hf-checkpoint in {scheme.title}, and the trainer has them in "
-        f"{c.megatron.params_dtype}, so their log-probs differ, as vime audit measures"
+    trainer = (
+        "rounds them in the same way (--round-weights), so their log-probs differ only by the order of sums"
+        if c.train.round_weights
+        else f"has them in {c.megatron.params_dtype}, so their log-probs differ, as vime audit measures"
     )
+    text = f"the engines keep the weights of --hf-checkpoint in {scheme.title}, and the trainer {trainer}"
     o = c.off_policy
-    if not (o.use_tis or o.use_rs or o.use_rollout_logprobs):
+    if not (o.use_tis or o.use_rs or o.use_rollout_logprobs or c.train.round_weights):
         text += (
             "; --use-tis weights the loss by the ratio, and --use-tis --tis-mode mask --tis-clip 5 --tis-clip-low 0.5 "
             "(IcePop) trains without the tokens that differ most"

@@ -43,6 +43,12 @@ def test_a_run_is_accepted_and_a_correction_recommended(tmp_path, said, title):
     assert "; --use-tis weights the loss by the ratio" in note
     (corrected,) = noted("--use-tis")
     assert "; --use-tis" not in corrected
+    if said is INT4:
+        (rounded,) = noted("--round-weights")
+        assert rounded.endswith(
+            "the trainer rounds them in the same way (--round-weights), so their log-probs differ only by the order of "
+            "sums"
+        )
     assert noted("--debug-train-only") == []
 
 
@@ -76,9 +82,9 @@ def test_a_run_is_accepted_and_a_correction_recommended(tmp_path, said, title):
         ),
         (
             FP8,
-            "--round-expert-weights",
+            "--round-weights",
             {},
-            "QAT_FLAG\\) must come with a checkpoint whose experts are in int4, got fp8 in blocks of 128 x 128 in",
+            "QAT_FLAG\\) must come with a checkpoint in INT4, got fp8 in blocks of 128 x 128 in",
         ),
         (
             INT4,
@@ -87,7 +93,20 @@ def test_a_run_is_accepted_and_a_correction_recommended(tmp_path, said, title):
             "--tensor-model-parallel-size must leave whole groups of 32 of int4 in groups of 32 on each trainer rank, "
             "got 416 columns / 2 = 208 in model.layers.0.mlp.down_proj; use 1",
         ),
-        ({}, "--round-expert-weights", {}, "must come with a checkpoint whose experts are in int4, got plain weights"),
+        ({}, "--round-weights", {}, "must come with a checkpoint in INT4, got plain weights"),
+        (INT4, "--round-weights --lora-rank 8", {}, "--lora-rank must be left out with --round-weights, got 8;"),
+        (
+            INT4,
+            "--round-weights --transformer-impl transformer_engine --device cuda --bf16",
+            {},
+            "--transformer-impl must be local with --round-weights, got transformer_engine",
+        ),
+        (
+            INT4,
+            "--round-weights --debug-train-only --tensor-model-parallel-size 2 --sequence-parallel",
+            {"intermediate_size": 416, "vocab_size": 64},
+            "--tensor-model-parallel-size must leave whole groups of 32 of int4 in groups of 32 on each trainer rank",
+        ),
         ({}, "--save-hf-format bf16", {}, "--save-hf must be given with --save-hf-format, got only --save-hf-format"),
     ],
 )  # fmt: skip

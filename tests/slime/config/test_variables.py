@@ -45,11 +45,9 @@ def test_variables_of_the_trainer_processes_are_checked_too(config):
     with pytest.raises(ValueError, match="OPEN_TRAINING_NVFP4_FAKE_QAT_FLAG must be unset"):
         check_variables(flag, {})
     flag = config.with_values(train_env_vars={"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": 1})
-    with pytest.raises(
-        ValueError, match="must be left out of --train-env-vars, got 1; give --round-expert-weights"
-    ):
+    with pytest.raises(ValueError, match="must be left out of --train-env-vars, got 1; give --round-weights"):
         check_variables(flag, {})
-    check_variables(flag.with_values(round_expert_weights=True), {})
+    check_variables(flag.with_values(round_weights=True), {})
     scales = config.with_values(
         train_env_vars={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "NCCL_ALGO": "Ring"}
     )
@@ -70,7 +68,7 @@ def test_variables_without_effect_are_noted_once_per_reason(config):
     assert list(variable_notes(config, environ, {"vllm"})) == [
         "environment variables without effect: INDEXER_ROPE_NEOX_STYLE; no supported model has an indexer of sparse "
         "attention",
-        "environment variables without effect: OPEN_TRAINING_INT4_GROUP_SIZE; --round-expert-weights takes the "
+        "environment variables without effect: OPEN_TRAINING_INT4_GROUP_SIZE; --round-weights takes the "
         "groups of --hf-checkpoint",
         "environment variables without effect: SGLANG_NSA_FORCE_MLA, SGL_ENABLE_JIT_DEEPGEMM; SGLang reads them, and "
         "no engine of this run is SGLang's",

@@ -236,6 +236,21 @@ def test_a_quantized_checkpoint_keeps_its_scheme(name: str, tmp_path: Path, hook
     assert ("; --use-tis weights the loss" in note) is not config.off_policy.use_tis
 
 
+@pytest.mark.parametrize("name", [name for name in QUANTISED if name.endswith("int4.sh")])
+def test_the_scripts_of_int4_train_with_rounded_weights(
+    name: str, tmp_path: Path, hooks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scripts have these variables in the runtime environment of their Ray job."""
+    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
+    monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", "32")
+    config = parse_config(stand_ins(SCRIPTS[name], tmp_path))
+    assert config.train.round_weights
+    notes = [note for note in config.notes if "OPEN_TRAINING" in note or "--round-weights" in note]
+    assert len(notes) == 3
+    assert "OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1 is taken as --round-weights" in notes
+    assert any("the trainer rounds them in the same way (--round-weights)" in note for note in notes)
+
+
 def test_training_in_fp8_is_noted_for_a_model_with_experts(tmp_path: Path, hooks: None) -> None:
     config = parse_config(stand_ins(SCRIPTS["scripts/low_precision/run-qwen3-30b-a3b-fp8.sh"], tmp_path))
     (note,) = [note for note in config.notes if "--fp8-format" in note]

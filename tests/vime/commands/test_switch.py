@@ -85,8 +85,8 @@ def test_the_mode_of_upstreams_launcher(mode, flags):
         ({"RL_KERNEL_ALIGNED": "1"}, (), {"rlk_bitwise": [], "rlk_consistency": ["strict"]}),
         ({"RL_KERNEL_ALIGNED": "1"}, ("--rlk-consistency", "strict"), {"rlk_bitwise": []}),
         ({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "0"}, (), {}),
-        ({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}, (), {"round_expert_weights": []}),
-        ({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}, ("--round-expert-weights",), {}),
+        ({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}, (), {"round_weights": []}),
+        ({"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}, ("--round-weights",), {}),
     ],
 )
 def test_upstreams_variables_beside_others_that_agree(environ, argv, flags):

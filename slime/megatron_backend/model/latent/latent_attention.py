@@ -14,6 +14,7 @@ of a head of keys and of values, R its rotated part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from slime.megatron_backend.model.attention import PackedAttention, PackedLayout, rotated
 from slime.megatron_backend.model.layers import NormedLinear, defer
@@ -49,6 +50,11 @@ class WholeLinear(nn.Linear):
         for parameter in self.parameters():
             marked: Any = parameter  # the mark is Megatron's
             marked.sequence_parallel = config.sequence_parallel
+        self._forward_impl: Callable[..., Tensor] = linear
+        """Computes the product, as in Megatron's layers."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._forward_impl(input, self.weight, self.bias)
 
 
 class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types

@@ -16,7 +16,7 @@ Shapes: T tokens, H hidden, F width of an expert, C (token, expert) pairs, sorte
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -46,7 +46,6 @@ from slime.megatron_backend.model.moe.grouped_product import (
     expert_ends,
 )
 from slime.models import Decoder, Experts
-from slime.models.quantization import QuantizationScheme, rounded
 from slime.rules.experts import check_expert_layout, check_expert_settings, check_expert_width
 
 _FREE = {"moe_token_dispatcher_type", "moe_router_load_balancing_type"}
@@ -228,8 +227,8 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
     The formula is Megatron's without fusion: `fc2((gated(fc1(x)) * weight).to(x.dtype))`, weights in fp32. If tensor
     parallelism splits experts, Megatron's dispatcher gathers their tokens and sums their outputs. The
     first rank in this group adds the biases of fc2 as `weight * bias`. `adapted` has, for each of the two products, the
-    function that adds the output of adapters: (output, input, ends of the experts' rows) -> output. With `rounding`,
-    the products have rounded weights (`round_experts`).
+    function that adds the output of adapters: (output, input, ends of the experts' rows) -> output. `rounding` has the
+    functions that round the weights of the two products.
     """
 
     def __init__(
@@ -237,7 +236,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
     ) -> None:
         super().__init__(num_local_experts, config, *args, **kwargs)
         self.gated = gated
-        self.rounding: Rounding | None = None
+        self.rounding: list[Rounding | None] = [None, None]
         self.adapted: list[Callable[[Tensor, Tensor, Tensor], Tensor] | None] = [None, None]
         if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
             # Megatron sets this mark only if EP is above 1: the gradients are summed over the expert's own replicas
@@ -251,7 +250,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
         """Maps tokens [C, H] sorted by expert, number of tokens per expert [E] on any device, weights [C] to [C, H]."""
         tokens = permuted_local_hidden_states
         ends = expert_ends(tokens_per_expert, tokens.device)
-        gate_and_up = self._product(tokens, ends, [e.linear_fc1.weight for e in self.local_experts])
+        gate_and_up = self._product(0, tokens, ends, [e.linear_fc1.weight for e in self.local_experts])
         first, second = self.adapted
         if first is not None:
             gate_and_up = first(gate_and_up, tokens, ends)
@@ -262,7 +261,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
                 gate_and_up + torch.stack([e.linear_fc1.bias for e in self.local_experts])[expert_of]
             )
         gated = weighted(self.gated, gate_and_up, permuted_probs)
-        output = self._product(gated, ends, [e.linear_fc2.weight for e in self.local_experts])
+        output = self._product(1, gated, ends, [e.linear_fc2.weight for e in self.local_experts])
         if second is not None:
             output = second(output, gated, ends)
         if biased:
@@ -273,26 +272,13 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
             output = output + (bias[expert_of] * (permuted_probs[:, None] * share)).to(output.dtype)
         return output, None
 
-    def _product(self, x: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
-        if self.rounding is None:
+    def _product(self, index: int, x: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
+        rounding = self.rounding[index]
+        if rounding is None:
             product: Tensor = GroupedProduct.apply(x, ends, *weights)
         else:
-            product = RoundedProduct.apply(self.rounding, x, ends, *weights)
+            product = RoundedProduct.apply(rounding, x, ends, *weights)
         return product
-
-
-def round_experts(parts: Iterable[nn.Module], scheme: QuantizationScheme) -> None:
-    """Makes the experts compute with their weights rounded to `scheme`, which must be int4. Gradients pass the rounding
-    unchanged."""
-
-    def rounding(weights: Tensor) -> Tensor:
-        matrix = rounded(weights.flatten(0, 1), scheme)
-        return matrix.reshape(weights.shape)
-
-    for part in parts:
-        for module in part.modules():
-            if isinstance(module, GatedExperts):
-                module.rounding = rounding
 
 
 class ExpertLayer(MoELayer):  # type: ignore[misc]  # megatron-core has no types
