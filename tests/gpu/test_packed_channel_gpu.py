@@ -70,9 +70,7 @@ def make_channel(tmp_path: Path) -> PackedNcclChannel:
     return PackedNcclChannel(tmp_path, BUCKET_BYTES, device, timeout_s=60)
 
 
-def test_bits_arrive_never_run(
-    tmp_path: Path, engine: tuple[mp.Process, mp.SimpleQueue, mp.SimpleQueue]
-) -> None:
+def test_bits_arrive(tmp_path: Path, engine: tuple[mp.Process, mp.SimpleQueue, mp.SimpleQueue]) -> None:
     _, orders, answers = engine
     channel = make_channel(tmp_path)
     for version in range(3):  # the first update connects

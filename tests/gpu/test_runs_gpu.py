@@ -49,7 +49,7 @@ def test_three_steps_with_adapters(world: World, more: list[str]) -> None:
 
 
 @pytest.mark.parametrize("world", ["qwen3-50m", "qwen3-moe-tiny"], indirect=True)
-def test_updates_go_straight_to_their_places_never_run(world: World) -> None:
+def test_updates_go_straight_to_their_places(world: World) -> None:
     """Each update is compared. The engine sleeps in between, and its parameters must keep their addresses. vLLM uses
     a kernel of experts that keeps them plain."""
     flags = [*world.grpo("places", rollouts=4), "--colocate", "--actor-num-gpus-per-node", "1"]

@@ -103,7 +103,7 @@ def test_cached_blocks_leave_the_bytes_free_that_others_allocate_later():
 
 
 @pytest.mark.parametrize("when", ["after a rollout", "out of memory"])
-def test_a_snapshot_has_the_stack_of_an_allocation_never_run(tmp_path: Path, when: str) -> None:
+def test_a_snapshot_has_the_stack_of_an_allocation(tmp_path: Path, when: str) -> None:
     flags = {"record_memory_history": True, "memory_snapshot_num_steps": 2, "run_dir": str(tmp_path)}
     history = MemoryHistory(Config.from_flat(flags), "trainer-0")
     kept = torch.empty(3 * 2**20, dtype=torch.uint8, device="cuda")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_an_engine_sees_a_video_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_an_engine_sees_a_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     model = make_vision_model(tmp_path / "model", kind)
     media = MediaProcessor(load_processor(str(tmp_path / "model")), tmp_path / "processed")
     noise = np.random.default_rng(0).integers(0, 255, (6, 32, 48, 3), dtype=np.uint8)

@@ -145,6 +145,7 @@ class PackedNcclChannel(WeightChannel):
             buffer_size_bytes=self.bucket_bytes,
             num_buffers=_BUFFERS,
         )
+        torch.cuda.synchronize(self.device)  # The producer returns before the engines have the weights.
 
 
 class PackedNcclReceiver:
