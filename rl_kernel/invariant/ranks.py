@@ -98,9 +98,7 @@ class _ColumnParallel(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # the sum over ranks overlaps with the product for the weight
-        grad, added = (
-            _start_sum(upstream @ weight, ctx.group, scatter=ctx.gather) if needs_x else (None, None)
-        )
+        grad, added = start_sum(upstream @ weight, ctx.group, scatter=ctx.gather) if needs_x else (None, None)
         grad_weight = None
         if needs_weight:
             if ctx.gather:  # gather again, so that only this rank's rows are kept from forward to backward
@@ -111,7 +109,7 @@ class _ColumnParallel(torch.autograd.Function):
         return grad, grad_weight, upstream.sum(0) if needs_bias else None, None, None
 
 
-def _start_sum(grad: Tensor, group: dist.ProcessGroup, *, scatter: bool) -> tuple[Tensor, dist.Work | None]:
+def start_sum(grad: Tensor, group: dist.ProcessGroup, *, scatter: bool) -> tuple[Tensor, dist.Work | None]:
     """Starts the sum over ranks. Returns its tensor (this rank's rows if `scatter`) and the work to wait for before
     reading it."""
     if not scatter:

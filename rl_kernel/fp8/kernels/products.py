@@ -1,0 +1,119 @@
+"""The products of rounded matrices in Triton, for one weight or for the weights of experts.
+
+Each step multiplies 128 x 128 codes on the tensor cores, and adds the result, times the scales, to a float32 sum. The
+tile does not depend on the shape, so a row of the result has the same bits for any number of other rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rl_kernel.fp8.kernels.quantize import Operand, Spans
+from rl_kernel.fp8.reference import GROUP
+
+WARPS, STAGES = 8, 4
+TOGETHER = 16
+"""Number of tiles of rows that are computed before the next columns, so that the weight's tiles stay in the cache."""
+
+
+@triton.jit(do_not_specialize=["M", "a_stride", "tall"])
+def rows_kernel(
+    A, A_SCALES, B, B_SCALES, OUT, EXPERT, FIRST, LAST, M, N, K, a_stride, b_stride, tall,
+    TOGETHER: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Computes a tile of A @ B[expert].T. A has a scale per row and 128 columns, B per 128 x 128 elements."""
+    part, broad = tl.program_id(0), N // SIZE
+    group = part // (TOGETHER * broad)
+    height = min(tall - group * TOGETHER, TOGETHER)
+    tile = group * TOGETHER + part % (TOGETHER * broad) % height
+    block = part % (TOGETHER * broad) // height
+    lane = tl.arange(0, SIZE)
+    if EXPERT is None:
+        first, last, weight = tile * SIZE, M, 0
+    else:
+        first, last, weight = tl.load(FIRST + tile), tl.load(LAST + tile), tl.load(EXPERT + tile)
+    if first < last:
+        row = (first + lane).to(tl.int64)
+        inside = row < last
+        b_scales = B_SCALES + (weight * broad + block) * b_stride
+        total = tl.zeros((SIZE, SIZE), tl.float32)
+        for step in range(0, K // SIZE):
+            a = A.load([first, step * SIZE])
+            b = B.load([(weight * broad + block) * SIZE, step * SIZE])
+            scale = tl.load(A_SCALES + tl.cast(step, tl.int64) * a_stride + row, inside, other=0.0)
+            total += tl.dot(a, b.T) * (scale * tl.load(b_scales + step))[:, None]
+        column = block * SIZE + lane
+        tl.store(OUT + row[:, None] * N + column[None, :], total.to(OUT.dtype.element_ty), inside[:, None])
+
+
+@triton.jit(do_not_specialize=["groups"])
+def columns_kernel(
+    A, A_SCALES, B, B_SCALES, OUT, STARTS, N, K, groups, TOGETHER: tl.constexpr, SIZE: tl.constexpr
+):
+    """Computes a tile of A @ B.T over the groups of an expert. Both have a scale per row and 128 columns."""
+    part, tall, broad = tl.program_id(0), N // SIZE, K // SIZE
+    group = part // (TOGETHER * broad)
+    height = min(tall - group * TOGETHER, TOGETHER)
+    above = group * TOGETHER + part % (TOGETHER * broad) % height
+    left = part % (TOGETHER * broad) // height
+    expert = tl.program_id(1).to(tl.int64)
+    lane = tl.arange(0, SIZE)
+    row, column = above * SIZE + lane, left * SIZE + lane
+    if STARTS is None:
+        first, last = 0, groups
+    else:
+        first, last = tl.load(STARTS + expert), tl.load(STARTS + expert + 1)
+    total = tl.zeros((SIZE, SIZE), tl.float32)
+    for step in range(first, last):
+        a = A.load([above * SIZE, step * SIZE])
+        b = B.load([left * SIZE, step * SIZE])
+        a_scale = tl.load(A_SCALES + tl.cast(step, tl.int64) * N + row)
+        b_scale = tl.load(B_SCALES + tl.cast(step, tl.int64) * K + column)
+        total += tl.dot(a, b.T) * a_scale[:, None] * b_scale[None, :]
+    place = (expert * N + row)[:, None] * K + column[None, :]
+    tl.store(OUT + place, total.to(OUT.dtype.element_ty))
+
+
+def multiply_rows(
+    left: Operand, right: Operand, spans: Spans | None, experts: int, dtype: torch.dtype
+) -> Tensor:
+    """Computes `left @ right.T`: rows [M, K] and blocks [E * N, K] -> [M, N] in `dtype`."""
+    count, inner = left.rows, left.codes.shape[1]
+    width = len(right.codes) // experts
+    out = left.codes.new_empty(count, width, dtype=dtype)
+    tall = -(-count // GROUP) if spans is None else len(spans.first)
+    if count:
+        with torch.cuda.device_of(out):
+            rows_kernel[(tall * (width // GROUP),)](
+                _tiles(left), left.scales, _tiles(right), right.scales, out,
+                *((None, None, None) if spans is None else (spans.expert, spans.first, spans.last)),
+                count, width, inner, len(left.codes), right.scales.shape[0], tall,
+                TOGETHER=TOGETHER, SIZE=GROUP, num_warps=WARPS, num_stages=STAGES,
+            )  # fmt: skip
+    return out
+
+
+def multiply_columns(
+    left: Operand, right: Operand, spans: Spans | None, experts: int, dtype: torch.dtype
+) -> Tensor:
+    """Computes `left @ right.T` over each expert's groups: columns [N, G * 128] and [K, G * 128] -> [E, N, K] in
+    `dtype`."""
+    height, width, groups = left.rows, right.rows, left.scales.shape[1]
+    if not groups:
+        return left.codes.new_zeros(experts, height, width, dtype=dtype)
+    out = left.codes.new_empty(experts, height, width, dtype=dtype)
+    with torch.cuda.device_of(out):
+        columns_kernel[((height // GROUP) * (width // GROUP), experts)](
+            _tiles(left), left.scales, _tiles(right), right.scales, out,
+            None if spans is None else spans.starts, height, width, groups,
+            TOGETHER=TOGETHER, SIZE=GROUP, num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
+    return out
+
+
+def _tiles(operand: Operand) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(operand.codes, [GROUP, GROUP])

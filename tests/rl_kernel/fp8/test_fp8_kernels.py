@@ -1,0 +1,96 @@
+"""Compares the kernels of `rl_kernel.fp8` with its reference: rounded values bit for bit, and products (in Triton's
+interpreter without a GPU)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from hardware_rounding import nearest  # noqa: F401
+
+from rl_kernel.fp8 import fast, reference
+from rl_kernel.fp8.cases import CASES
+from rl_kernel.fp8.kernels import Spans, quantize, quantize_blocks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    pytest.mark.usefixtures("nearest"),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLOSE = {torch.float32: 2**-18, torch.bfloat16: 2**-8}
+"""Largest error of a product, relative to its largest value. In float32 the kernels add the groups in float32 and
+the reference adds them in float64; a GPU also adds the products of a group with fewer bits."""
+
+
+def codes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_kernels_round_to_the_bits_of_the_reference(case, power_of_two):
+    x, weights, _ = case.tensors(torch.bfloat16, DEVICE)
+    x[:1, :1] = 0
+    x[:1, 128:256] = 0
+    rows, columns = quantize(x, None, rows=True, columns=True, power_of_two=power_of_two)
+    want, scales = reference.quantize_rows(x, power_of_two)
+    assert torch.equal(codes(rows.codes[: len(x)]), codes(want)) and torch.equal(
+        rows.scales[: len(x)], scales
+    )
+    want, scales = reference.quantize_columns(x, power_of_two)
+    assert torch.equal(codes(columns.codes), codes(want)) and torch.equal(columns.scales, scales)
+    for turned in (False, True):
+        found = quantize_blocks(weights, turned=turned, power_of_two=power_of_two)
+        pairs = [reference.quantize_blocks(weight, power_of_two) for weight in weights]
+        pairs = [(code.T, scale.T) if turned else (code, scale) for code, scale in pairs]
+        assert torch.equal(codes(found.codes), codes(torch.cat([code for code, _ in pairs]).contiguous()))
+        scales = torch.cat([scale for _, scale in pairs])
+        assert torch.equal(found.scales.T[:, : scales.shape[1]], scales)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_products_are_those_of_the_reference(case, dtype):
+    x, weights, upstream = case.tensors(dtype, DEVICE)
+    ends = case.ends(DEVICE)
+    rounded = fast.round_upstream(upstream, ends, False)
+    for name, given in (
+        ("outputs", (x, weights)),
+        ("input_gradients", (rounded, weights)),
+        ("weight_gradients", (rounded, x)),
+    ):
+        got = getattr(fast, name)(*given, ends, False)
+        plain = (upstream, given[1]) if given[0] is rounded else given
+        want = getattr(reference, name)(*(tensor.float() for tensor in plain), ends, False)
+        assert got.dtype == dtype and got.shape == want.shape
+        largest = want.abs().max().item() if want.numel() else 0.0
+        error = (got.float() - want).abs().max().item() if want.numel() else 0.0
+        assert error <= CLOSE[dtype] * largest, name
+
+
+def test_groups_of_experts_by_hand():
+    """Experts with 129, 0, 1 and 70 rows have 2, 0, 1 and 1 groups; 200 // 128 + 4 groups are allocated."""
+    spans = Spans.from_ends(torch.tensor([129, 129, 130, 200], dtype=torch.int32, device=DEVICE), 200)
+    assert spans.starts.tolist() == [0, 2, 2, 3, 4]
+    assert spans.expert.tolist()[:4] == [0, 0, 2, 3]
+    assert spans.first.tolist()[:4] == [0, 128, 129, 130]
+    assert spans.last.tolist() == [129, 129, 130, 200, 0]
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch():
+    x, weights, _ = CASES[2].tensors(torch.bfloat16, DEVICE)
+    whole = fast.outputs(x, weights, None, False, True)
+    for row in (0, 77, 129):
+        assert torch.equal(fast.outputs(x[row : row + 1], weights, None, False, True)[0], whole[row])
+
+
+def test_a_value_that_is_not_finite_stays_not_finite():
+    x = CASES[3].tensors(torch.bfloat16, DEVICE)[0]
+    x[3, 5] = float("nan")
+    x[4, 6] = float("inf")
+    for found in quantize(x, None, rows=True, columns=True, power_of_two=False):
+        there = found.codes.float().isnan()
+        assert sorted(there.nonzero().tolist()) in ([[3, 5], [4, 6]], [[5, 3], [6, 4]])
