@@ -33,11 +33,16 @@ class Hardware:
     shared_kib: int = 227
     """Shared memory that one program of a kernel may have (CUDA C++ Programming Guide: compute capability 9.0, 10.0 and
     10.3)."""
+    has_fp8: bool = True
+    """The GPU multiplies fp8 numbers: compute capability 8.9 or newer."""
 
 
-def _card(name: str, device: str, memory_gib: float, bf16_flops: float, memory_bytes_s: float) -> Hardware:
+def _card(
+    name: str, device: str, memory_gib: float, bf16_flops: float, memory_bytes_s: float, *, has_fp8: bool
+) -> Hardware:
     """A PCIe card of compute capability 8.6 or 8.9, one in a host with a network of 10 Gbit/s."""
-    return Hardware(name, (device,), memory_gib, bf16_flops, memory_bytes_s, 0, 1.25e9, 1, 1, shared_kib=99)
+    sizes = (memory_gib, bf16_flops, memory_bytes_s, 0, 1.25e9, 1, 1)
+    return Hardware(name, (device,), *sizes, shared_kib=99, has_fp8=has_fp8)
 
 
 # Sources. "CUDA total" is the number in PyTorch's out-of-memory errors ("GPU 0 has a total capacity of ..."), from
@@ -149,6 +154,7 @@ HARDWARE: dict[str, Hardware] = {
             nvlink_domain=8,
             cpu="x86_64",
             shared_kib=163,  # compute capability 8.0
+            has_fp8=False,
         ),
         # nvidia-smi 40960 MiB; CUDA total 39.39 to 39.56 GiB. NVIDIA, "A100" datasheet (40GB SXM): BF16 312 TFLOP/s
         # dense, 1,555 GB/s, NVLink 600 GB/s in both directions. "DGX A100" with 320 GB: eight GPUs, ConnectX-6 of
@@ -164,16 +170,17 @@ HARDWARE: dict[str, Hardware] = {
             gpus_per_node=8,
             nvlink_domain=8,
             shared_kib=163,
+            has_fp8=False,
         ),
         # nvidia-smi 24564 MiB; CUDA total 23.61 to 23.65 GiB. NVIDIA, "Ada GPU Architecture" (whitepaper, RTX 4090):
         # BF16 with float32 sums 165.2 TFLOP/s dense, 1,008 GB/s. No NVLink.
-        _card("rtx4090", "NVIDIA GeForce RTX 4090", 23.61, 165.2e12, 1.008e12),
+        _card("rtx4090", "NVIDIA GeForce RTX 4090", 23.61, 165.2e12, 1.008e12, has_fp8=True),
         # nvidia-smi 23034 MiB; CUDA total 22.03 GiB. NVIDIA, "L4" datasheet: BF16 242 TFLOP/s sparse = 121 dense, 300
         # GB/s. No NVLink.
-        _card("l4", "NVIDIA L4", 22.03, 121e12, 300e9),
+        _card("l4", "NVIDIA L4", 22.03, 121e12, 300e9, has_fp8=True),
         # nvidia-smi 23028 MiB; the CUDA total is that of the L4 less these 6 MiB. NVIDIA, "A10" datasheet: BF16 125
         # TFLOP/s dense, 600 GB/s. No NVLink. The A10G of a cloud is another GPU with fewer FLOPs.
-        _card("a10", "NVIDIA A10", 22.02, 125e12, 600e9),
+        _card("a10", "NVIDIA A10", 22.02, 125e12, 600e9, has_fp8=False),
     )
 }
 """The values of --gpu."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_kernel.fp8 import library
 from rl_kernel.fp8.kernels import (
     Operand,
-    Spans,
+    RowGroups,
     multiply_columns,
     multiply_rows,
     quantize,
@@ -35,7 +35,7 @@ def outputs(
 
 def round_upstream(upstream: Tensor, ends: Tensor | None, power_of_two: bool) -> Upstream:
     """Rounds the output's gradient along both axes, in one pass over it."""
-    spans = None if ends is None else Spans.from_ends(ends, len(upstream))
+    spans = None if ends is None else RowGroups.from_ends(ends, len(upstream))
     rows, columns = quantize(upstream, spans, rows=True, columns=True, power_of_two=power_of_two)
     assert rows is not None and columns is not None
     return rows, columns
@@ -49,7 +49,7 @@ def input_gradients(upstream: Upstream, weights: Tensor, ends: Tensor | None, po
 
 def weight_gradients(upstream: Upstream, x: Tensor, ends: Tensor | None, power_of_two: bool) -> Tensor:
     """Computes `reference.weight_gradients`."""
-    spans = None if ends is None else Spans.from_ends(ends, len(x))
+    spans = None if ends is None else RowGroups.from_ends(ends, len(x))
     _, columns = quantize(x, spans, rows=False, columns=True, power_of_two=power_of_two)
     left = upstream[1]
     assert columns is not None
@@ -67,7 +67,7 @@ def _multiply_rows(
     invariant: bool = False,
 ) -> Tensor:
     if ends is not None:
-        return multiply_rows(rows, blocks, Spans.from_ends(ends, rows.rows), experts, dtype)
+        return multiply_rows(rows, blocks, RowGroups.from_ends(ends, rows.rows), experts, dtype)
     if invariant or not rows.rows or library.library_refusal(rows.codes.device) is not None:
         return multiply_rows(rows, blocks, None, 1, dtype)
     return library.multiply_rows(rows, blocks, dtype)

@@ -80,9 +80,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "keep_old_actor": Unsupported(
         False, "old log-probs come from --use-rollout-logprobs or the recompute pass"
     ),
-    "force_fp8_ue8m0_scale": Unsupported(
-        False, "an engine in fp8 chooses its scales itself (VLLM_USE_DEEP_GEMM_E8M0 of vLLM)"
-    ),
     # rollout and data
     "rollout_data_transport": Unsupported("object-store", _STRAW, same=("nixl",)),
     "fully_async_drain_each_epoch": Unsupported(False, "a batch may have prompts of two epochs"),

@@ -78,7 +78,7 @@ def quantized_matrices(shape: Shape) -> Iterator[QuantizedMatrix]:
         part = _part(row.megatron)
         if row.megatron.endswith("linear_proj.weight"):
             softmax = (n for n, kind in enumerate(shape.kinds) if kind.kind != "gated_delta_net")
-            layer, columns = next(softmax, None), _attention_outputs(shape)
+            layer, columns = next(softmax, None), attention_outputs(shape)
         else:
             layer, columns = first.get(part != _DENSE), widths.get(part, 0)
         second = row.megatron.endswith(("linear_fc2.weight", "linear_proj.weight"))
@@ -89,7 +89,7 @@ def quantized_matrices(shape: Shape) -> Iterator[QuantizedMatrix]:
                 yield QuantizedMatrix(module, rows, inputs, second, row.is_expert)
 
 
-def _attention_outputs(shape: Shape) -> int:
+def attention_outputs(shape: Shape) -> int:
     """Returns the columns of the output projection of softmax attention."""
     decoder = read_decoder(shape.hf)
     latent = next((kind.attention for kind in shape.kinds if isinstance(kind.attention, Latent)), None)

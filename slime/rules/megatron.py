@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slime.config.schema import Config
 
 _SPELLED = {"fp8": "--fp8-format", "fp4": "--fp4-format", "fp4_param": "--fp4-param-gather"}
+_OWN_RECIPE = "; --fp8-format e4m3 --fp8-recipe blockwise does not"
 _NEVER_RUN = (
     "cuda_graph_impl",
     "enable_cuda_graph",
@@ -284,20 +285,21 @@ def check_schedules(c: Config) -> None:
 
 
 def check_local_layers(c: Config) -> None:
-    """Checks that fp8 and fp4 come with Transformer Engine. Without it, Megatron's fp8 context is empty and the run
-    would silently use bf16."""
+    """Checks that fp8 and fp4 come with Transformer Engine, if their layers are not the trainer's own. Without it,
+    Megatron's fp8 context is empty and the run would silently use bf16."""
     overrides = c.megatron.overrides
     if overrides.get("transformer_impl") == "transformer_engine":
         return
+    own = ("fp4",) if overrides.get("fp8_recipe") == "blockwise" else ("fp8", "fp4")
     for name, value in overrides.items():
-        low = name.startswith(("fp8", "fp4"))
+        low = name.startswith(own)
         if value and (low or name == "tp_comm_overlap"):
             flag, what = _SPELLED.get(name, spelled(name)), name[:3] if low else "this overlap"
             raise FlagError(
                 flag,
                 "be left out with --transformer-impl local",
                 "it" if value is True else value,
-                f"{what} needs Transformer Engine",
+                f"{what} needs Transformer Engine" + _OWN_RECIPE * (name[:3] == "fp8"),
             )
 
 

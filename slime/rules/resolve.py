@@ -32,6 +32,7 @@ from slime.rules.kernels import provider_notes
 from slime.rules.megatron import muon_notes, never_run, rate_notes, same_result
 from slime.rules.off_policy import cuts, mismatch_notes
 from slime.rules.packages import package_notes
+from slime.rules.precision.fp8 import use_own_layers
 from slime.rules.weights.cache_flush import flush_notes
 from slime.weight_sync.registry import CHANNELS, default_channel
 
@@ -59,7 +60,8 @@ def resolve(set_values: Values, notes: list[str] | None = None) -> Config:
         if getattr(draft, name) is None:
             setattr(draft, name, getattr(draft, source))
     draft.overrides, remarks = same_result(draft.overrides)
-    draft.notes += remarks
+    draft.overrides, more = use_own_layers(draft.overrides)
+    draft.notes += [*remarks, *more]
     _weight_update(draft)
     _optimizer(draft, set_values)
     _kernels(draft)

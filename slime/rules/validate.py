@@ -73,6 +73,7 @@ from slime.rules.off_policy import (
     check_routing_replay,
 )
 from slime.rules.packages import check_packages
+from slime.rules.precision.fp8 import check_fp8_flags, check_fp8_model, fp8_notes
 from slime.rules.prediction import check_prediction
 from slime.rules.weights.cache_flush import check_flush_interval, check_flush_value
 from slime.rules.weights.scheme import check_scheme, scheme_notes
@@ -327,6 +328,7 @@ def checkpoint_notes(c: Config) -> Iterator[str]:
     """Yields notes on flags that describe the checkpoint of a validated configuration."""
     yield from model_arg_notes(c.megatron.model_args, _model(c))
     yield from scheme_notes(c, _model(c))
+    yield from fp8_notes(c, _model(c))
     yield from engine_notes(c)
 
 
@@ -344,7 +346,7 @@ TOGETHER: tuple[Rule, ...] = (
     check_weight_update,
     check_critic_devices,
     check_transformer_engine,
-    *MEGATRON,
+    *(*MEGATRON, check_fp8_flags),
     check_dropout,
     check_engines,
     check_domains,
@@ -383,6 +385,7 @@ TOGETHER: tuple[Rule, ...] = (
     _replayed_model,
     _with_decoder(lambda c, decoder: check_stages(c.megatron, len(decoder.layers))),
     _with_decoder(lambda c, _: check_scheme(c, _model(c))),
+    _with_decoder(lambda c, _: check_fp8_model(c, _model(c))),
     _with_decoder(lambda c, _: check_sources(c)),
     _with_decoder(check_expert_flags),
     _with_decoder(check_heads),

@@ -25,6 +25,7 @@ from rl_kernel import (
     rotary,
     swiglu,
 )
+from rl_kernel.fp8 import fast
 from rl_kernel.invariant import kernels as invariant
 from rl_kernel.invariant.kernels.product import TILES
 from rl_kernel.kept import KeptTokens
@@ -34,6 +35,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP32 = torch.bfloat16, torch.float32
 HIDDEN, VOCAB, REAL = 32, 4880, 4875
 """Sizes of the layer; its last columns are padding."""
+FP8_INPUTS, FP8_OUTPUTS = 128, 256
 MIB = 2**20
 SIZES = (300, 32, 1, 15, 16, 17, 33, 128, 301, 1999, 2100)
 LONG = (5000, 4100, 8193, 16_384, 65_536)
@@ -219,6 +221,18 @@ def bitwise_attention(batch: Batch) -> None:
     )
 
 
+def fp8_layers(batch: Batch) -> None:
+    """A linear layer in fp8, and two experts that share its rows."""
+    x, upstream = batch.column(FP8_INPUTS, dtype=BF16), batch.column(FP8_OUTPUTS, dtype=BF16)
+    weights = torch.ones(2, FP8_OUTPUTS, FP8_INPUTS, dtype=BF16, device=DEVICE)
+    ends = torch.tensor([batch.tokens // 2, batch.tokens], dtype=torch.int32, device=DEVICE)
+    for given, stops in ((weights[:1], None), (weights, ends)):
+        fast.outputs(x, given, stops, False, True)
+        rounded = fast.round_upstream(upstream, stops, False)
+        fast.input_gradients(rounded, given, stops, False)
+        fast.weight_gradients(rounded, x, stops, False)
+
+
 STEPS: dict[str, Callable[[Batch], None]] = {
     "exponentials": layer(BF16),
     "exponentials of tiles": layer(BF16, workspace_bytes=room(MIB // 4, 3000)),
@@ -239,5 +253,6 @@ STEPS: dict[str, Callable[[Batch], None]] = {
     "experts": experts,
     "bitwise layer": bitwise_layer,
     "bitwise attention": bitwise_attention,
+    "fp8 layers": fp8_layers,
 }
 """Steps of a trainer or an engine, each with fixed options."""

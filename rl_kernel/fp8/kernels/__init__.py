@@ -1,6 +1,6 @@
 """The Triton kernels of `rl_kernel.fp8`. Importing this package imports Triton."""
 
 from rl_kernel.fp8.kernels.products import multiply_columns, multiply_rows
-from rl_kernel.fp8.kernels.quantize import Operand, Spans, quantize, quantize_blocks
+from rl_kernel.fp8.kernels.quantize import Operand, RowGroups, quantize, quantize_blocks
 
-__all__ = ["Operand", "Spans", "multiply_columns", "multiply_rows", "quantize", "quantize_blocks"]
+__all__ = ["Operand", "RowGroups", "multiply_columns", "multiply_rows", "quantize", "quantize_blocks"]

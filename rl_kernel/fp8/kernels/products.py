@@ -6,16 +6,18 @@ tile does not depend on the shape, so a row of the result has the same bits for 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_kernel.fp8.kernels.quantize import Operand, Spans
+from rl_kernel.fp8.kernels.quantize import Operand, RowGroups
 from rl_kernel.fp8.reference import GROUP
 
-WARPS, STAGES = 8, 4
+WARPS = 8
 TOGETHER = 16
 """Number of tiles of rows that are computed before the next columns, so that the weight's tiles stay in the cache."""
 
@@ -79,7 +81,7 @@ def columns_kernel(
 
 
 def multiply_rows(
-    left: Operand, right: Operand, spans: Spans | None, experts: int, dtype: torch.dtype
+    left: Operand, right: Operand, spans: RowGroups | None, experts: int, dtype: torch.dtype
 ) -> Tensor:
     """Computes `left @ right.T`: rows [M, K] and blocks [E * N, K] -> [M, N] in `dtype`."""
     count, inner = left.rows, left.codes.shape[1]
@@ -92,13 +94,13 @@ def multiply_rows(
                 _tiles(left), left.scales, _tiles(right), right.scales, out,
                 *((None, None, None) if spans is None else (spans.expert, spans.first, spans.last)),
                 count, width, inner, len(left.codes), right.scales.shape[0], tall,
-                TOGETHER=TOGETHER, SIZE=GROUP, num_warps=WARPS, num_stages=STAGES,
+                TOGETHER=TOGETHER, SIZE=GROUP, num_warps=WARPS, num_stages=_stages(out.device),
             )  # fmt: skip
     return out
 
 
 def multiply_columns(
-    left: Operand, right: Operand, spans: Spans | None, experts: int, dtype: torch.dtype
+    left: Operand, right: Operand, spans: RowGroups | None, experts: int, dtype: torch.dtype
 ) -> Tensor:
     """Computes `left @ right.T` over each expert's groups: columns [N, G * 128] and [K, G * 128] -> [E, N, K] in
     `dtype`."""
@@ -110,9 +112,15 @@ def multiply_columns(
         columns_kernel[((height // GROUP) * (width // GROUP), experts)](
             _tiles(left), left.scales, _tiles(right), right.scales, out,
             None if spans is None else spans.starts, height, width, groups,
-            TOGETHER=TOGETHER, SIZE=GROUP, num_warps=WARPS, num_stages=STAGES,
+            TOGETHER=TOGETHER, SIZE=GROUP, num_warps=WARPS, num_stages=_stages(out.device),
         )  # fmt: skip
     return out
+
+
+@functools.cache
+def _stages(device: torch.device) -> int:
+    """Returns the number of steps that are read ahead, of 32 KiB each: cards of compute capability 8.9 have 99 KiB."""
+    return 2 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9 else 4
 
 
 def _tiles(operand: Operand) -> TensorDescriptor:

@@ -32,7 +32,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Spans:
+class RowGroups:
     """The groups of 128 rows of experts whose rows are sorted: no group has rows of two experts. Each field is int32 on
     the device. A group of an expert has the rows first to last - 1, and its position is `group * 128` along the axis of
     transposed codes. The last groups may be empty."""
@@ -44,7 +44,7 @@ class Spans:
     """[E + 1]: the first group of each expert, and the number of groups that are not empty."""
 
     @classmethod
-    def from_ends(cls, ends: Tensor, rows: int) -> Spans:
+    def from_ends(cls, ends: Tensor, rows: int) -> RowGroups:
         """Makes the groups from the end of each expert's rows, int32 [E]. The host does not wait for the device."""
         begins = torch.cat((ends.new_zeros(1), ends[:-1]))
         groups = (ends - begins + GROUP - 1) // GROUP
@@ -64,7 +64,7 @@ def scale_for(largest, POWER: tl.constexpr):
     return scale
 
 
-@triton.jit(do_not_specialize=["M", "padded"])
+@triton.jit(do_not_specialize=["M", "padded", "groups"])
 def quantize_kernel(
     X, CODES, SCALES, T_CODES, T_SCALES, FIRST, LAST, M, padded, stride, K, groups,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, POWER: tl.constexpr, SIZE: tl.constexpr,
@@ -116,7 +116,7 @@ def blocks_kernel(
 
 
 def quantize(
-    x: Tensor, spans: Spans | None, *, rows: bool, columns: bool, power_of_two: bool
+    x: Tensor, spans: RowGroups | None, *, rows: bool, columns: bool, power_of_two: bool
 ) -> tuple[Operand | None, Operand | None]:
     """Rounds x [M, K] in groups of 1 x 128 (`rows`), and its transpose [K, G * 128] (`columns`). A column's groups are
     those of `spans`, or all 128 rows from the first; the rest of the last group is zero."""

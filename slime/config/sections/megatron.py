@@ -15,6 +15,12 @@ from dataclasses import dataclass, field
 from slime.config.fields import Values, flag
 from slime.config.ranges import BOUND, COUNT, COUNT_OR_ZERO, DECAY, RATE, SMALL, UNIT
 
+_OWN_FP8 = (
+    *("fp8", "fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16"),
+    "num_layers_at_end_in_bf16",
+)
+"""Core fields that the trainer's own fp8 layers read in place of megatron-core."""
+
 
 @dataclass(frozen=True)
 class MegatronConfig:
@@ -67,6 +73,9 @@ class MegatronConfig:
     fp32: bool = flag(False, "float32 parameters (the default on a CPU)")
     make_vocab_size_divisible_by: int = flag(
         128, "pad the vocabulary to a multiple of this number times the tensor parallel size", range=COUNT
+    )
+    force_fp8_ue8m0_scale: bool = flag(
+        False, "the scales of --fp8-recipe blockwise are powers of two (ue8m0), as on Blackwell GPUs"
     )
     optimizer: str = flag(
         "adam",
@@ -165,6 +174,20 @@ class MegatronConfig:
             or self.expert_tensor_parallel != self.tensor_model_parallel_size
         )
 
+    @property
+    def has_fp8_blocks(self) -> bool:
+        """True if the linear layers compute in fp8 with scales per block."""
+        return self.overrides.get("fp8_recipe") == "blockwise" and bool(self.overrides.get("fp8"))
+
+    def computes_in_fp8(self, layer: int, count: int) -> bool:
+        """Returns True if layer `layer` of `count` computes in fp8."""
+        if not self.has_fp8_blocks:
+            return False
+        if not self.overrides.get("first_last_layers_bf16"):
+            return True
+        first, last = (int(self.overrides.get(f"num_layers_at_{end}_in_bf16", 1)) for end in ("start", "end"))
+        return first <= layer < count - last
+
     def core_overrides(self, config_class: type) -> Values:
         """Returns the `overrides` that are fields of `config_class` (a megatron-core dataclass), in the types of that
         class.
@@ -173,6 +196,7 @@ class MegatronConfig:
         """
         hints = typing.get_type_hints(config_class)
         names = {f.name for f in dataclasses.fields(config_class)}
+        names -= set(_OWN_FP8) if self.has_fp8_blocks else set()
         return {k: _core_value(hints[k], v) for k, v in self.overrides.items() if k in names}
 
 

@@ -32,6 +32,7 @@ from slime.megatron_backend.model.moe.expert_dispatch import share_longest
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.megatron_backend.model.parameter_names import freeze
 from slime.megatron_backend.model.prediction_layer import prediction_spec
+from slime.megatron_backend.model.products.fp8 import use_fp8
 from slime.megatron_backend.model.products.rounded import round_weights
 from slime.megatron_backend.model.value_head import ValueHead
 from slime.megatron_backend.model.vision.embeddings import embed_images
@@ -209,6 +210,8 @@ def build_model(
         weights = read_quantized_weights(require_value(config.rollout.hf_checkpoint))
         if weights is not None and weights.scheme == family_for(hf_config).scheme(hf_config):
             round_weights(parts, weights)
+    if config.megatron.has_fp8_blocks:
+        use_fp8(parts, config, core.num_layers)
     if adapt is not None:
         adapt(parts)
     if ddp:

@@ -13,16 +13,16 @@ from hardware_rounding import nearest  # noqa: F401
 
 from rl_kernel.fp8 import fast, reference
 from rl_kernel.fp8.cases import CASES
-from rl_kernel.fp8.kernels import Spans, quantize, quantize_blocks
+from rl_kernel.fp8.kernels import RowGroups, quantize, quantize_blocks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
     pytest.mark.usefixtures("nearest"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CLOSE = {torch.float32: 2**-18, torch.bfloat16: 2**-8}
-"""Largest error of a product, relative to its largest value. In float32 the kernels add the groups in float32 and
-the reference adds them in float64; a GPU also adds the products of a group with fewer bits."""
+CLOSE = {torch.float32: 2**-18 if DEVICE == "cpu" else 2**-9, torch.bfloat16: 2**-7}
+"""Largest error of a product, relative to its largest value. The kernels add the groups in float32, the reference adds
+them in float64. The tensor cores of a GPU add the 128 products of a group with fewer bits than float32."""
 
 
 def codes(tensor: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def test_products_are_those_of_the_reference(case, dtype):
 
 def test_groups_of_experts_by_hand():
     """Experts with 129, 0, 1 and 70 rows have 2, 0, 1 and 1 groups; 200 // 128 + 4 groups are allocated."""
-    spans = Spans.from_ends(torch.tensor([129, 129, 130, 200], dtype=torch.int32, device=DEVICE), 200)
+    spans = RowGroups.from_ends(torch.tensor([129, 129, 130, 200], dtype=torch.int32, device=DEVICE), 200)
     assert spans.starts.tolist() == [0, 2, 2, 3, 4]
     assert spans.expert.tolist()[:4] == [0, 0, 2, 3]
     assert spans.first.tolist()[:4] == [0, 128, 129, 130]

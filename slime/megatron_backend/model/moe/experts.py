@@ -40,6 +40,7 @@ from slime.megatron_backend.model.activations import Gated, weighted
 from slime.megatron_backend.model.attention import PackedLayout
 from slime.megatron_backend.model.moe.expert_dispatch import GatheringDispatcher, gathers
 from slime.megatron_backend.model.moe.grouped_product import (
+    Fp8Product,
     GroupedProduct,
     RoundedProduct,
     Rounding,
@@ -228,7 +229,8 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
     parallelism splits experts, Megatron's dispatcher gathers their tokens and sums their outputs. The
     first rank in this group adds the biases of fc2 as `weight * bias`. `adapted` has, for each of the two products, the
     function that adds the output of adapters: (output, input, ends of the experts' rows) -> output. `rounding` has the
-    functions that round the weights of the two products.
+    functions that round the weights of the two products. With `fp8_powers`, the products are in fp8, and its value is
+    whether scales are powers of two.
     """
 
     def __init__(
@@ -237,6 +239,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
         super().__init__(num_local_experts, config, *args, **kwargs)
         self.gated = gated
         self.rounding: list[Rounding | None] = [None, None]
+        self.fp8_powers: bool | None = None
         self.adapted: list[Callable[[Tensor, Tensor, Tensor], Tensor] | None] = [None, None]
         if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
             # Megatron sets this mark only if EP is above 1: the gradients are summed over the expert's own replicas
@@ -274,8 +277,10 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
 
     def _product(self, index: int, x: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
         rounding = self.rounding[index]
-        if rounding is None:
-            product: Tensor = GroupedProduct.apply(x, ends, *weights)
+        if self.fp8_powers is not None:
+            product: Tensor = Fp8Product.apply(self.fp8_powers, x, ends, *weights)
+        elif rounding is None:
+            product = GroupedProduct.apply(x, ends, *weights)
         else:
             product = RoundedProduct.apply(rounding, x, ends, *weights)
         return product

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.functional import grouped_mm
 
+from rl_kernel import fp8
+
 Rounding = Callable[[Tensor], Tensor]
 
 
@@ -88,6 +90,44 @@ class RoundedProduct(torch.autograd.Function):
         _, *needed = ctx.needs_input_grad
         found = _gradients(ctx.saved_tensors, needed, upstream, lambda w: ctx.rounding(torch.stack(w)))
         return None, *found
+
+
+class _Scaled(FunctionCtx):
+    """The values that the forward pass of `Fp8Product` keeps."""
+
+    power_of_two: bool
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+class Fp8Product(torch.autograd.Function):
+    """`apply(power_of_two, x, ends, *weights)` computes `GroupedProduct` in fp8: `rl_kernel.fp8.expert_outputs`.
+
+    K and N are multiples of 128. The gradients are those of `rl_kernel.fp8.expert_gradients`, and reach Megatron's
+    buffers as those of `GroupedProduct` do.
+    """
+
+    @staticmethod
+    def forward(ctx: _Scaled, power_of_two: bool, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, ends, *weights)
+        ctx.power_of_two = power_of_two
+        return fp8.expert_outputs(x, torch.stack(weights), ends, power_of_two=power_of_two)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Scaled, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends, *weights = ctx.saved_tensors
+        _, needs_x, _, *needs_weights = ctx.needs_input_grad
+        d_x, d_weights = fp8.expert_gradients(
+            *(upstream, x, torch.stack(weights), ends),
+            power_of_two=ctx.power_of_two,
+            of_x=needs_x,
+            of_weights=any(needs_weights),
+        )
+        if d_weights is None:
+            return None, d_x, None, *(None for _ in weights)
+        _add_to_main_grads(weights, d_weights.unbind())
+        return None, d_x, None, *d_weights.unbind()
 
 
 def _gradients(

@@ -20,7 +20,8 @@ from slime.models.layouts import Row
 
 Owner: TypeAlias = Any
 """A layer of Megatron, which has no types, or a WholeLinear."""
-_LAYERS = (ColumnParallelLinear, RowParallelLinear, WholeLinear)
+LAYERS = (ColumnParallelLinear, RowParallelLinear, WholeLinear)
+"""Layers that compute one product, with `_forward_impl`."""
 _EXPERT_PRODUCTS = ("linear_fc1", "linear_fc2")
 
 
@@ -48,5 +49,5 @@ def linear_layers(inner: Part) -> Iterator[LinearLayer]:
                 weight = getattr(module.local_experts[0], name).weight
                 found = find_row(inner, f"{path}.local_experts.0.{name}.weight")
                 yield LinearLayer(module, index, weight, *found)
-        elif ".local_experts." not in path and isinstance(module, _LAYERS) and module.weight is not None:
+        elif ".local_experts." not in path and isinstance(module, LAYERS) and module.weight is not None:
             yield LinearLayer(module, 0, module.weight, *find_row(inner, f"{path}.weight"))

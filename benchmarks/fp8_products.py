@@ -1,0 +1,228 @@
+"""Compares the linear layers of rl_kernel.fp8 with bfloat16: times and errors of the product and both gradients.
+
+    python benchmarks/fp8_products.py OUT.json                   the four products of a Qwen3-4B layer, 16,384 rows
+    python benchmarks/fp8_products.py OUT.json --experts         also the grouped products of a Qwen3-30B-A3B layer
+    python benchmarks/fp8_products.py OUT.json --device cpu --rows 64       the reference, to try the script
+
+A row has the time of the product alone, with the rounding of its operands, and of bfloat16 (cuBLAS, or torch's grouped
+product). Each time is the median of `--repeats` calls between two events of the device. The errors are relative to the
+float64 product of the unrounded operands, and the last column compares the kernels with the reference of
+rl_kernel.fp8 on the first rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from rl_kernel.fp8 import reference
+
+LAYERS = {"qkv": (6144, 2560), "o": (2560, 4096), "gate_up": (19456, 2560), "down": (2560, 9728)}
+"""Product of a Qwen3-4B layer -> outputs and inputs."""
+EXPERTS = {"experts_gate_up": (1536, 2048), "experts_down": (2048, 768)}
+"""Product of the 128 experts of a Qwen3-30B-A3B layer -> outputs and inputs of each expert."""
+COUNT = 128
+CHECKED = 256
+"""Number of rows, and of rows and columns of a weight's gradient, whose errors are computed in float64."""
+
+Call = Callable[[], Tensor]
+
+
+class Timer:
+    """Measures calls on a device."""
+
+    def __init__(self, device: str, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+
+    def median_ms(self, call: Callable[[], object]) -> float:
+        """Returns the median time of a call, after two calls that compile and fill caches."""
+        for _ in range(2):
+            call()
+        return statistics.median(self._ms(call) for _ in range(self.repeats))
+
+    def _ms(self, call: Callable[[], object]) -> float:
+        if self.device == "cpu":
+            start = time.perf_counter()
+            call()
+            return (time.perf_counter() - start) * 1e3
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def parts_on_gpu(x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | None) -> dict[str, Call]:
+    """Returns name -> product of operands that are rounded already."""
+    from rl_kernel.fp8 import fast, library
+    from rl_kernel.fp8.kernels import RowGroups, multiply_columns, multiply_rows, quantize, quantize_blocks
+
+    spans = None if ends is None else RowGroups.from_ends(ends, len(x))
+    rows, columns = quantize(x, spans, rows=True, columns=True, power_of_two=False)
+    grad_rows, grad_columns = fast.round_upstream(upstream, ends, False)
+    blocks = quantize_blocks(weights, turned=False, power_of_two=False)
+    turned = quantize_blocks(weights, turned=True, power_of_two=False)
+    count, dtype = len(weights), x.dtype
+    assert rows is not None and columns is not None
+    triton = {
+        "forward": lambda: multiply_rows(rows, blocks, spans, count, dtype),
+        "input_gradient": lambda: multiply_rows(grad_rows, turned, spans, count, dtype),
+        "weight_gradient": lambda: multiply_columns(grad_columns, columns, spans, count, dtype),
+    }
+    found = {f"{name}_triton": call for name, call in triton.items()}
+    if ends is None and library.library_refusal(x.device) is None:
+        found |= {
+            "forward_torch": lambda: library.multiply_rows(rows, blocks, dtype),
+            "input_gradient_torch": lambda: library.multiply_rows(grad_rows, turned, dtype),
+            "weight_gradient_torch": lambda: library.multiply_columns(grad_columns, columns, dtype),
+        }
+    rounding: dict[str, Callable[[], object]] = {
+        "round_rows": lambda: quantize(x, None, rows=True, columns=False, power_of_two=False),
+        "round_columns": lambda: quantize(x, spans, rows=False, columns=True, power_of_two=False),
+        "round_upstream": lambda: fast.round_upstream(upstream, ends, False),
+        "round_weight": lambda: quantize_blocks(weights, turned=False, power_of_two=False),
+        "round_turned_weight": lambda: quantize_blocks(weights, turned=True, power_of_two=False),
+    }
+    return {**found, **rounding}  # type: ignore[dict-item]  # a rounding returns operands
+
+
+def plain(x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | None) -> dict[str, Call]:
+    """Returns name -> the product in bfloat16."""
+    if ends is None:
+        return {
+            "forward": lambda: x @ weights[0].T,
+            "input_gradient": lambda: upstream @ weights[0],
+            "weight_gradient": lambda: upstream.T @ x,
+        }
+    return {
+        "forward": lambda: grouped_mm(x, weights.transpose(1, 2), offs=ends),
+        "input_gradient": lambda: grouped_mm(upstream, weights, offs=ends),
+        "weight_gradient": lambda: grouped_mm(upstream.T, x, offs=ends),
+    }
+
+
+def whole(module: Any, x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | None) -> dict[str, Call]:
+    """Returns name -> the product with the rounding of its operands. The rounding of the output's gradient counts in
+    the gradient of the input."""
+    rounded = module.round_upstream(upstream, ends, False)
+    return {
+        "forward": lambda: module.outputs(x, weights, ends, False),
+        "input_gradient": lambda: module.input_gradients(
+            module.round_upstream(upstream, ends, False), weights, ends, False
+        ),
+        "weight_gradient": lambda: module.weight_gradients(rounded, x, ends, False),
+    }
+
+
+def errors(got: dict[str, Tensor], x: Tensor, weight: Tensor, upstream: Tensor, rows: int) -> dict[str, Any]:
+    """Returns the errors of the first rows of one weight's products: against float64, and against the reference."""
+    rounded = {
+        "forward": reference.outputs(x[:rows], weight[None], None, False),
+        "input_gradient": reference.input_gradients(upstream[:rows], weight[None], None, False),
+    }
+    truth = {
+        "forward": x[:rows].double() @ weight.double().T,
+        "input_gradient": upstream[:rows].double() @ weight.double(),
+        "weight_gradient": upstream[:, :CHECKED].double().T @ x[:, :CHECKED].double(),
+    }
+    side = upstream[:, :CHECKED], x[:, :CHECKED]
+    rounded["weight_gradient"] = reference.weight_gradients(*side, None, False)[0]
+    found = {
+        "forward": got["forward"][:rows],
+        "input_gradient": got["input_gradient"][:rows],
+        "weight_gradient": got["weight_gradient"].reshape(-1, *weight.shape)[0, :CHECKED, :CHECKED],
+    }
+    return {
+        name: {"to_float64": relative(found[name], truth[name]), "to_reference": relative(found[name], want)}
+        for name, want in rounded.items()
+    }
+
+
+def compare(shape: tuple[int, int], asked: argparse.Namespace, experts: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    outputs, inputs = shape
+    make = lambda *size: torch.randn(*size, device=asked.device).bfloat16()  # noqa: E731
+    rows = asked.rows * (4 if experts else 1)
+    x, weights = make(rows, inputs), make(experts or 1, outputs, inputs) / inputs**0.5
+    upstream, ends = make(rows, outputs), None
+    if experts:
+        shares = torch.rand(experts).softmax(0).mul(rows).int()
+        shares[-1] += rows - shares.sum()
+        ends = shares.cumsum(0, dtype=torch.int32).to(asked.device)
+    module: Any = reference
+    timer = Timer(asked.device, asked.repeats)
+    found: dict[str, Any] = {}
+    if asked.device == "cuda":
+        from rl_kernel.fp8 import fast
+
+        module = fast
+        parts = parts_on_gpu(x, weights, upstream, ends)
+        found["parts_ms"] = {name: timer.median_ms(call) for name, call in parts.items()}
+    calls = whole(module, x, weights, upstream, ends)
+    found["fp8_ms"] = {name: timer.median_ms(call) for name, call in calls.items()}
+    found["bf16_ms"] = {name: timer.median_ms(c) for name, c in plain(x, weights, upstream, ends).items()}
+    if not experts:
+        results = {name: call() for name, call in calls.items()}
+        found["errors"] = errors(results, x, weights[0], upstream, min(rows, CHECKED))
+    flops = 2 * rows * outputs * inputs
+    found["fp8_tflops"] = {name: flops / ms / 1e9 for name, ms in found["fp8_ms"].items()}
+    found["bf16_tflops"] = {name: flops / ms / 1e9 for name, ms in found["bf16_ms"].items()}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare linear layers in fp8 with bfloat16.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--repeats", type=int, default=9)
+    asked = parser.parse_args()
+    cuda = asked.device == "cuda"
+    record: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "torch": torch.__version__,
+        "rows": asked.rows,
+        "layers": {},
+    }
+    shapes = {name: (shape, 0) for name, shape in LAYERS.items()}
+    if asked.experts:
+        shapes |= {name: (shape, COUNT) for name, shape in EXPERTS.items()}
+    print(
+        "product | bf16 / fp8 with rounding: forward, input gradient, weight gradient | bf16 / fp8 products alone"
+    )
+    for name, (shape, experts) in shapes.items():
+        found = record["layers"][name] = compare(shape, asked, experts)
+        ratios = [found["bf16_ms"][key] / ms for key, ms in found["fp8_ms"].items()]
+        line = f"{name} | " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        if parts := found.get("parts_ms"):
+            kinds = [kind for kind in ("torch", "triton") if f"forward_{kind}" in parts]
+            alone = [
+                f"{kind} "
+                + ", ".join(f"{ms / parts[f'{key}_{kind}']:.2f}" for key, ms in found["bf16_ms"].items())
+                for kind in kinds
+            ]
+            line += " | " + "; ".join(alone)
+        if "errors" in found:
+            worst = max(error["to_reference"] for error in found["errors"].values())
+            line += f" | largest difference from the reference {worst:.1e}"
+        print(line, flush=True)
+        asked.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""`--fp8-recipe blockwise`: the linear layers of a Megatron model compute with rl_kernel.fp8.
+
+The products of attention, MLPs and experts change, in every layer that the flags do not exclude. The head, embeddings,
+routers, gated delta nets, the vision tower and the layers of multi-token prediction keep the dtype of the weights.
+Parameters, their gradients and the optimizer do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from rl_kernel import fp8
+from slime.config import Config
+from slime.megatron_backend.model.gated_delta_net import GatedDeltaNet
+from slime.megatron_backend.model.moe.experts import GatedExperts
+from slime.megatron_backend.model.products.linear import LAYERS, Owner
+from slime.records.errors import FlagError
+
+
+def use_fp8(parts: Sequence[nn.Module], config: Config, layers: int) -> None:
+    """Makes the linear layers of the model's parts compute in fp8. `layers` is the number of layers of the whole model.
+
+    Raises ValueError on a device without fp8.
+    """
+    device = next(parts[0].parameters()).device
+    if reason := fp8.refusal(device):
+        raise FlagError(
+            "--fp8-recipe",
+            "be left out on a device without fp8",
+            f"blockwise on {device}, where {reason}",
+            "leave --fp8-format and --fp8-recipe out",
+        )
+    power_of_two = config.megatron.force_fp8_ue8m0_scale
+    for part in parts:
+        model: GPTModel = part
+        for layer in model.decoder.layers:
+            if config.megatron.computes_in_fp8(layer.layer_number - 1, layers):
+                for module in _products(layer):
+                    if isinstance(module, GatedExperts):
+                        module.fp8_powers = power_of_two
+                    else:
+                        module._forward_impl = partial(_multiply, power_of_two=power_of_two)
+
+
+def _products(module: nn.Module) -> Iterator[Owner]:
+    """Yields the linear layers and the groups of experts in a module."""
+    if isinstance(module, (GatedExperts, *LAYERS)):
+        yield module
+    elif not isinstance(module, GatedDeltaNet):
+        for child in module.children():
+            yield from _products(child)
+
+
+def _multiply(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    power_of_two: bool,
+    allreduce_dgrad: bool = False,
+    sequence_parallel: bool = False,
+    tp_group: dist.ProcessGroup | None = None,
+    **unused: object,
+) -> Tensor:
+    """Replaces the product of a linear layer, with the arguments that Megatron's layers pass."""
+    outputs = len(weight)
+    if missing := -outputs % fp8.GROUP:  # the down projection of latent attention ends with a part of a block
+        weight = pad(weight, (0, 0, 0, missing))
+    product = fp8.linear(
+        input,
+        weight,
+        power_of_two=power_of_two,
+        group=tp_group if allreduce_dgrad or sequence_parallel else None,
+        gather=sequence_parallel,
+    )
+    product = product[..., :outputs] if missing else product
+    return product if bias is None else product + bias

@@ -1,0 +1,1 @@
+"""Rules of runs whose trainer computes in fewer bits than 16."""

@@ -1,0 +1,135 @@
+"""Defines the rules and notes of `--fp8-recipe blockwise`: linear layers in fp8 with scales per block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from slime.config.fields import Values, spelled
+from slime.hardware import HARDWARE
+from slime.models.decoder import Hf
+from slime.models.latent import Latent
+from slime.plan.model_shape import Shape
+from slime.plan.scheme_bytes import attention_outputs
+from slime.records.errors import FlagError
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
+
+GROUP = 128
+"""Elements that share a scale (`rl_kernel.fp8.GROUP`; the driver imports no torch)."""
+_BLOCKS = "--fp8-recipe blockwise"
+_GATHER = "the weights are kept and gathered in --params-dtype, and rounded for each product"
+_REFUSED = {"fp8_param": _GATHER, "fp8_param_gather": _GATHER}
+_READ = ("fp8", "fp8_recipe")
+
+
+def use_own_layers(overrides: Values) -> tuple[Values, list[str]]:
+    """Returns `overrides` without Transformer Engine's layers if the trainer's own layers compute in fp8, and a
+    note."""
+    engine = overrides.get("transformer_impl") == "transformer_engine"
+    if not engine or overrides.get("fp8_recipe") != "blockwise":
+        return overrides, []
+    kept = {name: value for name, value in overrides.items() if name != "transformer_impl"}
+    return kept, [
+        f"--transformer-impl transformer_engine: without effect with {_BLOCKS}, which the trainer's own layers compute"
+    ]
+
+
+def check_fp8_flags(c: Config) -> None:
+    """Checks the flags of the recipe."""
+    flags, overrides = c.megatron, c.megatron.overrides
+    if overrides.get("fp8_recipe") != "blockwise":
+        if flags.force_fp8_ue8m0_scale:
+            raise FlagError("--force-fp8-ue8m0-scale", f"come with {_BLOCKS}", "it alone", "leave it out")
+        return
+    if overrides.get("fp8") != "e4m3":
+        raise FlagError(
+            "--fp8-format",
+            f"be e4m3 with {_BLOCKS}",
+            overrides.get("fp8") or "none",
+            "gradients have scales per 128 values, so they fit e4m3: give --fp8-format e4m3",
+        )
+    for name, value in overrides.items():
+        if value and name.startswith("fp8") and name not in _READ:
+            why = _REFUSED.get(name, "the recipe has no such setting")
+            raise FlagError(
+                spelled(name),
+                f"be left out with {_BLOCKS}",
+                "it" if value is True else value,
+                f"leave it out: {why}",
+            )
+    if c.train.round_weights:
+        raise FlagError(
+            "--round-weights",
+            f"be left out with {_BLOCKS}",
+            "it",
+            "choose one of int4 and fp8",
+        )
+    if c.kernels.rlk_bitwise:
+        raise FlagError(
+            "--rlk-bitwise",
+            f"be left out with {_BLOCKS}",
+            "it",
+            "its products are in the dtype of the weights",
+        )
+    if c.cluster.gpu is not None and not HARDWARE[c.cluster.gpu].has_fp8:
+        raise FlagError(
+            "--fp8-recipe",
+            "be left out on GPUs without fp8",
+            f"blockwise with --gpu {c.cluster.gpu}",
+            "fp8 needs compute capability 8.9, as L40S and H100 have",
+        )
+
+
+def check_fp8_model(c: Config, hf: Hf) -> None:
+    """Checks that the inputs of each product are whole groups of 128 on each trainer rank."""
+    if not c.megatron.has_fp8_blocks:
+        return
+    for name, size, flag, ranks in _inputs(c, Shape.of(hf)):
+        if size % (ranks * GROUP) == 0:
+            continue
+        fits = (n for n in range(ranks - 1, 0, -1) if ranks % n == 0 and size % (n * GROUP) == 0)
+        fewer = next(fits, None)
+        instead = "" if fewer is None else f", or use {flag} {fewer}"
+        raise FlagError(
+            f"{name} of --hf-checkpoint",
+            f"be a multiple of {GROUP} on each trainer rank with {_BLOCKS}",
+            size if ranks == 1 else f"{size} / {ranks} = {size / ranks:g}",
+            f"leave --fp8-format and --fp8-recipe out{instead}",
+        )
+
+
+def _inputs(c: Config, shape: Shape) -> Iterator[tuple[str, int, str, int]]:
+    """Yields (name, inputs of a product on all ranks, flag of the number of ranks, ranks that share the inputs)."""
+    flag, ranks = "--tensor-model-parallel-size", c.megatron.tensor_model_parallel_size
+    yield "hidden_size", shape.hidden, flag, 1
+    if any(kind.kind != "gated_delta_net" for kind in shape.kinds):
+        yield "heads x head_dim", attention_outputs(shape), flag, ranks
+    for latent in (kind.attention for kind in shape.kinds if isinstance(kind.attention, Latent)):
+        yield "q_lora_rank", latent.q_rank or 0, flag, 1
+        yield "kv_lora_rank", latent.kv_rank, flag, 1
+    if any(not kind.sparse for kind in shape.kinds):
+        yield "intermediate_size", shape.ffn, flag, ranks
+    if any(kind.sparse for kind in shape.kinds):
+        yield "the shared expert's width", shape.shared_ffn, flag, ranks
+        yield (
+            *("moe_intermediate_size", shape.expert_ffn, "--expert-tensor-parallel-size"),
+            c.megatron.expert_tensor_parallel,
+        )
+
+
+def fp8_notes(c: Config, hf: Hf) -> Iterator[str]:
+    """Yields a note on the parts of a model that stay in the dtype of the weights."""
+    if not c.megatron.has_fp8_blocks:
+        return
+    parts = ["the head", "the embedding"]
+    shape = Shape.of(hf)
+    if any(kind.kind == "gated_delta_net" for kind in shape.kinds):
+        parts.append("gated delta nets")
+    if any(kind.sparse for kind in shape.kinds):
+        parts.append("routers")
+    yield (
+        f"{_BLOCKS}: attention's linear layers, MLPs and experts compute in fp8; {', '.join(parts)} and the vision "
+        f"tower stay in {c.megatron.params_dtype}"
+    )
