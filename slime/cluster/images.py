@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayActorError
 
 from slime.records.errors import FlagError
 from slime.types import TrainData
@@ -22,20 +24,22 @@ from slime.vision.inputs import ImageInputs, MediaFile
 from slime.vision.store import MediaStore, open_store
 
 SOURCE = "image_source"
-"""Key of train data with images: the actor that has their files."""
+"""Key of train data with images: the name of the actor that has their files."""
 COLUMN = "multimodal_train_inputs"
 _AT_ONCE = 32
 """Number of files per call, which bounds the memory of a call."""
+_BACK_S = 60.0
+"""Seconds in which a lost actor must have started again."""
 
 Fetch = Callable[[list[str]], list[bytes]]
 """Returns the content of files on the host of the rollouts."""
 
 
 def with_source(data: TrainData) -> TrainData:
-    """Adds the calling actor, which must have a method `read_images`, to data with images."""
+    """Adds the name of the calling actor, which must have a method `read_images`, to data with images."""
     if not _images(data):
         return data
-    return {**data, SOURCE: ray.get_runtime_context().current_actor}
+    return {**data, SOURCE: ray.get_runtime_context().get_actor_name()}
 
 
 def with_files(data: TrainData) -> TrainData:
@@ -44,7 +48,20 @@ def with_files(data: TrainData) -> TrainData:
     if source is None:
         return data
     rest = {name: column for name, column in data.items() if name != SOURCE}
-    return localize(rest, lambda paths: ray.get(source.read_images.remote(paths)), open_store)
+    return localize(rest, lambda paths: _fetch(str(source), paths), open_store)
+
+
+def _fetch(name: str, paths: list[str]) -> list[bytes]:
+    """Returns the content of the files on the actor's host. Waits for an actor that is starting again."""
+    end = time.monotonic() + _BACK_S
+    while True:
+        try:
+            found: list[bytes] = ray.get(ray.get_actor(name).read_images.remote(paths))
+            return found
+        except (RayActorError, ValueError) as error:  # Ray's ValueError: no actor has this name
+            if isinstance(error, FlagError) or time.monotonic() > end:
+                raise
+            time.sleep(0.5)
 
 
 def localize(data: TrainData, fetch: Fetch, store: Callable[[], MediaStore]) -> TrainData:

@@ -1,8 +1,7 @@
 """The rollout manager turns prompts into training data. A run has one manager, in its own process.
 
 It owns the data source, the generation state and the conversion to train data. The engine is any object with the
-methods of `slime.protocols.RolloutEngine`. Ray enters only as the `put` function, which stores a rank's data for the
-trainers.
+methods of `slime.protocols.RolloutEngine`. The manager knows no Ray: `slime.cluster.rollout_actor` sends its results.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class RolloutManager:
     `engine` is an engine client, None for SFT and replay. `dp_size` is the number of the policy's data-parallel ranks.
     `facts` are run-time values that hooks may read from `args`, such as the router's address. In `facts`,
     `own_servers` holds the fields of `slime.peers.http.OwnServers`, and `frozen_engines` maps the names of the run's
-    frozen models to their clients. `put` stores a rank's data and returns a reference.
+    frozen models to their clients. `pack` converts a rank's data to the form that its trainer ranks get.
     """
 
     def __init__(
@@ -76,9 +75,9 @@ class RolloutManager:
         engine: RolloutEngine | None,
         dp_size: int,
         facts: Mapping[str, Any],
-        put: Callable[[RankData], object],
+        pack: Callable[[RankData], object],
     ) -> None:
-        self.config, self.put = config, put
+        self.config, self.pack = config, pack
         outbox.begin()
         further = [group.config.data_parallel_size for group in build_groups(config)[1:]]
         self.dp_sizes = [dp_size, *further]
@@ -141,8 +140,8 @@ class RolloutManager:
         if rows == sum(map(len, groups)):  # A conversion hook may change the number of rows.
             mark_saved_samples(ranks, kept)
         metrics |= self._left_out(rollout_id, groups, rows, ranks)
-        put = {dp_size: [self.put(data) for data in split] for dp_size, split in of_size.items()}
-        rank_data = [stored for dp_size in self.dp_sizes for stored in put[dp_size]]
+        packed = {dp_size: [self.pack(data) for data in split] for dp_size, split in of_size.items()}
+        rank_data = [data for dp_size in self.dp_sizes for data in packed[dp_size]]
         metrics |= operators.step_metrics()
         metrics["perf/make_data_time"] = time.perf_counter() - began - seconds
         if (resident := resident_peak_gib()) is not None:
@@ -358,7 +357,7 @@ class RolloutManager:
         return Evaluated(metrics, [*outbox.take(), *logged], held_out)
 
     def _held_out(self, name: str, samples: list[Sample] | None) -> list[object]:
-        """Returns references to the data of a held-out set, one per data-parallel rank."""
+        """Returns the data of a held-out set, one piece per data-parallel rank."""
         if not samples:
             raise ValueError(
                 f"--eval-function-path must return rewards or samples for dataset {name}, got neither; return the "
@@ -371,7 +370,7 @@ class RolloutManager:
             )
         data = checked_data(config, self.hooks, samples, self.hf_config)
         ranks = held_out_data(config, data, self.dp_sizes[0], self.hf_config)
-        return [self.put(of_rank) for of_rank in ranks]
+        return [self.pack(of_rank) for of_rank in ranks]
 
     def keep_unfinished(self) -> None:
         """Takes a last snapshot, for a run that may resume."""

@@ -202,6 +202,8 @@ class Phase:
 
 _NO_RANKS = ("driver", "rollout", "engines", "memory")
 """Sources of events that are no trainer ranks."""
+_ENDING = ("run", "end", "error", "trainer_lost", "manager_lost")
+"""Kinds of events after which processes are gone."""
 
 
 class OpenPhases:
@@ -215,12 +217,11 @@ class OpenPhases:
         """Returns the phases that end with this event.
 
         A phase of a killed process ends with the last event of its source before the run's end or next start, or
-        before the loss of the trainer.
+        before the loss of the trainer or of the rollout manager.
         """
         ended: list[Phase] = []
-        if event.kind in ("run", "end", "error", "trainer_lost"):
-            stay = _NO_RANKS if event.kind == "trainer_lost" else ()
-            lost = [key for key in self._running if key[0] not in stay]
+        if event.kind in _ENDING:
+            lost = [key for key in self._running if _is_gone(event.kind, key[0])]
             running = (begin for key in lost for begin in self._running.pop(key))
             ended += [_phase(begin, self._last[begin.source]) for begin in running]
         if event.kind == "journal":  # its time is the time of the first write
@@ -242,6 +243,13 @@ class OpenPhases:
         """Returns the running phases, sorted by begin."""
         running = (_phase(begin, None) for begins in self._running.values() for begin in begins)
         return sorted(running, key=lambda phase: phase.begin)
+
+
+def _is_gone(kind: str, source: str) -> bool:
+    """Returns True if the process `source` is gone after an event of this kind."""
+    if kind == "manager_lost":
+        return source == "rollout"
+    return kind != "trainer_lost" or source not in _NO_RANKS
 
 
 def phases(events: Iterable[Event]) -> list[Phase]:

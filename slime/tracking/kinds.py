@@ -184,6 +184,20 @@ _ALL = (
         never_none="rollout",
     ),
     EventKind(
+        "manager_lost",
+        "driver",
+        "rollout text",
+        "the rollout manager was lost before it had made this rollout, with the error; it starts again",
+        never_none="rollout",
+    ),
+    EventKind(
+        "manager_restarted",
+        "driver",
+        "rollout seconds",
+        "the rollout manager is back: it makes this rollout and later ones again",
+        never_none="rollout",
+    ),
+    EventKind(
         "evaluation",
         "driver",
         "rollout scores",

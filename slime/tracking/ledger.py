@@ -6,8 +6,8 @@
           -> put back, and drawn again
 
 Each group is drawn, and then trained or dropped, exactly once. A run that resumes after rollout r undoes the rollouts
-after its checkpoint: their groups are drawn again, with the same prompts. The prompts of a data set come in order
-without gaps.
+after its checkpoint: their groups are drawn again, with the same prompts. A rollout manager that starts again undoes
+the rollouts that it had not finished. The prompts of a data set come in order without gaps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from slime.tracking.journal import read_events
 from slime.tracking.kinds import DAMAGED
 
-_KINDS = ("start", "step", "drawn", "batch", "left_out", "dropped", "put_back", DAMAGED)
+_KINDS = ("start", "manager_restarted", "step", "drawn", "batch", "left_out", "dropped", "put_back", DAMAGED)
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Ledger:
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of dropped groups by reason, without groups that a resumed run has drawn again."""
     undone: set[int] = field(default_factory=set)
-    """Groups that a resumed run must draw again."""
+    """Groups that must be drawn again, after a resume or a restart of the rollout manager."""
     again: int = 0
-    """Number of groups that resumed runs have drawn again."""
+    """Number of groups that were drawn again for this reason."""
     twice: set[int] = field(default_factory=set)
     """Groups that are in two batches."""
     over_limit: int = 0
@@ -108,7 +108,10 @@ class Ledger:
         """Adds one event."""
         match kind:
             case "start":
-                self._start(rollout)
+                self.starts += 1
+                self._undo(rollout)
+            case "manager_restarted":
+                self._undo(rollout)
             case "step":
                 self.trained.add(rollout)
             case "drawn":
@@ -127,9 +130,8 @@ class Ledger:
             case "put_back":
                 self.running -= set(groups)
 
-    def _start(self, rollout: int) -> None:
-        """Undoes the rollouts after the checkpoint before `rollout`."""
-        self.starts += 1
+    def _undo(self, rollout: int) -> None:
+        """Undoes the rollouts from `rollout` on, which generation makes again."""
         if rollout == 0:  # the data starts again
             self.prompts.clear()
             self._earlier.clear()

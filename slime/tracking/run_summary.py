@@ -68,6 +68,8 @@ class RunSummary:
     """Number of deaths by engine."""
     trainer: list[Event] = field(default_factory=list)
     """Events of the kinds trainer_lost and trainer_restarted."""
+    manager: list[Event] = field(default_factory=list)
+    """Events of the kinds manager_lost and manager_restarted."""
     starts: int = 0
     damaged: Counter[str] = field(default_factory=Counter)
     """Number of unreadable lines per file, which are left out."""
@@ -112,6 +114,8 @@ class SummaryOfEvents:
             self._run = event
         if event.kind in ("trainer_lost", "trainer_restarted"):
             self._summary.trainer.append(event)
+        if event.kind in ("manager_lost", "manager_restarted"):
+            self._summary.manager.append(event)
         _add(self._summary, event)
 
     def summary(self) -> RunSummary:

@@ -1,4 +1,4 @@
-"""Hooks with which a trainer rank sends itself a signal at a chosen moment, once per order."""
+"""Hooks with which a trainer rank or the rollout manager sends itself a signal at a chosen moment, once per order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def order(run_dir: Path, moment: str, number: int = signal.SIGKILL) -> None:
-    """Makes the first rank that reaches `moment` send the signal to itself."""
+    """Makes the first process that reaches `moment` send the signal to itself."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / f"deadly-{moment}").write_text(str(int(number)))
 
@@ -31,3 +31,15 @@ def in_step(args: Any, rollout_id: int, data: Any) -> None:
 def after_write(args: Any, folder: str, engines: list[str]) -> None:
     """--custom-update-weight-post-write-path: the weights are written, and no engine has loaded them."""
     obey(args.run_dir, f"write-{Path(folder).name.rpartition('-')[2]}")
+
+
+def reward(args: Any, sample: Any, **kwargs: Any) -> float:
+    """--custom-rm-path: the responses of a group are there, and it has no reward."""
+    obey(args.run_dir, f"reward-{sample.group_index}")
+    return float(len(sample.response) % 2)
+
+
+def in_log(rollout_id: int, args: Any, samples: Any, metrics: Any, rollout_time: float) -> bool:
+    """--custom-rollout-log-function-path: the data position is saved, and the driver has no batch."""
+    obey(args.run_dir, f"log-{rollout_id}")
+    return False

@@ -266,6 +266,11 @@ def _repairs(summary: RunSummary) -> list[Finding]:
                 "the events of kind trainer_lost have the causes",
             )
         )
+    if lost := [event for event in summary.manager if event.kind == "manager_lost"]:
+        seconds = sorted(event["seconds"] for event in summary.manager if event.kind == "manager_restarted")
+        how = f"restarted in {seconds[0]:.0f} to {seconds[-1]:.0f} s" if seconds else "not restarted"
+        remedy = "the events of kind manager_lost have the causes"
+        found.append(warning("losses of the rollout manager", f"{len(lost)}, {how}", remedy))
     if logged := [event for event in summary.warnings if event.kind == "warning"]:
         last = logged[-1]
         found.append(

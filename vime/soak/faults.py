@@ -55,8 +55,10 @@ class Fault:
     hits_replies: bool = False
 
 
-ENDING = ("manager", "driver", "raylet", "gcs")
+ENDING = ("driver", "raylet", "gcs")
 """Parts whose loss ends a run."""
+RESUMING = ("manager", *ENDING)
+"""Parts whose loss needs the files of --save."""
 
 
 def _kill(part: str) -> Fault:
@@ -69,7 +71,7 @@ def _kill(part: str) -> Fault:
             return True
         return False
 
-    return Fault(begin, ends_run=part in ENDING, may_end_run=part in ENDING)
+    return Fault(begin, ends_run=part in ENDING, may_end_run=part in RESUMING)
 
 
 def _stop(target: Target) -> bool:

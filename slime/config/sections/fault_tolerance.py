@@ -13,7 +13,7 @@ RecoverFrom = Literal["disk", "memory"]
 
 @dataclass(frozen=True)
 class FaultToleranceConfig:
-    """Health of the engines, restarts of the trainer, and snapshots for a run that is killed."""
+    """Health of the engines, restarts of the trainer and the rollout manager, and snapshots of the rollouts."""
 
     rollout_health_check_interval: float = flag(30.0, "seconds between health checks", range=SECONDS)
     rollout_health_check_timeout: float = flag(
@@ -49,6 +49,12 @@ class FaultToleranceConfig:
         3,
         "number of times that the trainer may start again before it has trained one more rollout; 0: a lost rank ends "
         "the run",
+        range=COUNT_OR_ZERO,
+    )
+    max_manager_restarts: int = flag(
+        3,
+        "number of times that the rollout manager may start again before it has made one more rollout; 0: its loss "
+        "ends the run; a restart needs the data positions in --save",
         range=COUNT_OR_ZERO,
     )
     failed_samples: str = flag(

@@ -147,7 +147,7 @@ def test_data_names_the_actor_that_has_the_images(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "here"))
     item = MediaStore(tmp_path / "near", 2**30).write("image", "ab", {"x": torch.ones(2)}, tokens=1).item
     (tmp_path / "near").rename(tmp_path / "far")
-    rollouts = Rollouts.remote()
+    rollouts = Rollouts.options(name="rollout").remote()
     (ref,) = ray.get(rollouts.put.remote({COLUMN: [ImageInputs((item,))]}))
     (text,) = ray.get(rollouts.put.remote({"tokens": [[1]]}))
     assert ray.get(text) == {"tokens": [[1]]}

@@ -44,7 +44,7 @@ def build(checkpoint, tmp_path):
         }
         facts = {"rollout_engine_dtype": "bfloat16"}
         engine = EngineDouble(make_tokenizer())
-        made.append(RolloutManager(resolve(given | flags), engine, dp_size, facts, put=lambda data: data))
+        made.append(RolloutManager(resolve(given | flags), engine, dp_size, facts, pack=lambda data: data))
         return made[-1]
 
     yield build_one

@@ -42,7 +42,7 @@ def build(checkpoint, tmp_path):
         }
         made.append(
             RolloutManager(
-                resolve(given | flags), EngineDouble(make_tokenizer()), 1, {}, put=lambda data: data
+                resolve(given | flags), EngineDouble(make_tokenizer()), 1, {}, pack=lambda data: data
             )
         )
         return made[-1]

@@ -52,7 +52,7 @@ def build(checkpoint, tmp_path):
             "custom_rm_path": "test_manager.parity_reward",
         }
         engine = None if flags.get("loss_type") == "sft_loss" else EngineDouble(make_tokenizer())
-        made.append(RolloutManager(resolve(given | flags), engine, dp_size, FACTS, put=lambda data: data))
+        made.append(RolloutManager(resolve(given | flags), engine, dp_size, FACTS, pack=lambda data: data))
         return made[-1]
 
     yield build_one

@@ -346,7 +346,7 @@ def test_the_manager_hands_held_out_samples_to_the_trainer(checkpoint, tmp_path,
         flags |= {"loss_type": "sft_loss", "eval_function_path": "test_rollout_sft.none_held_out"}
     sizes = {"num_rollout": 2, "rollout_batch_size": 1, "micro_batch_size": 2, "rollout_max_response_len": 4}
     given = {"hf_checkpoint": str(checkpoint), "run_dir": str(tmp_path / "run"), "device": "cpu", **sizes}
-    manager = RolloutManager(resolve(given | flags), None, 2, {}, put=lambda data: data)
+    manager = RolloutManager(resolve(given | flags), None, 2, {}, pack=lambda data: data)
     try:
         rules = {
             "custom_loss": "rewards with --loss-type custom_loss, got samples",

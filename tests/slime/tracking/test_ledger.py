@@ -53,6 +53,22 @@ def run(tmp_path: Path) -> Iterator[Written]:
     written.rollout.close(), written.driver.close()
 
 
+def test_a_restarted_manager_draws_its_unfinished_groups_again(run: Written) -> None:
+    run.start(0)
+    run.drawn(0, 1, 2, 3, 4)
+    run.trained(0, 0, 1)
+    run.rollout.add("batch", rollout=1, groups=[2, 3], over_limit=0)  # the driver never had this batch
+    run.driver.add("manager_restarted", rollout=1, seconds=2.5)
+    run.drawn(2, 4)
+    lost = run.ledger()
+    assert lost.lost == [3] and not lost.is_exact and lost.starts == 1
+    run.drawn(3)
+    run.trained(1, 2, 4)
+    ledger = run.ledger()
+    assert ledger.is_exact and (ledger.again, ledger.starts) == (3, 1)
+    assert ledger.running == {3} and ledger.groups_trained == 4
+
+
 def test_each_group_is_trained_dropped_or_still_there(run: Written) -> None:
     run.start(0)
     run.drawn(0, 1, 2, 3, 4)

@@ -158,6 +158,15 @@ def test_losses_of_the_trainer_have_times_and_repeated_steps(tmp_path: Path) -> 
     assert lost.found == "2, restarted in 4 to 12 s; 3 steps were repeated with the same data"
 
 
+def test_losses_of_the_rollout_manager_have_times(tmp_path: Path) -> None:
+    with recorded(tmp_path, rollouts=9) as events:
+        events.add("manager_lost", rollout=3, text="rollout failed")
+        assert "1, not restarted" in [one.found for one in check_end(tmp_path)]
+        events.add("manager_restarted", rollout=3, seconds=4.2)
+    lost = next(one for one in check_end(tmp_path) if one.name == "losses of the rollout manager")
+    assert lost.found == "1, restarted in 4 to 4 s"
+
+
 def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"RUN_DIR must have events.jsonl, got none in"):
         main([str(tmp_path)])
