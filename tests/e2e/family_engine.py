@@ -15,6 +15,7 @@ from family_record import note
 from megatron_cases import make_config, tiny_checkpoint
 from offline_engine import offline_engine
 from rank_processes import on_ranks
+from safetensors.torch import save_file
 
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.slices import whole_slices
@@ -43,7 +44,8 @@ def with_remote_config(directory: Path, kind: str) -> None:
 
 def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums: bool) -> None:
     """Trains each model in a child process. It saves the log-probs before and after a step of plain gradient descent,
-    and both published updates. A model that fails has its traceback instead."""
+    and both published updates. A model that fails has its traceback instead. For a quantised checkpoint, it also saves
+    the weights that were quantised."""
     from slime.checkpoints.hf_config import read_hf_config
     from slime.checkpoints.hf_files import Files
     from slime.data.token_slice import token_slice
@@ -76,6 +78,8 @@ def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums
             slices = whole_slices(export_hf(model))
             if scheme is not None:
                 slices = quantize_slices(slices, QuantizedWeights.from_files(Files(root / name), scheme))
+                plain = {key: value.contiguous() for key, value in export_hf(model)}
+                save_file(plain, root / f"{name}-plain-{version}.safetensors")
             update = channel.publish(slices, version, checksums=checksums)
             made.append((values.detach().cpu(), update))
             values.sum().backward()

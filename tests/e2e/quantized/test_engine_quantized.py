@@ -22,6 +22,8 @@ from quantize import find_routers, quantization_config, quantize_checkpoint
 from rank_processes import on_ranks
 from safetensors.torch import load_file, save_file
 
+from slime.models.int4 import unpack
+from slime.models.quantization import FUSED, read_scheme, rounded, spread
 from slime.protocols import WeightUpdate
 from slime.weight_sync.channel import Export, TrainerSettings
 from slime.weight_sync.delta.refusals import refusals
@@ -116,6 +118,40 @@ def check_errors(engine: OfflineEngine, weight_dir: Path, first: WeightUpdate, s
         engine.take(WeightUpdate(5, "disk", {"path": path}))
 
 
+def check_rounded(engine: OfflineEngine, trained: dict[str, torch.Tensor]) -> None:
+    """Compares the engine's weights with those of --round-weights, which the trainer rounds in its forward pass: all
+    are equal to the bit."""
+    scheme = read_scheme({"quantization_config": quantization_config("int4")})
+    assert scheme is not None
+    found = dict(engine_weights(engine))
+    assert len(found) > 7
+    for names, weight in found.items():
+        wanted = torch.cat([rounded(trained[f"{name}.weight"], scheme) for name in names])
+        assert torch.equal(weight.float(), wanted)
+
+
+def engine_weights(engine: OfflineEngine) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yields modules and their joined weight in an engine with INT4. A product of vLLM's kernel with unit vectors is
+    the weight that the kernel dequantises."""
+    for path, layer in engine.worker.model_runner.model.named_modules():
+        parent, _, last = path.rpartition(".")
+        if hasattr(layer, "w13_weight_packed"):
+            experts = parent if last == "routed_experts" else path
+            for expert, codes in enumerate(layer.w13_weight_packed):
+                shape = (len(codes), 8 * codes.shape[1])
+                weight = unpack(codes, shape[1]) * spread(layer.w13_weight_scale[expert], (1, 32), shape)
+                yield (f"{experts}.{expert}.gate_proj", f"{experts}.{expert}.up_proj"), weight.bfloat16()
+        elif hasattr(layer, "weight_packed"):
+            units = torch.eye(layer.input_size_per_partition, dtype=torch.bfloat16)
+            parts = [
+                part for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") if FUSED[part] == last
+            ]
+            yield (
+                tuple(f"{parent}.{part}" for part in parts or [last]),
+                layer.quant_method.apply(layer, units).T,
+            )
+
+
 @pytest.mark.parametrize(
     ("kind", "scheme"),
     [
@@ -146,6 +182,8 @@ def test_engines_keep_the_scheme(
             engine.take(update)
             found = engine.log_probs(TOKENS)
             assert (found - expected).abs().mean() < bound
+        if scheme == "int4":
+            check_rounded(engine, load_file(tmp_path / "tiny-plain-1.safetensors"))
         assert (found - before).abs().mean() > 1
         check_deltas(engine, tmp_path / "tiny-weights", first, second)
         check_errors(engine, tmp_path / "tiny-weights", first, second)
