@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from slime.models.rope import Hf as Hf
 from slime.models.rope import Rope
@@ -205,3 +205,28 @@ class Decoder:
         """Returns whether a layer has a state that runs through the tokens of a sample. Samples and context-parallel
         ranks cannot share this state in the way that they share keys and values."""
         return self.delta is not None
+
+
+class Heads(Protocol):
+    """A model with attention heads."""
+
+    @property
+    def heads(self) -> int:
+        """Returns the number of heads of queries."""
+
+    @property
+    def groups(self) -> int:
+        """Returns the number of heads of keys and values."""
+
+
+def choose_exchange(wanted: str | None, model: Heads, tp: int, cp: int) -> str:
+    """Returns how `cp` context-parallel ranks compute attention: `wanted` (--cp-comm-type), or else "a2a" if the ranks
+    can exchange heads, and "all_gather" if they cannot."""
+    return wanted or ("a2a" if can_exchange_heads(model, tp, cp) else "all_gather")
+
+
+def can_exchange_heads(model: Heads, tp: int, cp: int) -> bool:
+    """Returns whether each of `cp` ranks gets equally many query heads of a tensor-parallel rank, and whole heads of
+    keys and values, which several ranks may share."""
+    heads, groups = model.heads // tp, max(model.groups // tp, 1)
+    return heads % cp == 0 and (groups % cp == 0 or cp % groups == 0)

@@ -73,7 +73,7 @@ def trainer_communicators(c: Config) -> Iterator[Communicator]:
         ("gradient norm", norm, "tree"),
         ("tensor parallel", tp, "tree"),
         ("pipeline", pp, "neighbours"),
-        ("context parallel", cp, "ring"),
+        ("context parallel", cp, "ring" if m.cp_comm_type == "all_gather" else "exchange"),
         ("data parallel", dp * cp, "ring"),
         ("metrics", dp, "tree"),
     ]

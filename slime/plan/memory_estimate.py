@@ -6,20 +6,20 @@ next to it. slime.plan.memory_decision uses it for its decisions. The module imp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from slime.algo.losses import loss_for
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
-from slime.models import Layer
 from slime.models.decoder import Hf
 from slime.models.lora import Lora, sends_adapters
 from slime.models.selection import Selection
 from slime.operators import NATIVE, PROVIDER, VALUES, loss_head
 from slime.plan.adapter_params import adapter_params
+from slime.plan.layer_elements import count_stored_layers, expert_flight, layer_width
 from slime.plan.model_shape import Shape
-from slime.plan.rank_params import rank_params, stage_layers
+from slime.plan.rank_params import rank_params
 from slime.plan.stages import build_stages, micro_batch_group
 from slime.plan.tower import run_tower, tower_memory
 from slime.plan.trained_params import list_end_matrices, trained_params
@@ -219,43 +219,6 @@ def _grad_bytes(c: Config) -> int:
     return 4 if c.megatron.overrides.get("grad_reduce_in_fp32", True) else BYTES[c.megatron.params_dtype]
 
 
-def expert_copies(c: Config, shape: Shape) -> float:
-    """Returns the number of (token, expert) pairs that a rank computes per token of its micro-batch, if the tokens
-    spread evenly. If experts are not split, a rank sends its own part of the tokens to experts, as sequence parallelism
-    split them."""
-    return shape.topk * c.megatron.expert_tensor_parallel / c.megatron.tensor_model_parallel_size
-
-
-def expert_flight(c: Config, shape: Shape, tokens: int) -> float:
-    """Returns the elements at the peak of the backward of a layer's experts. The peak is either the gradients of the
-    tokens' copies (their weighted halves are in float32), or fewer gradients and the stacked weights of the
-    first product or their gradient."""
-    copies, etp = expert_copies(c, shape), c.megatron.expert_tensor_parallel
-    width, split = (
-        shape.expert_ffn / etp,
-        c.megatron.tensor_model_parallel_size if c.megatron.sequence_parallel else 1,
-    )
-    weighted = copies * (4 * width + 2 * shape.hidden)
-    product = copies * (2 * width + shape.hidden)
-    stack = shape.experts / c.megatron.expert_model_parallel_size * 2 * width * shape.hidden
-    return tokens * 2 * shape.hidden / split + max(tokens * weighted, tokens * product + stack)
-
-
-def count_stored_layers(c: Config, shape: Shape, width: Callable[[Layer], float]) -> tuple[float, float]:
-    """Returns two numbers for the pipeline rank that keeps the most: the number of (micro-batch, layer) pairs whose
-    activations it keeps, and the mean of `width`, the elements per token that a layer keeps, over its layers."""
-    stages = build_stages(c.megatron, shape.layers)
-    group = micro_batch_group(c.megatron, shape.layers)
-    found = [(0.0, 0.0)]
-    for rank, layers in enumerate(stage_layers(c, shape)):
-        if rank == stages.ranks - 1 and c.algorithm.enable_mtp_training:
-            layers += shape.predictions
-        if layers:
-            mean = sum(map(width, layers)) / len(layers)
-            found.append((len(layers) * stages.passes(rank, group) / stages.virtual, mean))
-    return max(found, key=lambda pair: pair[0] * pair[1])
-
-
 def micro_batch_tokens(c: Config) -> int | None:
     """Returns the most tokens of a micro-batch on one rank, or None if no length has a limit."""
     if c.data.use_dynamic_batch_size:
@@ -281,10 +244,9 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     a token that goes to an expert it keeps the copy (H), and gate, up, activation and weighted activation (4 F or 5 F
     of the expert's width). With full recomputation, only the layer inputs stay. The first of P pipeline stages keeps P
     micro-batches of its layers, and more with virtual stages (`Stages.passes`). A layer of multi-token prediction
-    counts as one more layer of the last stage. Each of C context-parallel ranks keeps the keys and values that its two
-    runs of a sequence see: on average, the whole sequence and half a rank's share more. A prompt that samples share
-    counts once per sample: the estimate is for samples that share no prompt.
-    In a run with images, all tokens count as image tokens (`tower_memory`).
+    counts as one more layer of the last stage. `exchanged_elements` are those of context parallelism. A prompt that
+    samples share counts once per sample: the estimate is for samples that share no prompt. In a run with images, all
+    tokens count as image tokens (`tower_memory`).
     """
     size, split = (
         BYTES[c.megatron.params_dtype],
@@ -311,27 +273,6 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
             f"{kept.arithmetic} + {amount(ids)} of experts' ids",
         )
     return kept, one
-
-
-def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
-    """Returns the elements that a layer keeps per token of the micro-batch."""
-    tp, cp = c.megatron.tensor_model_parallel_size, c.megatron.context_parallel_size
-    split = tp if c.megatron.sequence_parallel else 1
-    gathered = kind.attention.context * (cp + 0.5) if cp > 1 else 0
-    full = c.megatron.overrides.get("recompute_granularity") == "full"
-    keeps_outputs = full or c.megatron.overrides.get("transformer_impl") == "transformer_engine"
-    kernel = (
-        c.cluster.device == "cuda" and c.kernels.rlk_fast != "off" and "swiglu" in c.kernels.rl_kernel_ops
-    )
-    attention = (kind.attention.kept + gathered) / tp
-    post = 2 * shape.post_norms  # the inputs of the post-norms
-    if kind.sparse:
-        shared = (3 if full or not kernel else 2) * shape.shared_ffn / tp
-        norms = 4 if keeps_outputs else 3
-        expert = shape.hidden + (4 if kernel else 5) * shape.expert_ffn / c.megatron.expert_tensor_parallel
-        return (norms + post) * shape.hidden / split + attention + shared + expert_copies(c, shape) * expert
-    norms, mlp = (4, 3) if keeps_outputs else (2, 2 if kernel else 3)
-    return (norms + post) * shape.hidden / split + attention + mlp * shape.ffn / tp
 
 
 def head_memory(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:

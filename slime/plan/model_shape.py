@@ -44,6 +44,8 @@ class Shape:
     kinds: tuple[Layer, ...]
     groups: int
     """Number of heads of keys and values."""
+    heads: int = 1
+    """Number of heads of queries."""
     experts: int = 0
     """Number of experts of a sparse layer, which replace the MLP."""
     topk: int = 0
@@ -79,6 +81,7 @@ class Shape:
             tied=decoder.tied,
             kinds=decoder.layers,
             groups=decoder.groups,
+            heads=decoder.heads,
             experts=experts.count,
             topk=experts.topk,
             expert_ffn=experts.width,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.models import Decoder
+from slime.models.decoder import can_exchange_heads
 from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
@@ -20,6 +21,14 @@ def check_heads(c: Config, decoder: Decoder) -> None:
         _divide(decoder.groups, "num_key_value_heads of attention with an output gate", tp)
     if decoder.qk_norm == "projection":
         _divide(decoder.groups, "num_key_value_heads that share a norm", tp)
+    if c.megatron.cp_comm_type == "a2a" and not can_exchange_heads(decoder, tp, cp):
+        raise FlagError(
+            "--context-parallel-size",
+            f"divide the {decoder.heads // tp} query heads of a tensor-parallel rank, and divide or be a "
+            f"multiple of its {max(decoder.groups // tp, 1)} heads of keys and values, with --cp-comm-type a2a",
+            cp,
+            "use --cp-comm-type all_gather or other sizes",
+        )
     if decoder.delta and decoder.delta.keys % (tp * cp):
         keys = decoder.delta.keys
         raise FlagError(

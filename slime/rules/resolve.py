@@ -63,7 +63,7 @@ def resolve(set_values: Values, notes: list[str] | None = None) -> Config:
     draft.overrides, more = use_own_layers(draft.overrides)
     draft.notes += [*remarks, *more]
     _weight_update(draft)
-    _optimizer(draft, set_values)
+    _trainer(draft, set_values)
     _kernels(draft)
     _run_dir(draft)
     adjusted = tuple(vars(draft).pop("notes"))
@@ -226,15 +226,20 @@ def _lora(c: argparse.Namespace, set_values: Values) -> None:
             c.exclude_modules = list(stored.excluded)
 
 
-def _optimizer(c: argparse.Namespace, set_values: Values) -> None:
+def _trainer(c: argparse.Namespace, set_values: Values) -> None:
     """Lets an optimizer with its state in files compute on the host. For Muon, turns the distributed optimizer off,
-    which is on by default and has only parts of matrices."""
+    which is on by default and has only parts of matrices. A ring of context-parallel ranks is the default way."""
     c.optimizer_cpu_offload = c.optimizer_cpu_offload or c.stream_optimizer_state_to_disk
     if c.optimizer == "dist_muon":
         c.optimizer = "muon"
         c.notes.append("--optimizer dist_muon is taken as muon: each data-parallel rank has the whole state")
     if c.optimizer == "muon" and "use_distributed_optimizer" not in set_values:
         c.use_distributed_optimizer = False
+    if c.cp_comm_type in ("p2p", "a2a+p2p"):
+        c.notes.append(
+            f"--cp-comm-type {c.cp_comm_type} is taken as the default: no ring is here, and the result is the same"
+        )
+        c.cp_comm_type = None
 
 
 def _weight_update(c: argparse.Namespace) -> None:

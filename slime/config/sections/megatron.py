@@ -63,6 +63,12 @@ class MegatronConfig:
         range=COUNT,
     )
     context_parallel_size: int = flag(1, "number of GPUs that share each sequence", range=COUNT)
+    cp_comm_type: str | None = flag(
+        None,
+        "how the context parallel GPUs compute attention: a2a exchanges heads, so that memory falls with the number of "
+        "GPUs; all_gather gathers all keys and values on each GPU (default: a2a if the heads can be divided)",
+        choices=("a2a", "all_gather", "p2p", "a2a+p2p"),
+    )
     expert_model_parallel_size: int = flag(1, "number of GPUs that share the experts of a layer", range=COUNT)
     expert_tensor_parallel_size: int | None = flag(None, "number of GPUs that share each expert", range=COUNT)
     sequence_parallel: bool = flag(

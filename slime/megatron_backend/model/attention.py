@@ -25,7 +25,8 @@ from torch.nn.functional import pad
 
 from rl_kernel import rotary
 from slime.data.media.packing import PackedImages
-from slime.data.token_slice import TokenRun, TokenSlice, ranges
+from slime.data.token_slice import TokenRun, TokenSlice, ranges, token_slice
+from slime.megatron_backend.context.heads import own_heads, own_rows, whole_sequences
 from slime.megatron_backend.model.attention_scores import (
     Bucket,
     Inner,
@@ -101,11 +102,9 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     deep: tuple[Tensor, ...] = ()
 
     @functools.cached_property
-    def sequences(self) -> tuple[Tensor, list[Bucket]]:
-        """Returns padded batches of whole sequences, for layers that have a state: the buffer rows [T] of the row's
-        tokens, and the buckets."""
-        slots, _, buckets = _buckets([TokenRun(i, 0, length) for i, length in enumerate(self.lengths)])
-        return slots.to(self.token_indices.device), buckets
+    def whole(self) -> PackedLayout:
+        """Returns the layout of the row's T tokens on one rank, for layers that exchange heads."""
+        return packed_layout(token_slice(self.lengths), self.token_indices.device)
 
 
 def packed_layout(
@@ -315,8 +314,11 @@ class PackedAttention(nn.Module):
 
     Half precision on CUDA uses torch's variable-length flash attention. Other dtypes and devices use the padded form.
     Grouped key/value heads, sliding windows and sinks are supported, and capped scores in the padded form. Dropout is
-    not supported. With context parallelism, each rank keeps its queries and gathers all ranks' keys and values
-    (Llama 3, 2407.21783, part 3.3.2): two collectives per layer, and the same memory for keys and values as without.
+    not supported.
+
+    With context parallelism, `cp_comm_type` chooses one of two ways. "a2a": ranks exchange heads, so that each rank
+    computes some heads of all tokens. "all_gather": each rank keeps its queries and gathers all ranks' keys and values
+    (Llama 3, 2407.21783, part 3.3.2), which takes as much memory for keys and values as without context parallelism.
     """
 
     def __init__(
@@ -329,9 +331,11 @@ class PackedAttention(nn.Module):
         scale: float | None = None,
         cap: float | None = None,
         sinks: bool = False,
+        cp_comm_type: str | None = None,
         **unused: Any,
     ) -> None:
         super().__init__()
+        self.exchanges_heads = cp_comm_type == "a2a"
         self.rope, self.window, self.cap = rope, window, cap
         self.attend: Callable[..., Tensor] | None = None  # replaces padded_attention (up to `window`)
         self.scale = scale or softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -357,19 +361,32 @@ class PackedAttention(nn.Module):
         layout = packed_seq_params
         assert layout is not None
         query, key = rotated(query, layout, self.rope), rotated(key, layout, self.rope)
-        query, key, value = (x[: layout.own] for x in (query, key, value))
+        group, rows, gathered = layout.context_group, len(query), cast(Tensor, layout.gathered)
+        if group is None or not self.exchanges_heads:
+            query, key, value = (x[: layout.own] for x in (query, key, value))
+            key, value = gather_keys(key, value, layout)
+            return padded_rows(self._compute(query, key, value, layout, self.sinks).flatten(1), layout)
+        query, key, value = whole_sequences((query, key, value), group, gathered)
+        sinks = None if self.sinks is None else own_heads(self.sinks, group)
+        return own_rows(self._compute(query, key, value, layout.whole, sinks), group, gathered, rows).flatten(
+            1
+        )
+
+    def _compute(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, sinks: Tensor | None
+    ) -> Tensor:
+        """Computes query [n, A, D], key and value [K, G, D] of every run -> [n, A, D]."""
         flash = query.is_cuda and query.dtype != torch.float32 and self.cap is None
-        key, value = gather_keys(key, value, layout)
         if self.attend is not None:
             out = self.attend(query, key, value, layout, self.scale, self.window)
         elif flash:
-            out = flash_attention(query, key, value, layout, self.scale, self.window, self.sinks)
+            out = flash_attention(query, key, value, layout, self.scale, self.window, sinks)
         else:
-            out = padded_attention(query, key, value, layout, self.scale, self.window, self.cap, self.sinks)
+            out = padded_attention(query, key, value, layout, self.scale, self.window, self.cap, sinks)
         if layout.whole_images is not None and layout.own:
             settings = (layout.whole_images, self.scale, self.window, self.cap)
             out = attend_to_whole_images(out, query, key, value, *settings, flash=flash)
-        return padded_rows(out.flatten(1), layout)
+        return out
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

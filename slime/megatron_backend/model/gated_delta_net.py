@@ -22,13 +22,14 @@ from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import RowParallelLinear, all_to_all, copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import RowParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, silu, softplus
 
+from slime.megatron_backend.context.heads import own_heads, own_rows, whole_sequences
 from slime.megatron_backend.model.attention import PackedLayout, padded_rows
 from slime.megatron_backend.model.layers import NormedLinear
 from slime.models import DeltaNet
@@ -79,10 +80,9 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         """Maps [P, 1, hidden] (or this rank's part with sequence parallelism) to the same shape. Padding rows get zeros
         from the delta rule."""
         layout = packed_seq_params
-        mixed = whole_sequences(self.in_proj(hidden_states)[0].squeeze(1), layout)
-        conv_weight, a_log, dt_bias = (
-            slice_heads(x, layout) for x in (self.conv_weight, self.A_log, self.dt_bias)
-        )
+        mixed = _whole_rows(self.in_proj(hidden_states)[0].squeeze(1), layout)
+        group, split = layout.context_group, (self.conv_weight, self.A_log, self.dt_bias)
+        conv_weight, a_log, dt_bias = (x if group is None else own_heads(x, group) for x in split)
         key, _, value, _, gates, _ = self.sizes.widths
         mixed = mixed.unflatten(-1, (-1, sum(self.sizes.widths)))
         qkv, gate, beta, decay = mixed.split([2 * key + value, value, gates, gates], dim=-1)
@@ -100,7 +100,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         # every rank has the whole weight, and its gradient is a sum over all heads
         weight = copy_to_tensor_model_parallel_region(self.norm_weight)
         out = norm(out, self._by_value(gate), weight, self.config.layernorm_epsilon)
-        made: Tensor = self.out_proj(own_rows(out.flatten(1), layout).unsqueeze(1))[0]
+        made: Tensor = self.out_proj(_own_rows(out.flatten(1), layout).unsqueeze(1))[0]
         return made, None
 
     def _by_value(self, x: Tensor) -> Tensor:
@@ -124,30 +124,21 @@ def _split_over_ranks(*shape: int) -> nn.Parameter:
     return parameter  # type: ignore[no-any-return]
 
 
-def whole_sequences(x: Tensor, layout: PackedLayout) -> Tensor:
+def _whole_rows(x: Tensor, layout: PackedLayout) -> Tensor:
     """Maps [P, C] of this rank's tokens to [T, C / ranks] of the row's tokens: this context-parallel rank's part of the
     channels. Collective if several ranks share the row."""
     if (group := layout.context_group) is None:
         return x[: layout.own]
-    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1)
-    received: Tensor = all_to_all(group, parts.contiguous())
-    return received.flatten(0, 1).index_select(0, cast(Tensor, layout.gathered))
+    (whole,) = whole_sequences([x.unsqueeze(-1)], group, cast(Tensor, layout.gathered))
+    return whole.squeeze(-1)
 
 
-def own_rows(x: Tensor, layout: PackedLayout) -> Tensor:
-    """Reverses `whole_sequences`: maps [T, C / ranks] to [P, C], with zeros in padding rows."""
+def _own_rows(x: Tensor, layout: PackedLayout) -> Tensor:
+    """Reverses `_whole_rows`: maps [T, C / ranks] to [P, C], with zeros in padding rows."""
     if (group := layout.context_group) is None:
         return padded_rows(x, layout)
-    rows = x.new_zeros(group.size() * layout.positions.numel(), x.shape[1])
-    received: Tensor = all_to_all(group, rows.index_copy(0, cast(Tensor, layout.gathered), x))
-    parts: Tensor = received.unflatten(0, (group.size(), -1))
-    return parts.transpose(0, 1).flatten(1)
-
-
-def slice_heads(parameter: Tensor, layout: PackedLayout) -> Tensor:
-    """Returns the rows of a parameter for the heads that this context-parallel rank computes."""
-    group = layout.context_group
-    return parameter if group is None else parameter.chunk(group.size())[group.rank()]
+    rows = layout.positions.numel()
+    return own_rows(x.unsqueeze(-1), group, cast(Tensor, layout.gathered), rows).squeeze(-1)
 
 
 def convolved(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
@@ -180,7 +171,7 @@ def padded_delta_rule(
     share = value.shape[1] // key.shape[1]
     query, key = (_unit(x.float()).repeat_interleave(share, dim=1) for x in (query, key))
     columns = query * query.shape[-1] ** -0.5, key, value.float(), decay[..., None], beta.float()[..., None]
-    slots, buckets = layout.sequences
+    slots, buckets = layout.whole.query_slots, layout.whole.buckets
     sizes = [bucket.runs * bucket.keys for bucket in buckets]
     buffers = [x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, slots, x).split(sizes) for x in columns]
     outputs = [

@@ -12,7 +12,8 @@ from torch.nn.functional import silu
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.megatron_backend.model.moe.experts import expert_fields
-from slime.models import read_decoder
+from slime.models import Decoder, read_decoder
+from slime.models.decoder import choose_exchange
 from slime.plan.stages import build_stages, micro_batch_group
 from slime.rules.heads import check_heads
 
@@ -93,7 +94,7 @@ def transformer_config(
         "tensor_model_parallel_size": config.megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": config.megatron.pipeline_model_parallel_size,
         **_pipeline_fields(config, len(decoder.layers), predictions),
-        "context_parallel_size": config.megatron.context_parallel_size,
+        **_context_fields(config, decoder),
         "variable_seq_lengths": True,  # micro-batches differ in length, so pipeline stages send their shapes
         "moe_token_dispatcher_type": "alltoall",  # Megatron checks this setting for dense models too
         "sequence_parallel": config.megatron.sequence_parallel
@@ -111,6 +112,16 @@ def transformer_config(
         fields |= expert_fields(decoder, config, overrides)
     fields |= overrides | {"calculate_per_token_loss": True}
     return TransformerConfig(**fields)
+
+
+def _context_fields(config: Config, decoder: Decoder) -> dict[str, object]:
+    """Returns the fields of context parallelism."""
+    flags = config.megatron
+    tp, cp = flags.tensor_model_parallel_size, flags.context_parallel_size
+    return {
+        "context_parallel_size": cp,
+        "cp_comm_type": choose_exchange(flags.cp_comm_type, decoder, tp, cp),
+    }
 
 
 def _pipeline_fields(config: Config, layers: int, predictions: int) -> dict[str, Any]:

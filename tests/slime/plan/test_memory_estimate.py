@@ -12,7 +12,8 @@ from architectures import ARCHITECTURES
 from memory_cases import FULL, QWEN3_4B, config
 
 from slime.config.schema import Config
-from slime.plan.memory_estimate import estimate, layer_width
+from slime.plan.layer_elements import layer_width
+from slime.plan.memory_estimate import estimate
 from slime.plan.model_shape import Shape
 from slime.plan.units import GIB, count
 
@@ -119,6 +120,21 @@ def test_widths_of_a_layer():
 
     assert width() == 2 * 2560 + attention + 2 * 9728
     assert width(rlk_fast="off") == width(rl_kernel_ops=["logp"]) == 2 * 2560 + attention + 3 * 9728
+
+
+def test_context_parallel_ranks_by_hand():
+    """Exchanged heads: a copy of values and output, and on 16 ranks each of the 8 key heads twice. Gathered: the keys
+    and values of the sequence, and of half a rank's share."""
+    plain = layer_width(config(overrides={}), Shape.of(QWEN3_4B), Shape.of(QWEN3_4B).kinds[0])
+
+    def added(cp: int, **flags: Any) -> float:
+        layout = {"actor_num_gpus_per_node": cp, "context_parallel_size": cp, "overrides": {}}
+        return layer_width(config(**layout, **flags), Shape.of(QWEN3_4B), Shape.of(QWEN3_4B).kinds[0]) - plain
+
+    assert added(2) == added(8) == added(2, cp_comm_type="a2a") == 4096 + 1024
+    assert added(16) == 4096 + 1024 + 2 * 1024
+    assert added(2, cp_comm_type="all_gather") == 2.5 * 2 * 1024
+    assert added(3) == 3.5 * 2 * 1024
 
 
 def test_experts_by_hand():

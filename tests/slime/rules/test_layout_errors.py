@@ -10,6 +10,7 @@ import pytest
 from config_cases import HF_CONFIG, good_argv
 
 from slime.models import read_decoder
+from slime.models.decoder import choose_exchange
 from slime.rules.parser import parse_args
 
 ROUTED = {
@@ -57,6 +58,12 @@ GEMMA = {"model_type": "gemma2", "query_pre_attn_scalar": 24, "sliding_window": 
             "the 3 linear_num_key_heads, got 1 x 2: 3 / 2 = 1.500; use fewer",
         ),
         (
+            {},
+            "--context-parallel-size 3 --cp-comm-type a2a",
+            "divide the 4 query heads of a tensor-parallel rank, and divide or be a multiple of its "
+            "2 heads of keys and values, with --cp-comm-type a2a, got 3; use --cp-comm-type all_gather or other",
+        ),
+        (
             DEEPSEEK,
             "--expert-model-parallel-size 3",
             "must divide the 8 experts of a layer, got 3: 8 / 3 = 2.667;",
@@ -79,6 +86,21 @@ def test_the_division_is_shown(tmp_path: Path, model: dict[str, object], flags: 
     with pytest.raises(ValueError) as error:
         parse_args([*argv, *flags.split()])
     assert message in str(error.value)
+
+
+def test_a_ring_is_taken_as_the_default(tmp_path: Path) -> None:
+    """Three ranks gather keys and values of 4 heads without a flag, and two ranks exchange heads."""
+    argv = [*good_argv(tmp_path), "--context-parallel-size", "2", "--cp-comm-type", "p2p"]
+    config = parse_args(argv)
+    assert config.megatron.cp_comm_type is None
+    assert (
+        "--cp-comm-type p2p is taken as the default: no ring is here, and the result is the same"
+        in config.notes
+    )
+    decoder = read_decoder(HF_CONFIG)
+    ways = {(tp, cp): choose_exchange(None, decoder, tp, cp) for tp in (1, 2) for cp in (2, 3, 4)}
+    gathered = {layout for layout, way in ways.items() if way == "all_gather"}
+    assert gathered == {(1, 3), (2, 3), (2, 4)}  # a tensor-parallel rank of two has 2 query heads
 
 
 @pytest.mark.parametrize(

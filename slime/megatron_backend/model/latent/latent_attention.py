@@ -87,7 +87,9 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         self.kv_layernorm, self.linear_kv_up_proj = self._normed(
             sizes.kv_rank, heads * (sizes.plain + sizes.value)
         )
-        self.core_attention = PackedAttention(config, sizes.scale, rope=None)
+        self.core_attention = PackedAttention(
+            config, sizes.scale, rope=None, cp_comm_type=config.cp_comm_type
+        )
         self.linear_proj = RowParallelLinear(
             heads * sizes.value,
             config.hidden_size,

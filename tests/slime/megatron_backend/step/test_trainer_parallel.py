@@ -111,7 +111,7 @@ TWO: dict[str, dict[str, Any]] = {
     "cp-empty": ONE_SAMPLE_FLAGS | CONTEXT,
     "cp-empty-native": ONE_SAMPLE_FLAGS | CONTEXT | NATIVE,
     "cp-empty-overlap": ONE_SAMPLE_FLAGS | CONTEXT | OVERLAP,
-    "cp-recompute": POLICY_FLAGS | CONTEXT | FULL_RECOMPUTE,
+    "cp-recompute": POLICY_FLAGS | CONTEXT | FULL_RECOMPUTE | {"cp_comm_type": "all_gather"},
     "pp": POLICY_FLAGS | STAGES,
     "pp-overlap": POLICY_FLAGS | STAGES | OVERLAP,
     "pp-native": POLICY_FLAGS | STAGES | NATIVE,
