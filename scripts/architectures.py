@@ -284,6 +284,7 @@ ARCHITECTURES = {
         more={"rms_norm_eps": 1e-5, "sliding_window": 12},
         rotary=GPT_OSS_ROPE | {"original_max_position_embeddings": 256, "factor": 4.0},
     ),
+    "seed-oss-tiny": tiny("seed_oss", more={"attention_bias": True, "attention_out_bias": False}),
     "qwen3-moe-tiny": Architecture(
         *("qwen3_moe", 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, True),
         *("float32", "our own: qwen3-tiny with eight experts a layer, for tests", None, (8, 2, 128)),

@@ -14,6 +14,7 @@ from slime.checkpoints.hub import is_hub_name
 from slime.checkpoints.quantized_headers import TensorHeader, check_quantized_headers
 from slime.models import FAMILIES, family_for
 from slime.models.decoder import Hf
+from slime.models.llama_like import FIRST_LAYER, TENSORS, describe_tensors
 from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
@@ -59,13 +60,32 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
 
     The settings of a multimodal model's text model (`text_config`) are moved to the top level, where other models have
     them. `model_type` stays the type of the whole model. Fields that the files of a family leave out have transformers'
-    values.
+    values. For a model_type without a family, `tensors` describes the tensors (slime.models.llama_like).
     """
     content = read_config_json(checkpoint)
     text = content.get("text_config")
     found = {**text, **content, "text_config": None} if isinstance(text, dict) else content
     family = FAMILIES.get(str(content.get("model_type")))
-    return found if family is None else {**family.defaults, **found}
+    return {**found, **_describe(Path(checkpoint))} if family is None else {**family.defaults, **found}
+
+
+def _describe(checkpoint: Path) -> dict[str, object]:
+    """Returns the record of the tensors of a checkpoint with safetensors files or their index."""
+    index = read_index(checkpoint)
+    names = read_tensor_names(checkpoint) if index is None else set(index)
+    if names is None:
+        return {}
+    shapes = {}
+    for name in FIRST_LAYER:
+        file = (
+            checkpoint / index[name]
+            if index and name in index
+            else next(checkpoint.glob("*.safetensors"), None)
+        )
+        if name in names and file is not None and file.is_file():
+            with open_weights(file, "np") as weights:
+                shapes[name] = tuple(open_tensor(weights, name, file).get_shape())
+    return {TENSORS: describe_tensors(names, shapes, FAMILIES)}
 
 
 def read_config_json(checkpoint: str | Path) -> dict[str, Any]:

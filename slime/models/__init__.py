@@ -29,6 +29,7 @@ from slime.models.families.qwen.qwen3_next import QWEN3_NEXT
 from slime.models.families.qwen.qwen3_vl import QWEN3_VL
 from slime.models.families.qwen.qwen3_vl_moe import QWEN3_VL_MOE
 from slime.models.family import Family
+from slime.models.llama_like import NEAREST, TENSORS, like_family
 from slime.records.errors import FlagError
 
 __all__ = [
@@ -78,16 +79,20 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 
 
 def family_for(hf: Hf) -> Family:
-    """Returns the family of a parsed config.json. Raises FlagError, which lists the families, for any other model."""
+    """Returns the family of a parsed config.json, or of a model whose tensors are those of Llama. Raises FlagError,
+    which lists the families and names the nearest, for any other model."""
     model_type = hf.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise FlagError(
-            "model_type in config.json",
-            f"be one of {', '.join(sorted(FAMILIES))}",
-            repr(model_type),
-            "docs/adding-a-model.md shows how to add a family",
-        )
-    return FAMILIES[model_type]
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    if (like := like_family(hf)) is not None:
+        return like
+    nearest = (hf.get(TENSORS) or {}).get(NEAREST)
+    raise FlagError(
+        "model_type in config.json",
+        f"be one of {', '.join(sorted(FAMILIES))}",
+        f"{model_type!r}, whose tensors are most like those of {nearest}" if nearest else repr(model_type),
+        "docs/adding-a-model.md shows how to add a family",
+    )
 
 
 def read_decoder(hf: Hf) -> Decoder:

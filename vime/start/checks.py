@@ -33,6 +33,7 @@ from vime.pool.process import ServerSpec, require_free_port
 from vime.run.disk_space import require_disk_space
 from vime.run.lock import require_free, written_folders
 from vime.run.temporary import SHARED_MEMORY, left_weights
+from vime.start.model_check import with_model_note
 from vime.start.run_start import check_start, finished
 
 _SHAPE = "make_model.json"
@@ -68,10 +69,11 @@ def check_run(
     rules = (check_hooks, check_evaluation, inputs, check_start)
     config = parse_config(argv, rules, download=download)
     config = config.with_values(num_rollout=found[-1])
-    if not is_elsewhere(config) and not finished(config):
+    here = not is_elsewhere(config) and not finished(config)
+    if here:
         for rule in THIS_MACHINE:
             rule(config)
-    return config
+    return with_model_note(config, compares=here)
 
 
 def check_hooks(config: Config) -> None:
