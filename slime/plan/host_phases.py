@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from slime.checkpoints.hf_config import MAPPED_BYTES
+from slime.checkpoints.memory_files import SLOTS
 from slime.config import Config
 from slime.plan.loading_estimate import largest_slice, reads_whole, stored_bytes
 from slime.plan.memory_estimate import BYTES, Estimate
 from slime.plan.tower import CACHE_BYTES, run_tower
 from slime.plan.units import GIB, amount
 from slime.plan.update_estimate import compute_update_bytes
-from slime.roles.recovery_points import count_copies
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, PHASES, SAVING, TRAINING
 from slime.weight_sync.registry import CHANNELS
 
@@ -115,9 +115,8 @@ def _list_trainer_items(c: Config, e: Estimate, leaving: Collection[str]) -> Ite
         yield HostItem("checkpoint in flight", saved, how, (SAVING, GENERATING, HAND_OVER, TRAINING))
     if c.fault_tolerance.recover_from == "memory":
         each = e.shape.params * (BYTES[c.megatron.params_dtype] + 12) * ranks / c.world_size
-        copies = count_copies(c) + 2
-        how = f"--recover-from memory: {copies - 1} in /dev/shm and one in flight x {amount(each)}"
-        yield HostItem("checkpoints in memory", copies * each, how, (GENERATING, HAND_OVER, TRAINING, SAVING))
+        how = f"--recover-from memory: {SLOTS} in /dev/shm x {amount(each)}"
+        yield HostItem("states in memory", SLOTS * each, how, (GENERATING, HAND_OVER, TRAINING, SAVING))
 
 
 def _list_run_items(c: Config, e: Estimate) -> Iterator[HostItem]:

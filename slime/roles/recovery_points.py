@@ -6,10 +6,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 from slime.checkpoints.checkpoint_dir import COMPLETE, existing, latest
-from slime.checkpoints.checkpoint_files import iterations
+from slime.checkpoints.memory_files import find_common, find_states
 from slime.config import Config
 from slime.protocols import RecoveryPoint
 from slime.roles import get_roles
+from slime.roles.groups import build_groups
 
 
 def find_point(config: Config, saved: Collection[int]) -> RecoveryPoint | None:
@@ -24,23 +25,17 @@ def find_point(config: Config, saved: Collection[int]) -> RecoveryPoint | None:
     return None if on_disk is None else RecoveryPoint(None, on_disk)
 
 
-def count_copies(config: Config) -> int:
-    """Returns the number of complete checkpoints that stay in the host's memory.
-
-    Of two trained roles, one may be a checkpoint ahead, and both continue from the same checkpoint.
-    """
-    alone = (
-        len([role for role in get_roles(config) if role.trained]) == 1 and not config.cluster.trainer_roles
-    )
-    return 1 if alone else 2
-
-
 def _stored(config: Config) -> int | None:
-    """Returns the newest iteration in the host's memory that all trained roles have."""
+    """Returns the newest iteration in the host's memory that all ranks of all trained roles have."""
     if config.checkpoint.memory_dir is None:
         return None
-    folders = [Path(config.checkpoint.memory_dir) / role.name for role in get_roles(config) if role.trained]
-    return max(set.intersection(*(set(iterations(folder)) for folder in folders)), default=None)
+    common = [
+        find_common(find_states(Path(config.checkpoint.memory_dir) / role.name), group.ranks)
+        for group in build_groups(config)
+        for role in get_roles(group.config)
+        if role.trained
+    ]
+    return max(set.intersection(*common), default=None)
 
 
 def _saved(config: Config, saved: Collection[int]) -> int | None:

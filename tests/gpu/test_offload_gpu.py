@@ -69,7 +69,7 @@ def build(root, tmp_path):
 
 
 def state(trainer: Any) -> Iterator[torch.Tensor]:
-    from slime.megatron_backend.step.residence import iter_parameters, iter_states
+    from slime.megatron_backend.storages import iter_parameters, iter_states
 
     yield from iter_parameters([trainer.policy.model])
     yield from iter_states(trainer.policy.optimizer)

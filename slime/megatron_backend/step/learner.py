@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slime.checkpoints.divergence import DivergedError
-from slime.checkpoints.retention import after_save, prune
+from slime.checkpoints.retention import after_save
 from slime.config import Config
 from slime.config.problems import require_value
 from slime.config.sections.cluster import PARTS
@@ -23,6 +23,13 @@ from slime.data.rank_data import RankData
 from slime.megatron_backend.bitwise.install import adaptation
 from slime.megatron_backend.checkpoint import distributed as checkpoint
 from slime.megatron_backend.checkpoint.background import BackgroundSaves
+from slime.megatron_backend.checkpoint.memory_store import (
+    MemoryStore,
+    State,
+    collect_state,
+    make_record,
+    restore_record,
+)
 from slime.megatron_backend.checkpoint.peft import FOLDER, load_peft, save_peft
 from slime.megatron_backend.checkpoint.weights import load_weights
 from slime.megatron_backend.host_memory import host_threads
@@ -37,7 +44,6 @@ from slime.megatron_backend.step.pipeline import from_last_stage, run_stages
 from slime.megatron_backend.step.residence import Residence
 from slime.models.lora import Lora
 from slime.roles import POLICY, Role
-from slime.roles.recovery_points import count_copies
 from slime.tracking.timers import Timers
 
 
@@ -89,7 +95,9 @@ class Learner:
             self.model, config, total_steps=config.total_steps, role=role
         )
         self.resumed: dict[str, Any] | None = None
-        if resume is not None:
+        if config.checkpoint.restart_dir is not None:
+            self._load_from_memory()
+        elif resume is not None:
             self.resumed = checkpoint.load_checkpoint(
                 *(resume.directory, self.model, self.optimizer, self.scheduler),
                 iteration=resume.iteration,
@@ -163,6 +171,8 @@ class Learner:
         self.residence = Residence(
             leaving, self.info.device, self.timers, models, self.optimizer, host_threads(self.config)
         )
+        if self.config.checkpoint.memory_dir is not None:
+            _ = self._memory  # takes its memory while the engines start
         self.residence.release(*PARTS)  # engines that start now measure the free memory
         return self.residence
 
@@ -191,19 +201,25 @@ class Learner:
             then()
         self.residence.release("parameters", "optimizer", timer="save_offload")
 
-    def save_in_memory(self, rollout_id: int, background: BackgroundSaves) -> None:
-        """Writes the role's checkpoint into the host's memory, and removes the one before it when the new one is
-        complete. Collective."""
-        directory = Path(require_value(self.config.checkpoint.memory_dir)) / self.role.name
-        keep = count_copies(self.config)
+    @cached_property
+    def _memory(self) -> MemoryStore:
+        flags = self.config.checkpoint
+        kept = flags.restart_iteration if flags.restart_dir is not None else None
+        folder = Path(require_value(flags.memory_dir)) / self.role.name
+        return MemoryStore(folder, self._state(), host_threads(self.config), kept)
+
+    def _state(self) -> State:
+        has_adapters = Lora.of(self.config) is not None
+        return collect_state(get_parts(self.model), self.optimizer, self.info.device, adapters=has_adapters)
+
+    def _load_from_memory(self) -> None:
+        record = self._memory.load(self._state())
+        restore_record(record, self.optimizer, self.scheduler, rng=self.role is POLICY)
+
+    def save_in_memory(self, rollout_id: int) -> None:
+        """Copies the role's state into the host's memory."""
         self.residence.bring("parameters", "optimizer", timer="store_onload")
-        checkpoint.save_checkpoint(
-            *(directory, rollout_id, self.model, self.optimizer, self.scheduler),
-            extra={"rollout_id": rollout_id},
-            flag="--recover-from memory",
-            background=background,
-            published=lambda: prune(directory, keep, ()),
-        )
+        self._memory.save(rollout_id, self._state(), make_record(self.optimizer, self.scheduler))
         self.residence.release("parameters", "optimizer", timer="store_offload")
 
     def _save_peft(self, folder: Path) -> None:

@@ -52,8 +52,6 @@ class Outputs:
         timeout_s = 30.0 * config.cluster.distributed_timeout_minutes
         minutes = config.cluster.distributed_timeout_minutes
         self._background = BackgroundSaves(minutes) if config.checkpoint.async_save else None
-        in_memory = config.checkpoint.memory_dir is not None
-        self._memory = BackgroundSaves(minutes) if in_memory else None
         flags = config.weight_update
         assert flags.weight_dir is not None
         settings = TrainerSettings(
@@ -83,13 +81,10 @@ class Outputs:
                 learner.save(rollout_id, then, self._background)
 
     def save_in_memory(self, rollout_id: int) -> None:
-        """Writes checkpoints for all trained roles into the host's memory. Waits for the previous call's files, and
-        returns when the values are copied."""
-        assert self._memory is not None, "only --recover-from memory calls this method"
-        self._memory.wait()
+        """Copies the state of all trained roles into the host's memory."""
         with self._explained(f"storing rollout {rollout_id}"):
-            for learner in reversed(self.models.learners.values()):
-                learner.save_in_memory(rollout_id, self._memory)
+            for learner in self.models.learners.values():
+                learner.save_in_memory(rollout_id)
 
     def finish_save(self) -> None:
         """Returns when the files of the last save are complete. Raises the error of a save that failed."""
@@ -98,9 +93,8 @@ class Outputs:
 
     def close(self) -> None:
         """Waits for the files that are being written."""
-        for saves in (self._background, self._memory):
-            if saves is not None:
-                saves.close()
+        if self._background is not None:
+            self._background.close()
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
         """Returns the next part of the current weights, called `version`; None after the last part (see Publisher)."""

@@ -13,32 +13,15 @@ gradient buffer or optimizers that are not distributed, and it empties storages 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
 from slime.megatron_backend.host_memory import pinned, unpin
+from slime.megatron_backend.storages import Piece, iter_gradients, iter_parameters, iter_pieces, iter_states
 from slime.tracking.timers import Timers
-
-ALIGNMENT = 512
-"""Alignment in bytes of a storage in its host copy. It fits every dtype and divides the page size."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A storage on the device, its size in bytes, and its offset in the part's host copy."""
-
-    storage: torch.UntypedStorage
-    nbytes: int
-    offset: int
-
-    def on_device(self, device: torch.device) -> Tensor:
-        empty = torch.empty(0, dtype=torch.uint8, device=device)
-        return empty.set_(self.storage, 0, (self.nbytes,), (1,))
 
 
 class Residence:
@@ -59,7 +42,7 @@ class Residence:
     ) -> None:
         self._device, self._timers, self._optimizer = device, timers, optimizer
         self._threads = threads
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._pieces: dict[str, list[Piece]] = {}
         self._host: dict[str, Tensor] = {}
         self._away: set[str] = set()
         self._moved = {"offload": 0, "onload": 0}
@@ -68,10 +51,11 @@ class Residence:
         tensors = {
             "parameters": iter_parameters(models := list(models)),
             "gradients": iter_gradients(models),
-            "optimizer": iter_states(optimizer),
+            "optimizer": iter_states(optimizer),  # step counts stay, because they are read directly
         }
         for part, of_part in tensors.items():
-            pieces = list(_pieces(of_part, device, seen))
+            here = (tensor for tensor in of_part if tensor.device.type == device.type)
+            pieces = list(iter_pieces(here, seen))
             if part in parts:
                 self._pieces[part] = pieces
         self._owners = {
@@ -103,7 +87,7 @@ class Residence:
                 host = self._host_copy(part)
                 for piece in self._pieces[part]:
                     into = host[piece.offset : piece.offset + piece.nbytes]
-                    into.copy_(piece.on_device(self._device), non_blocking=True)
+                    into.copy_(piece.as_bytes(), non_blocking=True)
                 self._moved["offload"] += self.nbytes(part)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
@@ -126,7 +110,7 @@ class Residence:
                 for piece in self._pieces[part]:
                     if piece.storage.nbytes() == 0:
                         piece.storage.resize_(piece.nbytes)
-                    target = piece.on_device(self._device)
+                    target = piece.as_bytes()
                     if part == "gradients":
                         target.zero_()
                         continue
@@ -180,40 +164,3 @@ def moving_speed(residences: Iterable[Residence], times: dict[str, float]) -> di
         if size and seconds:
             out[f"perf/{way}_gib_per_s"] = size / 2**30 / seconds
     return out
-
-
-def _pieces(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> Iterator[_Piece]:
-    """Yields the storages of `tensors` on `device` that are not in `seen`, one after another in a host copy."""
-    offset = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage._cdata in seen or tensor.device.type != device.type or storage.nbytes() == 0:
-            continue
-        seen.add(storage._cdata)
-        yield _Piece(storage, storage.nbytes(), offset)
-        offset += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-
-
-def iter_parameters(models: list[nn.Module]) -> Iterator[Tensor]:
-    for model in models:
-        yield from model.parameters()
-
-
-def iter_gradients(models: list[nn.Module]) -> Iterator[Tensor]:
-    """Yields Megatron's flat gradient buffers, for the models that have them."""
-    for model in models:
-        if isinstance(model, DistributedDataParallel):
-            for buffer in [*model.buffers, *model.expert_parallel_buffers]:
-                yield buffer.grad_data
-
-
-def iter_states(optimizer: Any) -> Iterator[Tensor]:
-    """Yields main weights and moments. A step count, which is a single number, stays on its device, because it is read
-    directly."""
-    for chained in optimizer.chained_optimizers:
-        inner = chained.optimizer
-        for group in [] if inner is None else inner.param_groups:  # None on a rank without a parameter
-            for parameter in group["params"]:
-                yield parameter
-                values = inner.state.get(parameter, {}).values()
-                yield from (value for value in values if isinstance(value, Tensor) and value.dim())

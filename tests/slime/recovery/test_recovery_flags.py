@@ -40,14 +40,14 @@ def test_memory_that_cannot_hold_the_checkpoint(flags: tuple[str, ...], text: st
 
 
 def test_the_plan_counts_the_checkpoints_in_memory(tmp_path: Path) -> None:
-    """One complete checkpoint, one that is being written, and its values before they are written."""
+    """One complete state, and one that is being written."""
     c = parse_args([*good_argv(tmp_path), *MEMORY], BACKENDS)
     sizes = estimate(c, read_hf_config(c.rollout.hf_checkpoint))
     items = {item.name: item for item in host_sum([(c, sizes, ())]).items}
     width = 4 if c.megatron.params_dtype == "float32" else 2
-    assert items["checkpoints in memory"].bytes == 3 * sizes.shape.params * (width + 12)
+    assert items["states in memory"].bytes == 2 * sizes.shape.params * (width + 12)
     without = c.with_values(recover_from="disk")
-    assert "checkpoints in memory" not in {item.name for item in host_sum([(without, sizes, ())]).items}
+    assert "states in memory" not in {item.name for item in host_sum([(without, sizes, ())]).items}
 
 
 def test_a_run_that_resumes_has_the_name_of_the_run_before_it(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from trainer_cases import exported, make_config, make_samples, rank_data, train
 
 from slime.megatron_backend.step.out_of_memory import missing_bytes
-from slime.megatron_backend.step.residence import iter_gradients, iter_parameters, iter_states
 from slime.megatron_backend.step.trainer import MegatronTrainer
+from slime.megatron_backend.storages import iter_gradients, iter_parameters, iter_states
 
 AWAY = {"colocate": True, "offload_train": True}
 MIXED = {"fp32": False, "bf16": True}
