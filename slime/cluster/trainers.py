@@ -159,9 +159,10 @@ class Trainers:
 
     def end_ranks(self) -> None:
         self._whole.clear()
+        # Ray's kill is second: it would wait for a process that a signal has stopped.
+        self._answers.end(self._config.fault_tolerance.rollout_cleanup_timeout)
         for group in self._groups:
             group.stop()
-        self._answers.end_here(self._config.fault_tolerance.rollout_cleanup_timeout)
 
     @contextmanager
     def restarted(self, point: RecoveryPoint | None, check: Callable[[], None]) -> Iterator[int]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 ALIGNMENT = 512
@@ -15,7 +15,7 @@ ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoragePiece:
     """A storage, its size in bytes, and its offset in a host copy."""
 
     storage: torch.UntypedStorage
@@ -28,7 +28,7 @@ class Piece:
         return empty.set_(self.storage, 0, (self.nbytes,), (1,))
 
 
-def iter_pieces(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[Piece]:
+def iter_pieces(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[StoragePiece]:
     """Yields the storages of `tensors` that are not in `seen`, one after another in a host copy."""
     offset = 0
     for tensor in tensors:
@@ -36,7 +36,7 @@ def iter_pieces(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[Piece]:
         if storage._cdata in seen or storage.nbytes() == 0:
             continue
         seen.add(storage._cdata)
-        yield Piece(storage, storage.nbytes(), offset)
+        yield StoragePiece(storage, storage.nbytes(), offset)
         offset += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
 
 
@@ -53,7 +53,7 @@ def iter_gradients(models: list[nn.Module]) -> Iterator[Tensor]:
                 yield buffer.grad_data
 
 
-def iter_states(optimizer: Any, *, counts: bool = False) -> Iterator[Tensor]:
+def iter_states(optimizer: MegatronOptimizer, *, counts: bool = False) -> Iterator[Tensor]:
     """Yields main weights and moments, in an order that a load does not change. `counts`: also step counts, which are
     single numbers."""
     for chained in optimizer.chained_optimizers:

@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 
-def order(run_dir: Path, moment: str, number: int = signal.SIGKILL) -> None:
-    """Makes the first process that reaches `moment` send the signal to itself."""
+def order(run_dir: Path, moment: str, number: int = signal.SIGKILL, times: int = 1) -> None:
+    """Makes the first process that reaches `moment` send the signal to itself, and again after each restart."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / f"deadly-{moment}").write_text(str(int(number)))
+    for count in range(times):
+        (run_dir / f"deadly-{moment}.{count}").write_text(str(int(number)))
 
 
 def obey(run_dir: str, moment: str) -> None:
-    path = Path(run_dir) / f"deadly-{moment}"
-    try:
-        taken = path.rename(path.with_name(f"obeyed-{moment}"))
-    except FileNotFoundError:  # no order, or another rank has taken it
-        return
-    os.kill(os.getpid(), int(taken.read_text()))
+    for path in sorted(Path(run_dir).glob(f"deadly-{moment}.*")):
+        try:
+            taken = path.rename(path.with_name(path.name.replace("deadly", "obeyed")))
+        except FileNotFoundError:  # another process has taken it
+            return
+        os.kill(os.getpid(), int(taken.read_text()))
 
 
 def in_step(args: Any, rollout_id: int, data: Any) -> None:

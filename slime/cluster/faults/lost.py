@@ -9,7 +9,8 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from slime.cluster.calls import Actor, ActorError, Ref
+from slime.cluster.faults.node_calls import call_on_nodes
 from slime.cluster.watchdog import is_running
 from slime.protocols import TrainerLost
 
@@ -28,6 +30,8 @@ _BROKEN = re.compile(
 _MEMORY = re.compile(r"out of memory|OutOfMemory|running low on memory", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
 _ASK_EVERY_S = 2.0
+_START_S = 120.0
+"""Seconds in which a process must give its first answer, unless the limit is longer."""
 
 
 class RankLost(ActorError, TrainerLost):
@@ -54,13 +58,15 @@ def is_loss(error: ActorError) -> bool:
 
 
 class AnswerWatch:
-    """Asks each rank every two seconds for an answer. Calls of several threads are allowed."""
+    """Asks each rank every two seconds for an answer, from its first answer on. Calls of several threads are
+    allowed."""
 
     def __init__(self, actors: Mapping[str, Actor], limit_s: float) -> None:
         self._actors, self._limit_s = actors, limit_s
         self._asked: dict[str, tuple[Ref, float]] = {}
-        self._found: dict[str, tuple[str, int]] = {}
-        """Node and process id by rank."""
+        self._first: dict[str, Ref] = {name: actor.answer.remote() for name, actor in actors.items()}
+        """First questions; a rank answers when its process exists."""
+        self._began = time.monotonic()
         self._lock = threading.Lock()
 
     def find_silent(self) -> str | None:
@@ -68,40 +74,45 @@ class AnswerWatch:
         now = time.monotonic()
         with self._lock:
             for name, actor in self._actors.items():
-                ref, asked_s = self._asked.get(name, (None, now - _ASK_EVERY_S))
-                if ref is not None and not ray.wait([ref], timeout=0)[0]:
-                    if now - asked_s > self._limit_s:
+                ref, asked_s = self._asked.get(name, (self._first[name], self._began))
+                limit_s = self._limit_s if name in self._asked else max(self._limit_s, _START_S)
+                if not ray.wait([ref], timeout=0)[0]:
+                    if now - asked_s > limit_s:
                         return name
                 elif now - asked_s >= _ASK_EVERY_S:
-                    if ref is not None:
-                        self._keep(name, ref)
                     self._asked[name] = actor.answer.remote(), now
         return None
 
-    def _keep(self, name: str, ref: Ref) -> None:
-        with contextlib.suppress(RayError):  # the rank has died
-            self._found[name] = ray.get(ref)
+    def end(self, limit_s: float) -> None:
+        """Kills the processes of all ranks that have started, and returns when they have ended. Ray's own kill does not
+        reach a process that a signal has stopped. Raises RuntimeError after the limit."""
+        by_node: dict[str, list[int]] = {}
+        asked = list(self._first.values())
+        ended, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
+        for ref in ended:
+            with contextlib.suppress(RayError):  # the rank died before it could answer
+                node, pid = ray.get(ref)
+                by_node.setdefault(node, []).append(pid)
+        call_on_nodes(
+            {node: partial(end_processes, pids, limit_s) for node, pids in by_node.items()}, limit_s
+        )
 
-    def end_here(self, limit_s: float) -> None:
-        """Kills the processes of ranks on this node, and returns when they have ended. Ray's own kill does not reach a
-        process that a signal has stopped. Raises RuntimeError after the limit."""
-        node = ray.get_runtime_context().get_node_id()
-        processes = [
-            process
-            for where, pid in self._found.values()
-            if where == node and (process := _find_rank(pid)) is not None
-        ]
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        end = time.monotonic() + limit_s
-        while left := [process.pid for process in processes if is_running(process)]:
-            if time.monotonic() > end:
-                raise RuntimeError(
-                    f"the processes of a lost trainer must end within {limit_s:g} s, got {left} still there; look for "
-                    "a driver or a disk that does not answer (dmesg), or raise --rollout-cleanup-timeout"
-                )
-            time.sleep(0.02)
+
+def end_processes(pids: Sequence[int], limit_s: float) -> None:
+    """Kills the processes of ranks on this node, and returns when they have ended. Raises RuntimeError after the
+    limit."""
+    processes = [process for pid in pids if (process := _find_rank(pid)) is not None]
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    end = time.monotonic() + limit_s
+    while left := [process.pid for process in processes if is_running(process)]:
+        if time.monotonic() > end:
+            raise RuntimeError(
+                f"the processes of a lost trainer must end within {limit_s:g} s, got {left} still there; look for "
+                "a driver or a disk that does not answer (dmesg), or raise --rollout-cleanup-timeout"
+            )
+        time.sleep(0.02)
 
 
 def _find_rank(pid: int) -> psutil.Process | None:

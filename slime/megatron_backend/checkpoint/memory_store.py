@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
 from slime.checkpoints.memory_files import SLOTS, StoredState, find_states, slot_path
 from slime.megatron_backend.checkpoint.random_state import rng_state, set_rng_state
 from slime.megatron_backend.host_memory import computing
-from slime.megatron_backend.storages import Piece, iter_pieces, iter_states
+from slime.megatron_backend.storages import StoragePiece, iter_pieces, iter_states
 from slime.records.errors import FlagError
 
 _CHUNK_BYTES = 2**28
@@ -50,7 +51,9 @@ class _Share:
         return self.whole[start : start + self.size]
 
 
-State: TypeAlias = list[tuple[Piece, dist.ProcessGroup | None]]
+Record: TypeAlias = dict[str, Any]
+"""Values of a state that are not in storages."""
+State: TypeAlias = list[tuple[StoragePiece, dist.ProcessGroup | None]]
 """The storages of a state, and the group of the ranks with the same bytes, or None."""
 
 
@@ -78,7 +81,7 @@ class MemoryStore:
         }
         threads_of_slots.shutdown(wait=False)
 
-    def save(self, iteration: int, state: State, record: dict[str, Any]) -> None:
+    def save(self, iteration: int, state: State, record: Record) -> None:
         """Stores the present bytes of `state` as `iteration`, with `record`: plain values and small tensors."""
         slot = 0 if self._newest is None else (self._newest.slot + 1) % SLOTS
         for one in self._mine():
@@ -95,7 +98,7 @@ class MemoryStore:
         torch.save({"sizes": _sizes(state), "record": record}, staged)
         staged.rename(path)
 
-    def load(self, state: State) -> dict[str, Any]:
+    def load(self, state: State) -> Record:
         """Copies the state `kept` into the storages of `state`, and returns its record. Collective over data-parallel
         ranks."""
         assert self._newest is not None, f"{self._folder} has no state of rank {self._rank}"
@@ -108,7 +111,7 @@ class MemoryStore:
                 mine.copy_(slot[share.offset : share.offset + mine.numel()])
                 if share.group is not None:
                     _gather(share)
-        record: dict[str, Any] = stored["record"]
+        record: Record = stored["record"]
         return record
 
     def _mine(self) -> Iterator[StoredState]:
@@ -123,7 +126,7 @@ class MemoryStore:
             except OSError as error:
                 if error.errno == errno.ENOSPC:
                     path.unlink()
-                    raise no_room(self._folder, size) from error
+                    raise make_space_error(self._folder, size) from error
                 raise
 
     def _open(self, slot: int) -> Tensor:
@@ -136,7 +139,7 @@ class MemoryStore:
         return self._slots[slot]
 
 
-def no_room(folder: Path, size: int) -> FlagError:
+def make_space_error(folder: Path, size: int) -> FlagError:
     """Returns the error for a folder in memory that has no room for `size` more bytes."""
     disk = os.statvfs(folder)
     return FlagError(
@@ -199,7 +202,7 @@ def collect_state(
     return found
 
 
-def make_record(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> dict[str, Any]:
+def make_record(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> Record:
     """Returns the values of a state that are not in storages."""
     return {
         "scheduler": scheduler.state_dict(),
@@ -210,7 +213,7 @@ def make_record(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
 
 
 def restore_record(
-    record: dict[str, Any], optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, rng: bool
+    record: Record, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, *, rng: bool
 ) -> None:
     """Restores the values of `make_record`, with the random generators if `rng` is true."""
     scheduler.load_state_dict(record["scheduler"])
@@ -223,7 +226,7 @@ def restore_record(
         set_rng_state(record["rng"])
 
 
-def _find_scalers(optimizer: MegatronOptimizer) -> list[Any]:
+def _find_scalers(optimizer: MegatronOptimizer) -> list[MegatronGradScaler]:
     """Returns the loss scalers of fp16."""
     found = (getattr(chained, "grad_scaler", None) for chained in optimizer.chained_optimizers)
     return [scaler for scaler in found if scaler is not None]

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from slime.megatron_backend.host_memory import pinned, unpin
-from slime.megatron_backend.storages import Piece, iter_gradients, iter_parameters, iter_pieces, iter_states
+from slime.megatron_backend.storages import (
+    StoragePiece,
+    iter_gradients,
+    iter_parameters,
+    iter_pieces,
+    iter_states,
+)
 from slime.tracking.timers import Timers
 
 
@@ -42,7 +48,7 @@ class Residence:
     ) -> None:
         self._device, self._timers, self._optimizer = device, timers, optimizer
         self._threads = threads
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[StoragePiece]] = {}
         self._host: dict[str, Tensor] = {}
         self._away: set[str] = set()
         self._moved = {"offload": 0, "onload": 0}

@@ -105,7 +105,7 @@ def test_a_manager_stays_dead_without_positions_and_after_its_last_restart(
         order(tmp_path / "run", "log-0")
         made = rollout.generate(0, False, 0)
         if restarts:
-            obeyed = tmp_path / "run" / "obeyed-log-0"
+            obeyed = tmp_path / "run" / "obeyed-log-0.0"
             while not obeyed.exists() and not made.done():
                 time.sleep(0.01)
             order(tmp_path / "run", "log-0")

@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,6 +24,7 @@ from trainer_cases import make_config, make_samples, rank_data
 
 from slime import loop
 from slime.cluster.calls import first_failure_or_all
+from slime.cluster.faults.lost import RankLost
 from slime.cluster.placement import reserve_devices
 from slime.cluster.trainers import Trainers
 from slime.config import Config
@@ -70,11 +73,10 @@ class TrainingRun(NoEngines):
         return self.digests
 
     def publish(self, version: int) -> dict[str, float]:
-        parts = []
+        digests = []
         while (part := self.trainers.next_weights(version, {"engine": 1}).result(120)) is not None:
-            parts.append(part)
-        (whole,) = parts
-        self.digests[version] = digest(Path(whole.info["path"]))
+            digests.append(digest(Path(part.info["path"])))
+        (self.digests[version],) = digests
         return {}
 
     def generate(self, rollout_id: int, saves: bool, version: int) -> Future[RolloutBatch]:
@@ -148,3 +150,45 @@ def test_killed_in_an_update_and_in_a_step(
     back = list(read_events(tmp_path / "run", ("trainer_restarted",)))
     print([event["seconds"] for event in back])
     assert [(event["rollout"], event["repeated"]) for event in back] == [(0, 2), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [
+        (signal.SIGKILL, 2),
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_continue_from_memory_to_the_bit(
+    start: Callable[..., TrainingRun], tmp_path: Path, number: int, ranks: int
+) -> None:
+    """A rank dies or stops in a step, while another rank waits for it. A rank that dies does so again in an update."""
+    flags = {"actor_num_gpus_per_node": ranks, "distributed_timeout_minutes": 0.25}
+    alone = start(run_dir=str(tmp_path / "alone"), weight_dir=str(tmp_path / "alone-weights"), **flags)
+    wanted = alone.run()
+    alone.trainers.stop()
+    memory = {"recover_from": "memory", "memory_dir": str(tmp_path / "memory")}
+    run = start(**flags, **memory)
+    moments = {"step-1": 1} if number == signal.SIGSTOP else {"step-1": 1, "write-3": 3}
+    for moment in moments:
+        order(tmp_path / "run", moment, number)
+    assert run.run() == wanted and len(set(wanted.values())) == ROLLOUTS + 1
+    assert run.trained == list(range(ROLLOUTS))
+    lost, back = (list(read_events(tmp_path / "run", (f"trainer_{kind}",))) for kind in ("lost", "restarted"))
+    assert [(event["rollout"], event["repeated"]) for event in back] == [(i, 0) for i in moments.values()]
+    seconds = [event["seconds"] for event in back]
+    print(f"{signal.Signals(number).name}, {ranks} ranks: {seconds} s, load {os.getloadavg()[0]:.1f}")
+    stopped = "does not answer" if ranks == 1 else "answer|Timed out|closed"
+    assert all(re.search("died|closed" if number == signal.SIGKILL else stopped, e["text"]) for e in lost)
+
+
+def test_a_crash_that_repeats_at_its_step_ends_the_run(
+    start: Callable[..., TrainingRun], tmp_path: Path
+) -> None:
+    run = start(actor_num_gpus_per_node=2, recover_from="memory", memory_dir=str(tmp_path / "memory"))
+    order(tmp_path / "run", "step-1", times=3)  # two ranks may die at once
+    with pytest.raises(RankLost, match="^trainer-. failed: (its process died|.*closed)"):
+        run.run()
+    (back,) = read_events(tmp_path / "run", ("trainer_restarted",))
+    assert back["rollout"] == 1 and run.trained == [0]
