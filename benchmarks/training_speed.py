@@ -42,18 +42,17 @@ with warnings.catch_warnings():  # Megatron warns about optional packages at imp
     warnings.simplefilter("ignore", UserWarning)
     from slime.megatron_backend.step.trainer import MegatronTrainer
 
-GROUP = 8
 COMPILING = 2
 """Number of first steps, which compile kernels and do not count."""
 
 
-def made_up(count: int, prompt: int, response: int, vocab: int, seed: int) -> list[Sample]:
-    """Makes `count` samples in groups of 8, with alternating rewards 0 and 1."""
+def made_up(count: int, group: int, prompt: int, response: int, vocab: int, seed: int) -> list[Sample]:
+    """Makes `count` samples in groups of `group`, with alternating rewards 0 and 1."""
     rng = random.Random(seed)
     return [
         Sample(
             index=i,
-            group_index=i // GROUP,
+            group_index=i // group,
             tokens=rng.choices(range(vocab), k=prompt + response),
             response_length=response,
             loss_mask=[1] * response,
@@ -67,7 +66,8 @@ def made_up(count: int, prompt: int, response: int, vocab: int, seed: int) -> li
 
 def config_of(arguments: argparse.Namespace, given: list[str], run_dir: str) -> Any:
     batch = [
-        *("--rollout-batch-size", str(arguments.sequences // GROUP), "--n-samples-per-prompt", str(GROUP)),
+        *("--rollout-batch-size", str(arguments.sequences // arguments.group)),
+        *("--n-samples-per-prompt", str(arguments.group)),
         *("--global-batch-size", str(arguments.sequences), "--num-rollout", str(arguments.steps)),
     ]
     ranks = ["--actor-num-gpus-per-node", str(arguments.ranks)]
@@ -79,7 +79,7 @@ def batch(
     arguments: argparse.Namespace, trainer: MegatronTrainer, hf_config: dict[str, Any], step: int
 ) -> TrainData:
     """Returns the rank's part of a step."""
-    lengths = arguments.prompt_len, arguments.response_len
+    lengths = arguments.group, arguments.prompt_len, arguments.response_len
     samples = made_up(arguments.sequences, *lengths, hf_config["vocab_size"], step)
     parts = make_rank_data(trainer.config, trainer.hooks, samples, trainer.info.dp_size, hf_config)
     return parts[trainer.info.dp_rank]
@@ -157,7 +157,8 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=1, help="processes, one per GPU")
-    parser.add_argument("--sequences", type=int, default=32, help="a step; a multiple of 8")
+    parser.add_argument("--sequences", type=int, default=32, help="a step; a multiple of --group")
+    parser.add_argument("--group", type=int, default=8, help="samples per prompt, at least 2")
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--response-len", type=int, default=3584)
     parser.add_argument("--steps", type=int, default=6)
@@ -181,8 +182,12 @@ def main(argv: list[str]) -> int:
 
 def report(arguments: argparse.Namespace, given: list[str], argv: list[str]) -> None:
     """Measures, prints the results, and writes --out."""
-    if arguments.sequences < GROUP or arguments.sequences % GROUP:
-        raise ValueError(f"--sequences must be a multiple of {GROUP}, got {arguments.sequences}")
+    if arguments.group < 2:
+        raise ValueError(f"--group must be at least 2, got {arguments.group}; the rewards of a group differ")
+    if arguments.sequences < arguments.group or arguments.sequences % arguments.group:
+        raise ValueError(
+            f"--sequences must be a multiple of --group {arguments.group}, got {arguments.sequences}"
+        )
     if arguments.steps <= COMPILING:
         raise ValueError(
             f"--steps must be more than the {COMPILING} that compile kernels, got {arguments.steps}"

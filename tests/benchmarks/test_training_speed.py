@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
         ("", "--hf-checkpoint must be given (a Hugging Face checkpoint directory), got none"),
         ("--hf-checkpoint nowhere", "--hf-checkpoint must be a directory with a config.json, got nowhere"),
         ("--steps 2", "--steps must be more than the 2 that compile kernels, got 2"),
-        ("--sequences 12", "--sequences must be a multiple of 8, got 12"),
+        ("--sequences 12", "--sequences must be a multiple of --group 8, got 12"),
+        ("--group 1", "--group must be at least 2, got 1"),
         ("--out nowhere/o.json", "--out must name a file in a folder that exists, got nowhere/o.json"),
     ],
 )

@@ -33,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_model_parallel_size": 2},
     "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp": {"context_parallel_size": 2},
+    "cp-gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
     "cp-native": {"context_parallel_size": 2, "rlk_fast": "off"},
     "pp": {"pipeline_model_parallel_size": 2},
 }
