@@ -328,7 +328,8 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None
         elif other_count:
             raise ValueError(
                 "--expert-model-parallel-size must be above 1 where it was when the optimizer of --load was saved, and "
-                f"only there, got {len(parts)} optimizers a rank; use --use-distributed-optimizer, whose state fits any"
+                f"only there, got {len(parts)} optimizers a rank; use that layout or --no-load-optim. The state of "
+                "Adam with --use-distributed-optimizer fits any layout"
             )
         else:
             part.load_state_dict(of_part)
