@@ -102,7 +102,9 @@ class RolloutActor:
     def evaluate(self, rollout_id: int) -> Evaluated:
         """Runs an evaluation. A rollout may run at the same time."""
         made = self.manager.evaluate(rollout_id)
-        stored = {name: [ray.put(data) for data in ranks] for name, ranks in made.held_out.items()}
+        stored: dict[str, list[object]] = {
+            name: [ray.put(data) for data in ranks] for name, ranks in made.held_out.items()
+        }
         return replace(made, held_out=stored)
 
 

@@ -131,6 +131,8 @@ def _list_run_items(c: Config, e: Estimate) -> Iterator[HostItem]:
         each = SERVER + (SPREAD if size > 1 else 0)
         how = f"{servers} servers x {amount(each)} + {here} workers x {amount(WORKER)}"
         yield HostItem("engines", servers * each + here * WORKER, how)
+        if c.fault_tolerance.engine_standby_s:
+            yield HostItem("standby", SERVER, "a process for the next lost engine (--engine-standby-s)")
         ranks = c.cluster.actor_num_gpus_per_node
         yield HostItem("queues", (here + ranks) * SHARED, "of processes on GPUs, in shared memory")
     yield image_item(c)

@@ -7,13 +7,21 @@ a command line.
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from slime.cluster.numa import children_on, choose_cpus
-from vime.pool.process import Server, ServerSpec
+from slime.weight_sync.variables import ENGINE_VARIABLE
+from vime.pool.process import Server, ServerSpec, SupervisedProcess
+
+logger = logging.getLogger(__name__)
 
 
 def option(tokens: Sequence[str]) -> str:
@@ -77,6 +85,8 @@ class EngineServer(Server[EngineSpec]):
     """One engine server, in the driver or as a Ray actor."""
 
     name = "the engine server"
+    standby: Standby | None = None
+    """Gives the engine a process that has imported the server's modules, if it has one."""
     _master = ""
     ready_path = "/health"
     timeout_flag = "--engine-start-timeout-s"
@@ -104,6 +114,16 @@ class EngineServer(Server[EngineSpec]):
         with children_on(cpus):
             return super().start()
 
+    def standby_command(self) -> list[str] | None:
+        """Returns the command of a process that imports the server's modules and waits for an order (`Standby`), or
+        None if the backend has no such command."""
+        return None
+
+    def _start_process(self) -> SupervisedProcess:
+        command, env, log = self.command(), self.environment(), self.spec.log_path
+        waiting = self.standby.take(command, env, log) if self.standby is not None else None
+        return SupervisedProcess(command, env, log) if waiting is None else waiting
+
     def is_ready(self) -> bool:
         return super().is_ready() if self.spec.node == 0 else self.poll() is None
 
@@ -115,3 +135,71 @@ class EngineServer(Server[EngineSpec]):
     def stop(self) -> None:
         super().stop()
         self._gate.unlink(missing_ok=True)
+
+
+_LATE = {ENGINE_VARIABLE, "CUDA_VISIBLE_DEVICES"}
+"""Variables that a server reads after its imports."""
+
+
+class Standby:
+    """Keeps a process that has imported the modules of an engine's server, on this host. An engine that is replaced
+    becomes this process, so its start does not wait for the imports. All threads may call every method.
+
+    The process starts `after_s` seconds after the last start of an engine. With 0, there is none.
+    """
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s, self._lock = after_s, threading.Lock()
+        self._process: SupervisedProcess | None = None
+        self._env: Mapping[str, str] = {}
+        self._due: float | None = None
+        self._ended = False
+
+    def keep(self, server: type[EngineServer], spec: EngineSpec) -> None:
+        """Starts the process if it is due. It has the environment of an engine with `spec` that is replaced. Call this
+        regularly while all engines serve."""
+        if not self._after_s or spec.nodes > 1 or spec.role != "both":
+            return
+        with self._lock:
+            if self._ended or self._process is not None:
+                return
+            self._due = self._due or time.monotonic() + self._after_s
+            if time.monotonic() < self._due:
+                return
+            example = server(replace(spec, waits=False))
+            if (command := example.standby_command()) is None:
+                self._after_s = 0
+                return
+            self._env = example.environment()
+            log = str(Path(spec.log_path).with_name("engine-standby.log"))
+            try:
+                self._process = SupervisedProcess(command, self._env, log, takes_input=True)
+            except OSError as error:  # such as a full disk; the run needs no standby
+                logger.warning("no process waits for the next lost engine: %s", error)
+                self._due = None
+
+    def take(self, command: Sequence[str], env: Mapping[str, str], log_path: str) -> SupervisedProcess | None:
+        """Returns the process, which becomes the server with this command line and environment. None if there is no
+        process, or if its modules were imported in another environment."""
+        with self._lock:
+            process, self._process, self._due = self._process, None, None
+            if process is None:
+                return None
+            changed = {name for name in env.keys() | self._env.keys() if env.get(name) != self._env.get(name)}
+            cpus = sorted(os.sched_getaffinity(0))
+            order = {"command": list(command), "env": dict(env), "log": log_path, "cpus": cpus}
+            try:
+                if changed <= _LATE and process.poll() is None:
+                    process.send(f"{json.dumps(order)}\n".encode(), log_path)
+                    return process
+            except OSError:  # it has just ended
+                pass
+            process.stop()
+            return None
+
+    def stop(self) -> None:
+        """Ends the process. No other one starts."""
+        with self._lock:
+            self._ended, process, self._process = True, self._process, None
+        if process is not None:
+            process.stop()

@@ -79,7 +79,7 @@ def make_pool(
         events=Events("engines", config.logging.run_dir),
         model=model.name,
         source=source,
-        **_health_checks(config),
+        **_health_checks(config, model),
         dtype=dtype,
         frees_memory=frees_memory,
         flush_interval=1 if model.frozen else config.weight_update.flush_interval,
@@ -95,17 +95,19 @@ def _role(config: Config, model: ServedModel, index: int) -> Role:
 
 
 class HealthChecks(TypedDict):
-    """Arguments of a pool: how it checks its engines."""
+    """Arguments of a pool: how it checks and replaces its engines."""
 
     health_check_interval_s: float
     health_check_timeout_s: float
     health_check_first_wait_s: float
+    standby_after_s: float
 
 
-def _health_checks(config: Config) -> HealthChecks:
+def _health_checks(config: Config, model: ServedModel) -> HealthChecks:
     f = config.fault_tolerance
     return {
         "health_check_interval_s": f.rollout_health_check_interval,
         "health_check_timeout_s": f.rollout_health_check_timeout,
         "health_check_first_wait_s": f.rollout_health_check_first_wait,
+        "standby_after_s": 0.0 if model.frozen else f.engine_standby_s,
     }

@@ -22,7 +22,7 @@ from slime.roles.served import POLICY
 from slime.tracking.events import Events
 from vime.pool.changes import Changes
 from vime.pool.control import PauseMode
-from vime.pool.engine_server import EngineSpec
+from vime.pool.engine_server import EngineSpec, Standby
 from vime.pool.health_watch import HealthWatch
 from vime.pool.member import Member, Spawn
 from vime.pool.process import Started, ended_how, require_running
@@ -72,6 +72,7 @@ class ServerPool:
         health_check_interval_s: float = 30.0,
         health_check_timeout_s: float = 30.0,
         health_check_first_wait_s: float = 0.0,
+        standby_after_s: float = 0.0,
     ) -> None:
         if not specs:
             raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
@@ -86,6 +87,7 @@ class ServerPool:
             events=Events("engines", None) if events is None else events,
             model=model,
             patience_s=health_check_timeout_s,
+            standby=Standby(standby_after_s),
         )
         self.state.follow(source, frees_memory=frees_memory, flush_interval=flush_interval)
         self.state.members.extend(map(self.state.make, specs))
@@ -225,6 +227,7 @@ class ServerPool:
             self._stop_servers()
 
     def _stop_servers(self) -> None:
+        self.state.standby.stop()
         each(self._members, Member.stop)
         self._router.stop()
 
@@ -244,6 +247,7 @@ class ServerPool:
                         continue
                     if not self._transfer.is_trainers_turn and self._is_due_and_dead(member):
                         self._restart(member)
+                self.state.keep_standby()
         except Exception as error:  # the border of this thread: the driver sees it at check_health
             if not self.state.stopping.is_set():
                 self.state.lost = f"{type(error).__name__}: {error}"

@@ -114,14 +114,21 @@ def sigterm_interrupts() -> Iterator[None]:
 class SupervisedProcess:
     """Runs a command under `vime.pool.supervise`. The command and all its children end at `stop()`, or when this
     process ends, even by SIGKILL. Standard output and error are appended to `log_path`. `grace_s` is the number of
-    seconds between SIGTERM and SIGKILL."""
+    seconds between SIGTERM and SIGKILL. `send` needs `takes_input`."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], log_path: str, *, grace_s: float = _GRACE_S
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log_path: str,
+        *,
+        grace_s: float = _GRACE_S,
+        takes_input: bool = False,
     ) -> None:
         self.log_path, self._grace_s = log_path, grace_s
         Path(log_path).parent.mkdir(parents=True, exist_ok=True)
-        supervised = [sys.executable, "-m", "vime.pool.supervise", str(grace_s), *command]
+        flags = ["--input"] if takes_input else []
+        supervised = [sys.executable, "-m", "vime.pool.supervise", *flags, str(grace_s), *command]
         with open(log_path, "ab") as log:
             self._log_begins = log.tell()
             self._process = subprocess.Popen(
@@ -141,6 +148,14 @@ class SupervisedProcess:
     def poll(self) -> int | None:
         """Returns the exit status, or None while the process runs."""
         return self._process.poll()
+
+    def send(self, data: bytes, log_path: str) -> None:
+        """Sends data to the command, which appends its further output to `log_path`. OSError if it has ended."""
+        self.log_path, path = log_path, Path(log_path)
+        self._log_begins = path.stat().st_size if path.exists() else 0
+        assert self._process.stdin is not None
+        self._process.stdin.write(data)
+        self._process.stdin.flush()
 
     def whereabouts(self) -> tuple[str, bool]:
         """Returns process id and host as text, and True if a signal has stopped one of the processes."""
@@ -167,7 +182,8 @@ class SupervisedProcess:
         """Stops the command and its children with SIGTERM, and with SIGKILL after `grace_s`. Returns when all processes
         have ended. It may be called again."""
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # data that `send` could not write
+                self._process.stdin.close()
         try:
             self._process.wait(timeout=self._grace_s + 10)
         except subprocess.TimeoutExpired:
@@ -313,8 +329,11 @@ class Server(Generic[S]):
         """
         self.choose_port()
         self._take_port(self.spec.host, self.spec.port, self.name)
-        self._process = SupervisedProcess(self.command(), self.environment(), self.spec.log_path)
+        self._process = self._start_process()
         return self.spec.url
+
+    def _start_process(self) -> SupervisedProcess:
+        return SupervisedProcess(self.command(), self.environment(), self.spec.log_path)
 
     def wait_ready(self) -> None:
         """Returns once the server serves. Raises RuntimeError, with the last log lines, if it ends before or takes

@@ -18,8 +18,8 @@ from slime.protocols import RolloutEngine, WeightSource, WeightUpdate
 from slime.tracking.events import Events
 from slime.weight_sync.transfer import Engine, WeightTransfer
 from vime.pool.control import ControlError, EngineLoad, MakeControl, PauseMode
-from vime.pool.engine_server import EngineServer, EngineSpec
-from vime.pool.member import Member, Spawn
+from vime.pool.engine_server import EngineServer, EngineSpec, Standby
+from vime.pool.member import EngineHandle, Member, Spawn
 from vime.pool.router import RouterServer, RouterSpec
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class PoolState:
     events: Events
     model: str
     patience_s: float
+    standby: Standby
     members: list[Member] = field(default_factory=list)
     stopping: threading.Event = field(default_factory=threading.Event)
     lost: str | None = None
@@ -81,9 +82,20 @@ class PoolState:
 
     def launch(self, member: Member) -> None:
         """Start the engine's server."""
-        member.launch(self.spawn)
+        member.launch(self._spawn_with_standby)
         location = self.slots.where(member.spec.index) if self.slots else ""
         self.record(member, "starting", address=member.control.url, place=location)
+
+    def _spawn_with_standby(self, spec: EngineSpec) -> EngineHandle:
+        handle = self.spawn(spec)
+        if isinstance(handle, EngineServer):  # other handles start the server on another node
+            handle.standby = self.standby
+        return handle
+
+    def keep_standby(self) -> None:
+        """Starts the process that waits for the next engine that is replaced, if it is due."""
+        if self.members and len(self.serving_members()) == len(self.members):
+            self.standby.keep(self.kind.server, self.members[0].spec)
 
     def admit(self, member: Member) -> None:
         """Let the router send requests to the engine."""

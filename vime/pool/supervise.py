@@ -1,8 +1,9 @@
-"""`python -m vime.pool.supervise GRACE_S COMMAND...`: runs a command that must end with its parent.
+"""`python -m vime.pool.supervise [--input] GRACE_S COMMAND...`: runs a command that must end with its parent.
 
-The parent holds the write end of this process's standard input. When that end closes (on purpose, or because the parent
-was killed, also with kill -9), or on TERM or INT, the command gets SIGTERM. After GRACE_S seconds, all processes that
-are left, grandchildren included, get SIGKILL. The exit status is that of the command.
+With --input, the command gets the data of this process's standard input; otherwise its input is empty. The parent holds
+the write end of this process's standard input. When that end closes (on purpose, or because the parent was killed, also
+with kill -9), or on TERM or INT, the command gets SIGTERM. After GRACE_S seconds, all processes that are left,
+grandchildren included, get SIGKILL. The exit status is that of the command.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def _close_tcp_sockets() -> None:
 def main(argv: Sequence[str]) -> int:
     """Runs the command `argv[1:]` with `argv[0]` as the grace in seconds. Returns the exit status, or 128 + the signal
     that ended the command."""
-    grace_s, command = float(argv[0]), list(argv[1:])
+    takes_input = argv[0] == "--input"
+    grace_s, *command = argv[1:] if takes_input else argv
     # Orphans of the command become children of this process, so that they can be found and ended.
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     wake_read, wake_write = os.pipe()
@@ -77,18 +79,32 @@ def main(argv: Sequence[str]) -> int:
     signal.set_wakeup_fd(wake_write)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, _noted)
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    stdin = subprocess.PIPE if takes_input else subprocess.DEVNULL
+    child = subprocess.Popen(command, stdin=stdin, preexec_fn=die_with_parent)
     while child.poll() is None:
         ready, _, _ = select.select([sys.stdin.fileno(), wake_read], [], [])
+        if sys.stdin.fileno() in ready and _send_on(child):
+            continue
         if sys.stdin.fileno() in ready or _ended_by_signal(os.read(wake_read, 64)):
             child.terminate()
-            _wait(child, grace_s)
+            _wait(child, float(grace_s))
             break
     if child.poll() is None:
         child.kill()
     status = child.wait()
     _end_descendants()
     return status if status >= 0 else 128 - status
+
+
+def _send_on(child: subprocess.Popen[bytes]) -> bool:
+    """Writes the waiting data to the command. Returns False at the end of the data, and for a command without input."""
+    data = os.read(sys.stdin.fileno(), 1 << 16)
+    if not data or child.stdin is None:
+        return False
+    with contextlib.suppress(BrokenPipeError):  # the command has ended
+        child.stdin.write(data)
+        child.stdin.flush()
+    return True
 
 
 def _noted(number: int, frame: object) -> None:

@@ -17,7 +17,7 @@ import psutil
 from slime.config import Config
 
 PARTS = {
-    "engine": r"^\S+ -m vime\.(vllm|sglang)\.serve ",
+    "engine": r"^\S+ -m vime\.(vllm|sglang)\.serve (?!--standby)",
     "router": r"^\S+ -m vime\.(vllm|sglang)\.router_main",
     "trainer": r"^ray::TrainerActor",
     "manager": r"^ray::RolloutActor",

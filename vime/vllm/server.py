@@ -18,6 +18,7 @@ from vime.pool.engine_server import EngineServer, EngineSpec, option, pair_up
 from vime.vllm.caches.ages import KEEPS_VARIABLE
 from vime.vllm.caches.connector import transfer_flags
 from vime.vllm.cpu import engine as cpu_engine
+from vime.vllm.serve import STANDBY
 from vime.vllm.versions import (
     processed_pixels,
     request_times,
@@ -138,6 +139,10 @@ class VllmServer(EngineServer):
         module = server_module() if spec.node == 0 else "vime.vllm.headless"
         more = [token for tokens in theirs for token in tokens]
         return [sys.executable, "-m", "vime.vllm.serve", module, *ours, *more]
+
+    def standby_command(self) -> list[str]:
+        modules = [server_module(), WORKERS[self.spec.device].rpartition(".")[0]]
+        return [sys.executable, "-m", "vime.vllm.serve", STANDBY, *modules]
 
     def _settings(self) -> EngineSettings:
         spec = self.spec

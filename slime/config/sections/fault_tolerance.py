@@ -33,6 +33,12 @@ class FaultToleranceConfig:
         range=SECONDS,
     )
     engine_start_timeout_s: float = flag(600.0, "maximum seconds until an engine is ready", range=SECONDS)
+    engine_standby_s: float = flag(
+        60.0,
+        "seconds after the last start of an engine until a process imports the engine's modules in advance, so that "
+        "the next lost engine of the driver's host is replaced sooner; 0: no such process",
+        range=SECONDS_OR_ZERO,
+    )
     rollout_snapshot_s: float = flag(
         60.0,
         "seconds between two snapshots of the unfinished groups in the run directory, from which a run that resumes "

@@ -12,12 +12,14 @@ import time
 from functools import partial
 from urllib.parse import urlsplit
 
+import psutil
 import torch
 from engine_fixtures import Stack, hf_log_probs, server_of
 
 from slime.protocols import TOP, AnswerParts, GenerateResult
 from slime.rollout.stream.parts import AnswersSoFar
 from vime.pool.control import SERVED_MODEL_NAME
+from vime.pool.engine_server import Standby
 from vime.vllm.group_wire import ALIVE, ALIVE_S, SAMPLES, Frames
 
 PROMPT = [14, 5, 8, 13, 21, 30]
@@ -86,7 +88,12 @@ def test_a_paused_engine_says_that_it_still_has_the_request(stack: Stack) -> Non
 
 
 def test_a_killed_engine_comes_back_with_the_last_weights(stack: Stack) -> None:
+    """The new engine is the process that had imported vLLM before. Its environment differs only in the engine's
+    name."""
+    stack.pool.state.standby = standby = Standby(0.01)
     update = stack.push(stack.other)
+    while (waiting := standby._process) is None:
+        time.sleep(0.05)
     url = stack.pool.engine_urls[0]
     found: list[GenerateResult] = []
     thread = threading.Thread(
@@ -99,6 +106,8 @@ def test_a_killed_engine_comes_back_with_the_last_weights(stack: Stack) -> None:
     os.kill(server_of(url).pid, signal.SIGKILL)
     thread.join()
     assert stack.pool.engine_urls != [url]
+    (server,) = psutil.Process(waiting.pid).children()
+    assert server == server_of(stack.pool.engine_urls[0])
     assert len(found) == 16
     for result in found[:4]:
         assert result.weight_versions == [update.version]

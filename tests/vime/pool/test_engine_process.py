@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from vime.pool import process
+from vime.pool.engine_server import EngineServer, EngineSpec, Standby
 from vime.pool.process import SupervisedProcess, ended_how, free_port, require_free_port, tail, wait_ready
 from vime.pool.router import RouterSpec
 from vime.vllm.router import VllmRouter
@@ -270,3 +273,52 @@ def test_a_killed_server_leaves_no_semaphore(tmp_path: Path) -> None:
     assert semaphore.exists()
     server.stop()
     assert not semaphore.exists()
+
+
+class Imported(EngineServer):
+    """An engine whose standby prints its order."""
+
+    def standby_command(self) -> list[str]:
+        return [sys.executable, "-c", "print('waits', flush=True); print(input())"]
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, **self.spec.env}
+
+
+def test_an_engine_becomes_the_standby_only_in_its_environment(tmp_path: Path) -> None:
+    log = tmp_path / "engine-0.log"
+    spec = EngineSpec(run_key="k", log_path=str(log), model_path="", weight_dir="", env={"A": "1"})
+    standby, waiting = Standby(0.01), tmp_path / "engine-standby.log"
+
+    def keep() -> None:
+        while standby._process is None:
+            standby.keep(Imported, spec)
+            time.sleep(0.01)
+        while not (waiting.exists() and "waits" in waiting.read_text()):
+            time.sleep(0.01)
+
+    assert standby.take([], {}, "") is None
+    keep()
+    env = {**os.environ, "A": "1", "VIME_ENGINE": "engine-0-2", "CUDA_VISIBLE_DEVICES": "3"}
+    process = standby.take(["serve", "--port", "1"], env, str(log))
+    assert process is not None and process.log_path == str(log)
+    while process.poll() is None:
+        time.sleep(0.01)
+    order = json.loads(waiting.read_text().splitlines()[-1])
+    assert (order["command"], order["env"]["CUDA_VISIBLE_DEVICES"]) == (["serve", "--port", "1"], "3")
+    waiting.unlink()
+    keep()
+    other = standby._process
+    assert other is not None and standby.take(["serve"], {**env, "A": "2"}, str(log)) is None
+    assert other.poll() is not None
+    standby.stop()
+    standby.keep(Imported, spec)
+    assert standby._process is None
+
+
+def test_a_standby_is_left_out_for_engines_of_several_nodes_and_without_a_delay(tmp_path: Path) -> None:
+    spec = EngineSpec(run_key="k", log_path=str(tmp_path / "log"), model_path="", weight_dir="", nodes=2)
+    for standby, one in ((Standby(1e-9), spec), (Standby(0), replace(spec, nodes=1))):
+        for _ in range(2):
+            standby.keep(Imported, one)
+        assert standby._process is None
