@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from rl_kernel.checks import FLOATS, check_tensor, invalid
 from rl_kernel.collectives import gather_stack
@@ -51,7 +52,7 @@ def linear(
 
     Args:
         x: [..., K] in float32, bfloat16 or float16. K is a multiple of 128.
-        weight: [M, K] of x's dtype, M a multiple of 128.
+        weight: [M, K] of x's dtype. The last block of rows may have fewer than 128.
         power_of_two: the scales are powers of two (ue8m0).
         invariant: a row's bits do not depend on the other rows. On a host they never do.
         group: the ranks whose gradients of x are added.
@@ -67,11 +68,15 @@ def linear(
     Deterministic. Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.
     """
     check_tensor("weight", weight, ["M", x.shape[-1]], (x.dtype,), device=x.device)
+    outputs = len(weight)
+    if missing := -outputs % GROUP:
+        weight = pad(weight, (0, 0, 0, missing))
     _check(x, weight)
     out: Tensor = _Linear8.apply(
         x.reshape(-1, x.shape[-1]), weight, power_of_two, invariant, group, gather and group is not None
     )
-    return out.view(-1, *x.shape[1:-1], len(weight)) if x.dim() > 1 else out.view(len(weight))
+    out = out[:, :outputs] if missing else out
+    return out.reshape(-1, *x.shape[1:-1], outputs) if x.dim() > 1 else out.reshape(outputs)
 
 
 def check_sizes(name: str, sizes: tuple[int, ...]) -> None:

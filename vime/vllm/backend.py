@@ -240,7 +240,13 @@ class VllmBackend:
             "scores": model.frozen,
         }
         if model.frozen:  # no adapter belongs to a frozen model
-            own |= {"lora_rank": 0, "keeps_weights": False, "keeps_cache": False, "bitwise": ()}
+            own |= {
+                "lora_rank": 0,
+                "keeps_weights": False,
+                "keeps_cache": False,
+                "bitwise": (),
+                "fp8_scales": None,
+            }
         return make_pool(
             VllmEnginePool,
             config,

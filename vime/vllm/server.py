@@ -78,6 +78,8 @@ class VllmSpec(EngineSpec):
     bitwise: tuple[str, ...] = ()
     """Operators of the trainer that the engine computes with. The tuple is empty if the engine uses only vLLM's own
     operators."""
+    fp8_scales: str | None = None
+    """Scales of linear layers that compute in fp8 as in the trainer (`EngineSettings.fp8_scales`)."""
     scores: bool = False
     """True if the engine computes log-probs of whole prompts."""
     keeps_cache: bool = False
@@ -151,6 +153,7 @@ class VllmServer(EngineServer):
             temperature=spec.temperature,
             routed_experts=spec.reports_experts,
             bitwise=tuple(spec.bitwise),
+            fp8_scales=spec.fp8_scales,
         )
 
     def _multi_node(self) -> list[str]:

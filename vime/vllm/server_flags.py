@@ -221,6 +221,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "sleeps": frees_memory(config),
         **adapter.settings(config),
         "bitwise": operators.bitwise(config),
+        "fp8_scales": _fp8_scales(config),
         "reports_experts": config.off_policy.use_rollout_routing_replay,
         "top_tokens": count_policy_top_tokens(config),
         "keeps_cache": config.weight_update.flush_interval != 1,
@@ -229,6 +230,13 @@ def engine_settings(config: Config) -> dict[str, Any]:
         # GPUs also serve frozen models of families that are not trained here
         "stateful": on_cpu and read_decoder(read_hf_config(config.rollout.hf_checkpoint)).stateful,
     }
+
+
+def _fp8_scales(config: Config) -> str | None:
+    """Returns the scales with which the engine rounds as the trainer does, or None."""
+    if "product" not in operators.bitwise(config) or not config.megatron.has_fp8_blocks:
+        return None
+    return "ue8m0" if config.megatron.force_fp8_ue8m0_scale else "float32"
 
 
 def _cache_bytes(config: Config) -> int:

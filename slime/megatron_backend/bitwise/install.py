@@ -32,6 +32,7 @@ from slime.megatron_backend.model.gpt import HiddenGPTModel
 from slime.megatron_backend.model.layers import DecoderLayer, GatedMLP, NormedLinear
 from slime.megatron_backend.model.model_config import params_dtype
 from slime.megatron_backend.model.norms import RMSNorm
+from slime.megatron_backend.model.products.fp8 import Fp8Forward
 from slime.models.rope import Rope
 
 
@@ -114,11 +115,13 @@ def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _give_outputs(module: ColumnParallelLinear) -> None:
-    module._forward_impl = _outputs
+    if not isinstance(module._forward_impl, Fp8Forward):  # whose rows are independent too
+        module._forward_impl = _outputs
 
 
 def _give_sum(module: RowParallelLinear) -> None:
-    module.forward = partial(_forward_row_parallel, module)
+    if not isinstance(module._forward_impl, Fp8Forward):
+        module.forward = partial(_forward_row_parallel, module)
 
 
 def _give_norm(module: RMSNorm) -> None:

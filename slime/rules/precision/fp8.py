@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from slime.config.fields import Values, spelled
 from slime.hardware import HARDWARE
+from slime.models import read_decoder
 from slime.models.decoder import Hf
 from slime.models.latent import Latent
 from slime.plan.model_shape import Shape
@@ -66,13 +67,7 @@ def check_fp8_flags(c: Config) -> None:
             "it",
             "choose one of int4 and fp8",
         )
-    if c.kernels.rlk_bitwise:
-        raise FlagError(
-            "--rlk-bitwise",
-            f"be left out with {_BLOCKS}",
-            "it",
-            "its products are in the dtype of the weights",
-        )
+    _check_bitwise(c)
     if c.cluster.gpu is not None and not HARDWARE[c.cluster.gpu].has_fp8:
         raise FlagError(
             "--fp8-recipe",
@@ -82,11 +77,37 @@ def check_fp8_flags(c: Config) -> None:
         )
 
 
+def _check_bitwise(c: Config) -> None:
+    """Checks the settings of both flags that were not implemented together."""
+    if not c.kernels.rlk_bitwise:
+        return
+    for flag, value, wanted in (
+        ("--tensor-model-parallel-size", c.megatron.tensor_model_parallel_size, 1),
+        ("--first-last-layers-bf16", bool(c.megatron.overrides.get("first_last_layers_bf16")), False),
+    ):
+        if value != wanted:
+            raise FlagError(
+                flag,
+                f"be {'left out' if wanted is False else wanted} with {_BLOCKS} and --rlk-bitwise",
+                value,
+                "the engine rounds whole weights of every layer; or leave --rlk-bitwise out",
+            )
+
+
 def check_fp8_model(c: Config, hf: Hf) -> None:
     """Checks that the inputs of each product are whole groups of 128 on each trainer rank."""
     if not c.megatron.has_fp8_blocks:
         return
-    for name, size, flag, ranks in _inputs(c, Shape.of(hf)):
+    shape = Shape.of(hf)
+    head = read_decoder(hf).head_dim
+    if c.kernels.rlk_bitwise and head % GROUP:
+        raise FlagError(
+            "head_dim of --hf-checkpoint",
+            f"be a multiple of {GROUP} with {_BLOCKS} and --rlk-bitwise",
+            head,
+            "leave --rlk-bitwise out: the trainer's blocks of queries, keys and values are others than the engine's",
+        )
+    for name, size, flag, ranks in _inputs(c, shape):
         if size % (ranks * GROUP) == 0:
             continue
         fits = (n for n in range(ranks - 1, 0, -1) if ranks % n == 0 and size % (n * GROUP) == 0)

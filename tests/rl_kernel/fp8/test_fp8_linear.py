@@ -82,6 +82,18 @@ def test_the_layer_has_the_outputs_and_gradients_of_the_reference():
     assert 0.001 < (out.flatten(0, 1) - plain).norm() / plain.norm() < 0.05
 
 
+def test_the_last_block_of_outputs_may_have_fewer_rows():
+    x, weights, upstream = CASES[3].tensors()
+    wide = torch.cat((weights[0][:200], torch.zeros(56, 256)))
+    leaves = [x.clone().requires_grad_(), weights[0][:200].clone().requires_grad_()]
+    wanted = [x.clone().requires_grad_(), wide.requires_grad_()]
+    out, want = fp8.linear(*leaves), fp8.linear(*wanted)[:, :200]
+    assert torch.equal(out, want)
+    for found in (out, want):
+        found.backward(upstream[:, :200])
+    assert torch.equal(leaves[0].grad, wanted[0].grad) and torch.equal(leaves[1].grad, wanted[1].grad[:200])
+
+
 def test_a_frozen_weight_has_no_gradient():
     x, weights, _ = CASES[3].tensors()
     x.requires_grad_()
@@ -97,8 +109,8 @@ def test_a_row_depends_on_no_other_row():
 
 
 def test_sizes_that_are_not_whole_blocks_are_errors():
-    with pytest.raises(ValueError, match=r"weight must be a multiple of 128 on both sides, got \[96, 128\]"):
-        fp8.linear(torch.zeros(2, 128), torch.zeros(96, 128))
+    with pytest.raises(ValueError, match=r"weight must be a multiple of 128 on both sides, got \[128, 96\]"):
+        fp8.linear(torch.zeros(2, 96), torch.zeros(128, 96))
     with pytest.raises(ValueError, match=r"weight must have shape \[M, 64\]"):
         fp8.linear(torch.zeros(2, 64), torch.zeros(128, 128))
     assert fp8.refusal(torch.device("cpu")) is None

@@ -251,15 +251,16 @@ def test_the_scripts_of_int4_train_with_rounded_weights(
     assert any("the trainer rounds them in the same way (--round-weights)" in note for note in notes)
 
 
-def test_training_in_fp8_is_noted_for_a_model_with_experts(tmp_path: Path, hooks: None) -> None:
+def test_a_script_in_fp8_trains_a_model_with_experts_in_fp8(tmp_path: Path, hooks: None) -> None:
     config = parse_config(stand_ins(SCRIPTS["scripts/low_precision/run-qwen3-30b-a3b-fp8.sh"], tmp_path))
-    (note,) = [note for note in config.notes if "--fp8-format" in note]
-    assert note == (
-        "--transformer-impl transformer_engine, --fp8-format e4m3, --fp8-recipe blockwise: without effect for a model "
-        "with experts, whose layers are the trainer's own; it computes in bfloat16, which is more exact than fp8 and "
-        "slower"
-    )
-    assert not {"transformer_impl", "fp8", "fp8_recipe"} & config.megatron.overrides.keys()
+    assert config.megatron.has_fp8_blocks and "transformer_impl" not in config.megatron.overrides
+    found = [note for note in config.notes if "--fp8-recipe blockwise" in note]
+    assert found == [
+        "--transformer-impl transformer_engine: without effect with --fp8-recipe blockwise, which the trainer's own "
+        "layers compute",
+        "--fp8-recipe blockwise: attention's linear layers, MLPs and experts compute in fp8; the head, the embedding, "
+        "routers and the vision tower stay in bfloat16",
+    ]
 
 
 def test_the_page_counts_the_scripts() -> None:

@@ -28,6 +28,9 @@ class EngineSettings:
     """True if answers contain each token's experts."""
     bitwise: tuple[str, ...] = ()
     """Names in slime's BITWISE_OPERATORS of the operators that the engine uses from rl_kernel.invariant."""
+    fp8_scales: str | None = None
+    """Scales of the products of linear layers in rl_kernel.fp8, which replaces rl_kernel.invariant there: float32, or
+    ue8m0 for powers of two. None for products in the dtype of the weights."""
 
     def flags(self, user_tokens: Sequence[str] = ()) -> list[str]:
         """Returns vLLM's flag with these settings and with the user's value of the same flag. The list is empty if both

@@ -45,7 +45,7 @@ class RunWorker(_Base):
     def register(self, vllm_config: VllmConfig) -> None:
         """Registers the classes of this project with vLLM, before vLLM builds the model."""
         if self.settings.bitwise:
-            bitwise.register(self.settings.bitwise)
+            bitwise.register(self.settings.bitwise, self.settings.fp8_scales)
 
     def init_device(self) -> None:
         """Takes the device once the gate is open."""

@@ -8,14 +8,14 @@ Parameters, their gradients and the optimizer do not change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from rl_kernel import fp8
+from slime import operators
 from slime.config import Config
 from slime.megatron_backend.model.gated_delta_net import GatedDeltaNet
 from slime.megatron_backend.model.moe.experts import GatedExperts
@@ -37,6 +37,7 @@ def use_fp8(parts: Sequence[nn.Module], config: Config, layers: int) -> None:
             "leave --fp8-format and --fp8-recipe out",
         )
     power_of_two = config.megatron.force_fp8_ue8m0_scale
+    forward = Fp8Forward(power_of_two, invariant="product" in operators.bitwise(config))
     for part in parts:
         model: GPTModel = part
         for layer in model.decoder.layers:
@@ -45,7 +46,7 @@ def use_fp8(parts: Sequence[nn.Module], config: Config, layers: int) -> None:
                     if isinstance(module, GatedExperts):
                         module.fp8_powers = power_of_two
                     else:
-                        module._forward_impl = partial(_multiply, power_of_two=power_of_two)
+                        module._forward_impl = forward
 
 
 def _products(module: nn.Module) -> Iterator[Owner]:
@@ -57,27 +58,30 @@ def _products(module: nn.Module) -> Iterator[Owner]:
             yield from _products(child)
 
 
-def _multiply(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    power_of_two: bool,
-    allreduce_dgrad: bool = False,
-    sequence_parallel: bool = False,
-    tp_group: dist.ProcessGroup | None = None,
-    **unused: object,
-) -> Tensor:
-    """Replaces the product of a linear layer, with the arguments that Megatron's layers pass."""
-    outputs = len(weight)
-    if missing := -outputs % fp8.GROUP:  # the down projection of latent attention ends with a part of a block
-        weight = pad(weight, (0, 0, 0, missing))
-    product = fp8.linear(
-        input,
-        weight,
-        power_of_two=power_of_two,
-        group=tp_group if allreduce_dgrad or sequence_parallel else None,
-        gather=sequence_parallel,
-    )
-    product = product[..., :outputs] if missing else product
-    return product if bias is None else product + bias
+@dataclass(frozen=True)
+class Fp8Forward:
+    """Replaces the product of a linear layer. A call has the arguments that Megatron's layers pass."""
+
+    power_of_two: bool
+    invariant: bool
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        **unused: object,
+    ) -> Tensor:
+        product = fp8.linear(
+            input,
+            weight,
+            power_of_two=self.power_of_two,
+            invariant=self.invariant,
+            group=tp_group if allreduce_dgrad or sequence_parallel else None,
+            gather=sequence_parallel,
+        )
+        return product if bias is None else product + bias

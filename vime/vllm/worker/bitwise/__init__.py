@@ -40,15 +40,16 @@ def compilation(user_options: Collection[str]) -> str:
     return json.dumps({**_COMPILATION, **tokens})
 
 
-def register(chosen: Collection[str]) -> None:
+def register(chosen: Collection[str], fp8_scales: str | None = None) -> None:
     """Registers our layers and our attention in this process, and replaces the log-probs of the newer model runner.
 
-    `chosen` holds names of slime's BITWISE_OPERATORS. Repeated calls are allowed.
+    `chosen` holds names of slime's BITWISE_OPERATORS, and `fp8_scales` is that of `EngineSettings`. Repeated calls are
+    allowed.
     """
     from vime.vllm import patches
     from vime.vllm.worker.bitwise import attention, layers
 
-    layers.register(chosen)
+    layers.register(chosen, fp8_scales)
     if "attention" in chosen:
         attention.register()
     if "head" in chosen:

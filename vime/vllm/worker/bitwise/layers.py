@@ -8,7 +8,7 @@ vLLM's sum over ranks is exact in any order.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 import rl_kernel.invariant as invariant
+from rl_kernel import fp8
 from slime.models.rope import Rope
 
 
@@ -44,7 +45,21 @@ class _Product:
 
 
 class LinearMethod(_Product, UnquantizedLinearMethod):
-    """Method of a linear layer."""
+    """Method of a linear layer. With `fp8_scales` of `EngineSettings`, the layer computes in fp8 as in the trainer: the
+    weight is rounded for each product, so an update needs no step of its own."""
+
+    fp8_scales: ClassVar[str | None] = None
+
+    @classmethod
+    def multiply(cls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns the product with the engine's operator."""
+        if cls.fp8_scales is None:
+            return invariant.linear(x, weight, bias)
+        out = fp8.linear(x, weight, power_of_two=cls.fp8_scales == "ue8m0", invariant=True)
+        return out if bias is None else out + bias
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.multiply(x, layer.weight, bias)
 
 
 class HeadMethod(_Product, UnquantizedEmbeddingMethod):
@@ -83,7 +98,7 @@ def _sum_ranks(layer: RowParallelLinear, x: Tensor) -> object:
         return RowParallelLinear.forward(layer, x)
     weight = layer.get_parameter("weight")
     if layer.tp_size == 1:
-        output = invariant.linear(x, weight)
+        output = LinearMethod.multiply(x, weight)
     else:
         output = invariant.linear_over_ranks(x, weight, _gather_ranks)
     if layer.bias is not None and not layer.skip_bias_add:
@@ -153,8 +168,9 @@ _OPERATOR = {
 """Maps vLLM's class to its name in slime's BITWISE_OPERATORS."""
 
 
-def register(chosen: Collection[str]) -> None:
+def register(chosen: Collection[str], fp8_scales: str | None = None) -> None:
     """Registers the classes of the chosen operators. Repeated calls are allowed."""
+    LinearMethod.fp8_scales = fp8_scales
     for base, classes in ((PluggableLayer, LAYERS), (CustomOp, OPERATORS)):
         for name, ours in classes.items():
             if _OPERATOR[name] in chosen and name not in op_registry_oot:

@@ -1,0 +1,47 @@
+"""Tests whole runs with --fp8-recipe blockwise: a trainer in fp8 whose engine computes the same products, with the same
+bits, and a trainer in float32 with such an engine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from train_fixtures import World, make_world, rows, run, samples, vime
+from transformers import AutoConfig, AutoModelForCausalLM
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+BLOCKS = ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
+BITWISE = ("--colocate", "--actor-num-gpus-per-node", "1", "--rlk-bitwise", "--rlk-consistency")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """The heads have 128 dimensions, so that blocks of queries, keys and values are those of the engine."""
+    for made in make_world():
+        config = AutoConfig.from_pretrained(made.model, head_dim=128)
+        wide = made.root / "wide"
+        shutil.copytree(made.model, wide, ignore=shutil.ignore_patterns("*.safetensors"))
+        AutoModelForCausalLM.from_config(config).save_pretrained(wide)
+        made.model = wide
+        yield made
+
+
+@pytest.mark.parametrize("powers", [False, True], ids=["float32", "ue8m0"])
+def test_two_steps_in_fp8_have_the_same_bits(world: World, powers: bool) -> None:
+    name = f"bits-{powers}"
+    more = ("--force-fp8-ue8m0-scale",) if powers else ()
+    said = run(
+        vime("train", *world.grpo(name, rollouts=2), *BITWISE, "strict", *BLOCKS, *more),
+        world.root / f"{name}.out",
+    )
+    assert "--fp8-recipe blockwise: attention's linear layers, MLPs and experts compute in fp8" in said
+    found = rows(world.root / name, "rollout/step")
+    assert sorted(found) == [0, 1]
+    for rollout, row in found.items():
+        tokens = sum(sample["response_length"] for sample in samples(world.root / name, rollout))
+        assert row["rl_kernel/bitwise/differing"] == row["consistency/abs_dlogp_max"] == 0
+        assert row["consistency/bitwise_equal_tokens"] == row["consistency/tokens"] == tokens > 100
+    steps = rows(world.root / name, "train/step")
+    assert len(steps) == 2 and all(step["train/grad_norm"] > 0 for step in steps.values())
