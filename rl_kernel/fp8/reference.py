@@ -66,7 +66,7 @@ def product(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: to
     """
     (codes, scales), (others, theirs) = left, right
     if len(theirs) != len(others):
-        theirs = theirs.repeat_interleave(GROUP, 0)
+        theirs = theirs.repeat_interleave(GROUP, 0)[: len(others)]
     total = torch.zeros(len(codes), len(others), dtype=torch.float64, device=codes.device)
     for group in range(scales.shape[1]):
         columns = slice(group * GROUP, (group + 1) * GROUP)
