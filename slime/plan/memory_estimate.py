@@ -20,6 +20,7 @@ from slime.plan.adapter_params import adapter_params
 from slime.plan.layer_elements import count_stored_layers, expert_flight, layer_width
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params
+from slime.plan.rounded_operands import rounded_bytes
 from slime.plan.stages import build_stages, micro_batch_group
 from slime.plan.tower import run_tower, tower_memory
 from slime.plan.trained_params import list_end_matrices, trained_params
@@ -202,7 +203,9 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
             flight = max(flight * (not all(sparse)), expert_flight(c, shape, tokens))
             evenly = " and stacked weights, if tokens spread evenly over experts"
         back = f"{kept.arithmetic} + {amount(one)} of one layer + {amount(flight * size)} of its gradients{evenly}"
-        yield Item("layers, backward", kept.bytes + one + flight * size, back)
+        if rounded := rounded_bytes(c, shape, tokens):
+            back += f" + {amount(rounded)} of operands in fp8"
+        yield Item("layers, backward", kept.bytes + one + flight * size + rounded, back)
         head, how = head_memory(c, shape, tokens)
         # Recomputation of layers starts only after the head.
         yield Item("head and loss", kept.bytes + head, f"{amount(kept.bytes)} of {kept.name} + {how}")

@@ -327,3 +327,17 @@ def test_an_optimizer_on_the_host_by_hand():
     layout = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "actor_num_gpus_per_node": 8}
     sparse = estimate(config(**layout, optimizer_cpu_offload=True), QWEN3_30B_A3B)
     assert [item.name for item in sparse.host] == ["optimizer", "expert optimizer", "gradients of Adam"]
+
+
+def test_operands_in_fp8_by_hand():
+    """The gradient of gate and up is rounded twice, their input once, and their weight once."""
+    blocks = {"overrides": {**FULL, "fp8": "e4m3", "fp8_recipe": "blockwise"}}
+    plain, found = items(config()), items(config(**blocks))
+    back = found.pop("layers, backward") - plain.pop("layers, backward")
+    assert back == pytest.approx((1 + 4 / 128) * (9216 * (2 * 2 * 9728 + 2560) + 2 * 9728 * 2560))
+    assert found == plain
+    back = (
+        items(config(**blocks), QWEN3_30B_A3B)["layers, backward"]
+        - items(config(), QWEN3_30B_A3B)["layers, backward"]
+    )
+    assert back == pytest.approx((1 + 4 / 128) * (9216 * 8 * (2 * 2 * 768 + 2048) + 128 * 2 * 768 * 2048))

@@ -40,8 +40,13 @@ class _Product:
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         pass
 
+    @classmethod
+    def multiply(cls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns the product with the engine's operator."""
+        return invariant.linear(x, weight, bias)
+
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return invariant.linear(x, layer.weight, bias)
+        return self.multiply(x, layer.weight, bias)
 
 
 class LinearMethod(_Product, UnquantizedLinearMethod):
@@ -52,14 +57,10 @@ class LinearMethod(_Product, UnquantizedLinearMethod):
 
     @classmethod
     def multiply(cls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns the product with the engine's operator."""
         if cls.fp8_scales is None:
             return invariant.linear(x, weight, bias)
         out = fp8.linear(x, weight, power_of_two=cls.fp8_scales == "ue8m0", invariant=True)
         return out if bias is None else out + bias
-
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.multiply(x, layer.weight, bias)
 
 
 class HeadMethod(_Product, UnquantizedEmbeddingMethod):
