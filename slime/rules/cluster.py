@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator
 
@@ -223,3 +224,18 @@ def check_prefill(c: Config) -> None:
             f"{prefill} of {c.num_engines}",
             "the others write the answers: give more --rollout-num-gpus",
         )
+
+
+def drop_prefill_engines(c: argparse.Namespace) -> None:
+    """Drops the prefill engines of a run whose engines cannot pass keys and values to each other. The answers are the
+    same without them."""
+    several = c.rollout_num_gpus_per_engine > c.num_gpus_per_node
+    where = (
+        "--colocate on GPUs" if c.colocate and c.device == "cuda" else "engines of several nodes" * several
+    )
+    if c.prefill_num_servers and where:
+        c.notes.append(
+            f"--prefill-num-servers {c.prefill_num_servers} has no effect with {where}: each engine reads prompts and "
+            "writes answers"
+        )
+        c.prefill_num_servers = None

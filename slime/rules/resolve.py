@@ -26,7 +26,7 @@ from slime.models.lora import read_peft
 from slime.roles.served import teachers
 from slime.rules.algorithm import compares_alone, makes_groups, unread_notes
 from slime.rules.checkpoint import remarks as read_remarks
-from slime.rules.cluster import critic_notes
+from slime.rules.cluster import critic_notes, drop_prefill_engines
 from slime.rules.flags import FALLBACKS, read_nowhere
 from slime.rules.kernels import provider_notes
 from slime.rules.megatron import muon_notes, never_run, rate_notes, same_result
@@ -48,6 +48,7 @@ def resolve(set_values: Values, notes: list[str] | None = None) -> Config:
     _debug(draft)
     _device(draft)
     _placement(draft)
+    drop_prefill_engines(draft)
     _batches(draft)
     draft.notes += set_flags(draft, set_values)
     _evaluation(draft)

@@ -21,13 +21,11 @@ def check_prefill_engines(config: Config) -> None:
     backend, decoder = config.engine.backend_args, read_decoder(read_hf_config(config.rollout.hf_checkpoint))
     excluded = {
         "--rollout-external-engine-addrs": bool(config.rollout.rollout_external_engine_addrs),
-        "--colocate on GPUs": config.cluster.colocate and config.cluster.device == "cuda",
         "--rlk-bitwise": config.kernels.rlk_bitwise,
         "--use-rollout-routing-replay": config.off_policy.use_rollout_routing_replay,
         "--vllm-no-enable-prefix-caching": backend.get("enable_prefix_caching") is False,
         "--vllm-pipeline-parallel-size": (backend.get("pipeline_parallel_size") or 1) > 1,
         "--vllm-data-parallel-size": (backend.get("data_parallel_size") or 1) > 1,
-        "engines of several nodes": config.nodes_per_engine > 1,
         "a model with states of fixed size": decoder.stateful,
     }
     if found := [name for name, excludes in excluded.items() if excludes]:

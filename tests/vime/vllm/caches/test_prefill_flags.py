@@ -42,6 +42,23 @@ def test_bad_flags(tmp_path: Path, flags: list[str], message: str) -> None:
     assert f"{FLAG} must {message}" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "where"),
+    [
+        (["--device", "cuda", "--colocate"], "--colocate on GPUs"),
+        (
+            ["--num-gpus-per-node", "1", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2"],
+            "engines of several nodes",
+        ),
+    ],
+)
+def test_engines_that_cannot_pass_keys_and_values(tmp_path: Path, flags: list[str], where: str) -> None:
+    config = parse_config(argv(tmp_path, *flags))
+    assert config.engine.prefill_num_servers is None
+    note = f"{FLAG} 1 has no effect with {where}: each engine reads prompts and writes answers"
+    assert config.notes.count(note) == 1
+
+
 def test_engines_on_gpus_need_a_connector(tmp_path: Path) -> None:
     on_gpus = argv(tmp_path, "--device", "cuda")
     with pytest.raises(
