@@ -73,7 +73,7 @@ class Architecture:
 
 EXPERT_KEYS = {
     **dict.fromkeys(
-        ("glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+        ("glm4_moe", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite", "glm_moe_dsa"),
         ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
     "minimax_m2": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),

@@ -57,6 +57,11 @@ def latent(
     }
 
 
+def indexer(heads: int, topk: int = 2048) -> dict[str, Any]:
+    """Fields of an indexer of sparse attention. All published models have 128 dimensions per head."""
+    return {"index_n_heads": heads, "index_head_dim": 128, "index_topk": topk}
+
+
 def deepseek_yarn(factor: float) -> dict[str, Any]:
     """The rotary scaling of DeepSeek-V3 and Kimi K2."""
     return {

@@ -21,6 +21,7 @@ from architecture_fields import (
     delta,
     gemma2,
     gemma3,
+    indexer,
     latent,
     llama3,
     olmo3,
@@ -233,6 +234,17 @@ ARCHITECTURES = {
         latent(1536, (128, 128), 3, 1, 2.5, n_group=8, topk_group=4),
         deepseek_yarn(40.0),
     ),
+    "deepseek-v3.2": Architecture(
+        *("deepseek_v32", 7168, 18432, 61, (128, 128), 64, (129280, 128000), 1e4, 163840, False, "bfloat16"),
+        *("config.json of deepseek-ai/DeepSeek-V3.2, without its layer of prediction", None, (256, 8, 2048)),
+        latent(1536, (128, 128), 3, 1, 2.5, n_group=8, topk_group=4, **indexer(64)),
+        deepseek_yarn(40.0),
+    ),
+    "glm-5": Architecture(
+        *("glm_moe_dsa", 6144, 12288, 78, (64, 64), 64, (154880, 154820), 1e6, 202752, False, "bfloat16"),
+        *("config.json of zai-org/GLM-5, without its layer of prediction", None, (256, 8, 2048)),
+        latent(2048, (192, 256), 3, 1, 2.5, rms_norm_eps=1e-5, indexer_rope_interleave=True, **indexer(32)),
+    ),
     "moonlight-16b-a3b": Architecture(
         *("deepseek_v3", 2048, 11264, 27, (16, 16), 64, (163840, 163584), 5e4, 8192, False, "bfloat16"),
         *("config.json of moonshotai/Moonlight-16B-A3B-Instruct", None, (64, 6, 1408)),
@@ -263,6 +275,11 @@ ARCHITECTURES = {
         *("deepseek_v3", 256, 512, 2, (8, 8), 64, (262, 256), 1e4, 1024, False, "float32"),
         *("our own: DeepSeek-V3 in small, for tests; vLLM's CPU kernel needs its latent sizes", None),
         *((8, 2, 128), latent(128, (32, 32), 1, 1, 2.5, n_group=2, topk_group=1)),
+    ),
+    "glm-5-tiny": Architecture(
+        *("glm_moe_dsa", 256, 512, 2, (8, 8), 64, (262, 256), 1e4, 1024, False, "float32"),
+        *("our own: GLM-5 in small, for tests; vLLM's CPU kernel needs its latent sizes", None),
+        *((8, 2, 128), latent(128, (32, 32), 1, 1, 2.5, indexer_rope_interleave=True, **indexer(8, 1024))),
     ),
     "llama-tiny": tiny("llama", rotary=llama3(8.0)),
     "mistral-tiny": tiny("mistral", more={"sliding_window": 12}),

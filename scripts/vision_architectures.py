@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from architecture import Architecture
-from architecture_fields import gemma3
+from architecture_fields import deepseek_yarn, gemma3, latent
 from architectures import GEMMA3_VOCAB, HUB, QWEN_LARGE_VOCAB, QWEN_VOCAB
 
 _IDS = {
@@ -75,5 +75,12 @@ VISION_ARCHITECTURES: dict[str, Architecture] = {
             "vision_config": _SIGLIP,
         },
     ),
+    "kimi-k2.5": Architecture(
+        *("kimi_k25", 7168, 18432, 61, (64, 64), 64, (163840, 163584), 5e4, 262144, False),
+        *("bfloat16", "config.json of moonshotai/Kimi-K2.5, in bfloat16"),
+        experts=(384, 8, 2048),
+        more=latent(1536, (128, 128), 1, 1, 2.827, rms_norm_eps=1e-5, model_type="deepseek_v3"),
+        rotary=deepseek_yarn(64.0),
+        vision={"vision_config": {}},
+    ),
 }
-"""Name -> shape."""

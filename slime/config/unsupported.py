@@ -149,7 +149,6 @@ _BARE = {
     "check_lora_weight_equal": "--check-weight-update-equal also compares adapters",
     "load_main_params_from_ckpt": "main weights are loaded with the optimizer, or copied from the loaded weights",
     "release_train": "the trainer's processes stay; --offload-train frees their GPU memory",
-    "freeze_indexer": "no supported model has an indexer of sparse attention",
     "ci_test": _CI,
     "ci_disable_kl_checker": _CI,
     "use_distributed_post": "requests leave from the rollout manager",

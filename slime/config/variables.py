@@ -66,7 +66,7 @@ UNREAD: dict[str, UnreadVariable] = {
     "SGLANG_*": UnreadVariable("SGLang reads them, and no engine of this run is SGLang's", "sglang"),
     "SGL_*": UnreadVariable("SGLang reads them, and no engine of this run is SGLang's", "sglang"),
     "MEGATRON_*": UnreadVariable("megatron-core reads no such variable"),
-    "INDEXER_*": UnreadVariable("no supported model has an indexer of sparse attention"),
+    "INDEXER_*": UnreadVariable("config.json and the model family decide how an indexer rotates its heads"),
     "ROUTING_REPLAY_STAGE": UnreadVariable("--use-routing-replay and --use-rollout-routing-replay decide"),
     "SLIME_*": UnreadVariable("no code here reads them"),
 }

@@ -13,8 +13,11 @@ from slime.models.families.glm4 import GLM4
 from slime.models.families.glm4_moe import GLM4_MOE
 from slime.models.families.gpt_oss import GPT_OSS
 from slime.models.families.latent.deepseek_v3 import DEEPSEEK_V3
+from slime.models.families.latent.deepseek_v32 import DEEPSEEK_V32
 from slime.models.families.latent.glm4_moe_lite import GLM4_MOE_LITE
+from slime.models.families.latent.glm_moe_dsa import GLM_MOE_DSA
 from slime.models.families.latent.kimi_k2 import KIMI_K2
+from slime.models.families.latent.kimi_k25 import KIMI_K25
 from slime.models.families.llama import LLAMA
 from slime.models.families.mimo import MIMO
 from slime.models.families.minimax_m2 import MINIMAX_M2
@@ -64,8 +67,11 @@ _ALL = (
     GLM4,
     GLM4_MOE,
     GLM4_MOE_LITE,
+    GLM_MOE_DSA,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     KIMI_K2,
+    KIMI_K25,
     GPT_OSS,
     LLAMA,
     MISTRAL,

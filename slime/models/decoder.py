@@ -33,6 +33,10 @@ class Attention:
     """Forward FLOPs per (query, key) pair."""
     whole: int = 0
     """Elements of further matrices, which every rank holds completely."""
+    frozen: int = 0
+    """Elements of further matrices, which every rank holds completely and no run trains."""
+    most: int | None = None
+    """Most tokens that a token sees. None means all previous tokens."""
     token_flops: int = 0
     """Forward FLOPs per token in addition to the matrices."""
     cache_whole: bool = False
@@ -116,6 +120,11 @@ class Layer:
     """Index of the rotary embedding in `Decoder.ropes`. None means that the layer has no rotary embedding."""
     sparse: bool = False
     """Experts replace the MLP."""
+
+    @property
+    def sees(self) -> int | None:
+        """Returns the most tokens that a token sees. None means all previous tokens."""
+        return min((limit for limit in (self.window, self.attention.most) if limit is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -206,6 +215,11 @@ class Decoder:
         ranks cannot share this state in the way that they share keys and values."""
         return self.delta is not None
 
+    @property
+    def selects(self) -> bool:
+        """Returns whether a layer's queries see selected tokens."""
+        return any(layer.attention.most is not None for layer in self.layers)
+
 
 class Heads(Protocol):
     """A model with attention heads."""
@@ -218,6 +232,10 @@ class Heads(Protocol):
     def groups(self) -> int:
         """Returns the number of heads of keys and values."""
 
+    @property
+    def selects(self) -> bool:
+        """Returns whether a layer's queries see selected tokens."""
+
 
 def choose_exchange(wanted: str | None, model: Heads, tp: int, cp: int) -> str:
     """Returns how `cp` context-parallel ranks compute attention: `wanted` (--cp-comm-type), or else "a2a" if the ranks
@@ -227,6 +245,8 @@ def choose_exchange(wanted: str | None, model: Heads, tp: int, cp: int) -> str:
 
 def can_exchange_heads(model: Heads, tp: int, cp: int) -> bool:
     """Returns whether each of `cp` ranks gets equally many query heads of a tensor-parallel rank, and whole heads of
-    keys and values, which several ranks may share."""
+    keys and values, which several ranks may share. Ranks select tokens for the queries of their own tokens only."""
+    if model.selects:
+        return False
     heads, groups = model.heads // tp, max(model.groups // tp, 1)
     return heads % cp == 0 and (groups % cp == 0 or cp % groups == 0)

@@ -2,18 +2,46 @@
 
 One latent vector per token produces the keys and values for all heads. Queries may come from a latent vector too. A
 part of every query and key has no position. The other part is rotated, and all heads share that part of the key.
+
+In sparse latent attention (DSA: DeepSeek-V3.2, 2512.02556, part 2.1), each query sees the tokens that a lightning
+indexer selects for it. In some layers of newer models, it sees the tokens that the indexer of an earlier layer selected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime.models.decoder import Attention, Decoder, Hf, Layer
 from slime.models.layouts import Direct, Row
 from slime.models.reading import check_experts, need, only, sigmoid_experts, sizes
 from slime.models.rope import Rope, mscale, read_rope
 from slime.models.rows import ENDS, EXPERTS, HF, MG, MLP, NORMS, OUTPUT_BIAS, ROUTER_BIAS, SHARED_EXPERT
+
+INDEXER = ".self_attention.indexer."
+"""Part of the names of an indexer's parameters in Megatron. No run trains them."""
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The sizes of a lightning indexer (DeepSeek-V3.2, 2512.02556, part 2.1), which selects the tokens that a query
+    sees.
+
+    The score of a key for a query is `sum(w * relu(q @ k) for each head)`. All heads share the key. A query sees the
+    `topk` keys with the highest scores, which is no function with a gradient.
+    """
+
+    heads: int
+    size: int
+    """Dimensions of a head. The first of them are rotated, as many as in the attention."""
+    topk: int
+    rope: int = 0
+    """Index of the rotary embedding in `Decoder.ropes`."""
+    source: int | None = None
+    """Number of the layer whose indexer selects the tokens, if layers share a selection. None means the layer's own
+    indexer, whose selection no other layer uses."""
+    shared: bool = False
+    """The layer has no indexer, and `source` is an earlier layer."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +62,8 @@ class Latent(Attention):
     """Factor of the scores before the softmax."""
     bias: bool = False
     """The projections from hidden states to latent vectors and the output projection have biases."""
+    index: Indexer | None = None
+    """Selects the tokens that a query sees. None means that a query sees all previous tokens."""
 
     @property
     def key(self) -> int:
@@ -123,3 +153,59 @@ LATENT = (
 LAYER = NORMS + LATENT + MLP + EXPERTS + (ROUTER_BIAS, *SHARED_EXPERT)
 LATENT_EXPERTS = ENDS + LAYER
 """The whole table of a decoder with latent attention, sigmoid experts and a shared expert."""
+
+_NAMES = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+_MG_INDEXER, _HF_INDEXER = MG.removesuffix(".") + INDEXER, HF + "self_attn.indexer."
+SPARSE_LAYER = (*LAYER, *(Row(_MG_INDEXER + name, (_HF_INDEXER + name,)) for name in _NAMES))
+"""The rows of a layer with its own indexer."""
+SHARED = tuple(_HF_INDEXER + name for name in (*_NAMES, "wq_b.weight_scale_inv", "wk.weight_scale_inv"))
+"""Names in files that a layer without an indexer does not use. Published files may have them."""
+_KEY_SCALE_BYTES = 4
+
+
+def read_sparse(hf: Hf, sparse: Sequence[bool], *, interleaved: bool, shared: Sequence[bool]) -> Decoder:
+    """Returns the decoder of a family with sparse latent attention. `sparse` marks the layers with experts,
+    and `shared` the layers that see the tokens which an earlier layer selected. `interleaved`: the indexer rotates
+    neighbouring dimensions, as the attention does. Each layer of multi-token prediction has its own indexer. Raises
+    ValueError for a missing or wrong setting."""
+    need(hf, "q_lora_rank", "index_topk", "index_head_dim", "index_n_heads")
+    decoder = read_latent(hf, sparse)
+    if shared[0]:
+        raise ValueError(
+            "indexer_types in config.json must be full for the first layer, got shared; the checkpoint is incomplete"
+        )
+    (rope,) = decoder.ropes
+    ropes = (rope,) if interleaved else (rope, replace(rope, interleaved=False))
+    plain = Indexer(hf["index_n_heads"], hf["index_head_dim"], hf["index_topk"], rope=len(ropes) - 1)
+    if plain.size < rope.size or plain.topk < 1:
+        raise ValueError(
+            f"index_head_dim in config.json must be at least {rope.size}, the rotated part, and index_topk at least 1, "
+            f"got {plain.size} and {plain.topk}; the checkpoint is incomplete"
+        )
+    layers, source = [], 0
+    for number, layer in enumerate(decoder.layers):
+        source = source if shared[number] else number
+        index = replace(plain, source=source, shared=shared[number]) if any(shared) else plain
+        layers.append(with_indexer(layer, index, decoder.hidden))
+    predicted = with_indexer(decoder.layers[-1], plain, decoder.hidden)
+    predictions = (predicted,) * (hf.get("num_nextn_predict_layers") or 0)
+    return replace(decoder, layers=tuple(layers), ropes=ropes, predictions=predictions)
+
+
+def with_indexer(layer: Layer, index: Indexer, hidden: int) -> Layer:
+    """Returns the dense layer with an indexer. An engine keeps the indexer's key of a token in fp8, with one scale. The
+    backward needs the positions of the selected tokens, in int32."""
+    attention = layer.attention
+    assert isinstance(attention, Latent) and attention.q_rank is not None
+    width = index.heads * index.size
+    own = attention.q_rank * width + hidden * (index.size + index.heads)
+    key = (index.size + _KEY_SCALE_BYTES) // 2  # in elements of two bytes
+    latent = replace(
+        attention,
+        index=index,
+        most=index.topk,
+        frozen=0 if index.shared else own,
+        cache=attention.cache + (0 if index.shared else key),
+        kept=attention.kept + (0 if index.shared else 2 * index.topk),
+    )
+    return replace(layer, attention=latent)

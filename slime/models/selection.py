@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from slime.config import Config
 from slime.config.fields import spelled
+from slime.models.latent import INDEXER
 from slime.models.vision import PREFIX as VISION
 from slime.models.vision import sees_images
 from slime.records.errors import FlagError
@@ -28,18 +29,21 @@ class Selection:
     frozen: tuple[str, ...] = ()
     tower: bool = True
     """False: the vision tower is frozen."""
+    indexer: bool = True
+    """False: the indexers of sparse attention are frozen. The trainer's model has them frozen in any case."""
 
     @classmethod
     def of(cls, config: Config) -> Selection:
         """Returns the selection of a run. With --lora-rank, it selects the adapters. The vision tower is frozen without
-        --train-vision, unless --only-train-params-name-list decides about it."""
+        --train-vision, unless --only-train-params-name-list decides about it. No loss has a gradient for an indexer."""
         if config.lora.lora_rank:
-            return cls(only=(ADAPTERS,))
+            return cls(only=(ADAPTERS,), indexer=False)
         only = tuple(config.train.only_train_params_name_list or ())
         return cls(
             only,
             tuple(config.train.freeze_params_name_list or ()),
             tower=bool(only) or config.train.train_vision or not sees_images(config),
+            indexer=False,
         )
 
     def __bool__(self) -> bool:
@@ -47,7 +51,7 @@ class Selection:
 
     def trains(self, name: str) -> bool:
         """Returns whether the parameter `name` is trained."""
-        if not self.tower and name.startswith(VISION):
+        if (not self.tower and name.startswith(VISION)) or (not self.indexer and INDEXER in name):
             return False
         if self.only and not any(re.search(pattern, name) for pattern in self.only):
             return False
@@ -55,8 +59,8 @@ class Selection:
 
     def check(self, names: Iterable[str]) -> None:
         """Raises ValueError unless each expression matches a name in `names`, and each list matches some of the names
-        but not all. `names` are all parameters of the model."""
-        names = list(names)
+        but not all. `names` are all parameters of the model. Frozen indexers do not count as a match."""
+        names = [name for name in names if self.indexer or INDEXER not in name]
         for flag, patterns in ((ONLY, self.only), (FROZEN, self.frozen)):
             for pattern in patterns:
                 if not any(re.search(pattern, name) for name in names):

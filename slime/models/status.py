@@ -62,8 +62,11 @@ STATUS: dict[str, SupportStatus] = {
     "glm4": SupportStatus("GLM", "glm-4-9b", gpu=_TINY),
     "glm4_moe": SupportStatus("GLM", "glm-4.5-air", gpu="GLM-4.5-Air, 2 of 46 layers, random weights (H200)"),
     "glm4_moe_lite": SupportStatus("GLM", "glm-4.7-flash", steps=False),
+    "glm_moe_dsa": SupportStatus("GLM", "glm-5"),
     "deepseek_v3": SupportStatus("DeepSeek", "moonlight-16b-a3b"),
+    "deepseek_v32": SupportStatus("DeepSeek", "deepseek-v3.2", steps=False),
     "kimi_k2": SupportStatus("Kimi", "kimi-k2", steps=False),
+    "kimi_k25": SupportStatus("Kimi", "kimi-k2.5", steps=False),
     "gpt_oss": SupportStatus("gpt-oss", "gpt-oss-20b", gpu=_TINY),
     "llama": SupportStatus(
         "Llama",

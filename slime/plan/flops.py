@@ -23,7 +23,7 @@ class PredictionFlops:
 
     def __call__(self, length: float, response_length: float) -> float:
         """Returns the FLOPs of a sample. The arguments are those of `ForwardFlops`."""
-        attention = sum(x.attention.pair_flops * _pairs(length, x.window) for x in self._layers)
+        attention = sum(x.attention.pair_flops * _pairs(length, x.sees) for x in self._layers)
         return float(3 * (self._per_token * length + attention) + 2 * self._head * response_length)
 
 
@@ -31,11 +31,12 @@ class ForwardFlops:
     """Least FLOPs of a forward pass over a sample, for a model with gated MLPs.
 
     The layers need two FLOPs per weight and token. Attention needs FLOPs for each (query, key) pair of a causal mask: L
-    (L + 1) / 2 pairs, or fewer with a sliding window. In a layer with experts, only a token's experts, the shared
-    experts and the router count. The head counts for the response tokens only, because the loss and the log-probs need
-    no other logits. The trainer computes no other logits (--rlk-fast off does, and discards them). slime's count
-    includes the head over all tokens, which gives more where prompts are long. The count omits norms, rotations,
-    biases, the embedding's look-up and the recomputation of a checkpointed backward.
+    (L + 1) / 2 pairs, or fewer with a sliding window or an indexer. In a layer with experts, only a token's experts,
+    the shared experts and the router count. The head counts for the response tokens only, because the loss and the
+    log-probs need no other logits. The trainer computes no other logits (--rlk-fast off does, and discards them).
+    slime's count includes the head over all tokens, which gives more where prompts are long. The count omits norms,
+    rotations, biases, the embedding's look-up, the scores of an indexer and the recomputation of a checkpointed
+    backward.
     """
 
     def __init__(self, hf: Hf) -> None:
@@ -46,7 +47,7 @@ class ForwardFlops:
         self._head = 2 * decoder.hidden * decoder.vocab
         self._per_pair: Counter[int | None] = Counter()
         for layer in decoder.layers:
-            self._per_pair[layer.window] += layer.attention.pair_flops
+            self._per_pair[layer.sees] += layer.attention.pair_flops
 
     def __call__(self, length: float, response_length: float) -> float:
         """Returns the FLOPs of a sample of `length` tokens, whose last `response_length` tokens are the response."""

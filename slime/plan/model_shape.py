@@ -92,6 +92,11 @@ class Shape:
         )
 
     @property
+    def selects(self) -> bool:
+        """Returns whether a layer's queries see selected tokens."""
+        return any(kind.attention.most is not None for kind in self.kinds)
+
+    @property
     def layers(self) -> int:
         return len(self.kinds)
 
@@ -119,7 +124,7 @@ class Shape:
         """Returns the parameters of a layer (default: the first): attention, and the gated MLP or router and
         experts."""
         kind = kind or self.kinds[0]
-        attention = Params(split=kind.attention.params, whole=kind.attention.whole)
+        attention = Params(split=kind.attention.params, whole=kind.attention.whole + kind.attention.frozen)
         if not kind.sparse:
             return attention + Params(split=3 * self.hidden * self.ffn)
         experts = 3 * self.experts * self.hidden * self.expert_ffn

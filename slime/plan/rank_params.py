@@ -32,7 +32,12 @@ def rank_params(
         c.megatron.expert_tensor_parallel,
     )
     replicas = c.data_parallel_size * c.megatron.context_parallel_size
-    names = ["routers"] * bool(shape.experts) + ["the vision tower"] * (run_tower(c, shape.hf) is not None)
+    indexers = not trained and any(kind.attention.frozen for kind in shape.kinds)
+    names = (
+        ["routers"] * bool(shape.experts)
+        + ["indexers"] * indexers
+        + ["the vision tower"] * (run_tower(c, shape.hf) is not None)
+    )
     of = "on each" if c.lora.lora_rank and trained else f"of {' and '.join(names or ['routers'])}"
     whole = f" / TP {tp} (+ {count(params.whole)} {of})" if params.whole else f" / TP {tp}"
     shards = replicas if c.megatron.use_distributed_optimizer else 1

@@ -59,10 +59,12 @@ def list_end_matrices(shape: Shape, *, first: bool, last: bool, head: bool = Tru
 
 
 def _count_layer(selection: Selection, shape: Shape, number: int) -> Params:
-    if not selection:
-        return shape.layer(shape.kinds[number])
     kind, prefix = shape.kinds[number], f"decoder.layers.{number}."
+    frozen = kind.attention.frozen
+    if not selection:
+        return shape.layer(kind) + Params(whole=-frozen if not selection.indexer else 0)
     count = Params(whole=kind.attention.whole * _any(selection, shape, prefix + "self_attention."))
+    count += Params(whole=frozen * selection.indexer)
     count += Params(split=round(kind.attention.params * _count_attention(selection, shape, kind, prefix)))
     mlp = 3 * shape.hidden
 

@@ -19,7 +19,7 @@ from slime.plan.stages import check_stages
 from slime.records.errors import FlagError
 from slime.roles import TEACHER, get_roles
 from slime.roles.served import by_name, teacher_directories, teachers
-from slime.rules.heads import check_heads
+from slime.rules.heads import check_attention
 
 
 def check_distillation(c: Config) -> None:
@@ -220,7 +220,7 @@ def check_teacher(c: Config) -> None:
     _check_vocabulary("--opd-teacher-load", mine, its, policy, teacher)
     decoder = read_decoder(teacher)
     try:
-        check_heads(c, decoder)
+        check_attention(c, decoder)
         check_stages(c.megatron, len(decoder.layers))
     except ValueError as error:
         raise FlagError(

@@ -1,26 +1,38 @@
-"""Checks the numbers of ranks that can share the heads of a model."""
+"""Rules of a model's attention: the numbers of ranks that can share its heads, and the pipeline stages of layers that
+share selected tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime.models import Decoder
 from slime.models.decoder import can_exchange_heads
+from slime.models.latent import Latent
+from slime.plan.stages import build_stages
 from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
 
 
-def check_heads(c: Config, decoder: Decoder) -> None:
+def check_attention(c: Config, decoder: Decoder) -> None:
     """Raises ValueError if tensor- and context-parallel ranks cannot share the heads of the model, latent ones
-    included."""
+    included, or if a pipeline stage needs the selected tokens of another stage."""
+    _check_selections(c, decoder)
     tp, cp = c.megatron.tensor_model_parallel_size, c.megatron.context_parallel_size
     _divide(decoder.heads, "num_attention_heads", tp)
     if decoder.output_gate:
         _divide(decoder.groups, "num_key_value_heads of attention with an output gate", tp)
     if decoder.qk_norm == "projection":
         _divide(decoder.groups, "num_key_value_heads that share a norm", tp)
+    if c.megatron.cp_comm_type == "a2a" and cp > 1 and decoder.selects:
+        raise FlagError(
+            "--cp-comm-type",
+            "be all_gather for a model with an indexer, which needs the keys of all tokens",
+            "a2a",
+            "leave the flag out",
+        )
     if c.megatron.cp_comm_type == "a2a" and not can_exchange_heads(decoder, tp, cp):
         raise FlagError(
             "--context-parallel-size",
@@ -37,6 +49,36 @@ def check_heads(c: Config, decoder: Decoder) -> None:
             f"{tp} x {cp}: {keys} / {tp * cp} = {keys / (tp * cp):.3f}",
             "use fewer ranks",
         )
+
+
+def _check_selections(c: Config, decoder: Decoder) -> None:
+    """Raises ValueError if the first layer of a pipeline stage sees the tokens that a layer of an earlier stage
+    selected."""
+    stages = build_stages(c.megatron, len(decoder.layers))
+    for rank in range(stages.ranks):
+        for layers in stages.get_rank_layers(rank):
+            attention = decoder.layers[layers.start].attention if layers else None
+            index = attention.index if isinstance(attention, Latent) else None
+            if index is not None and index.shared:
+                raise FlagError(
+                    "--pipeline-model-parallel-size and the flags that divide layers",
+                    "begin each stage with a layer that has its own indexer",
+                    f"layer {layers.start}, which uses the indexer of layer {index.source}",
+                    "move the border with --decoder-first-pipeline-num-layers or --pipeline-model-parallel-layout",
+                )
+
+
+def indexer_notes(c: Config, decoder: Decoder) -> Iterator[str]:
+    """Yields a note if the run states nothing about the indexers of its model, or about indexers that its model does
+    not have."""
+    has = any(isinstance(x.attention, Latent) and x.attention.index is not None for x in decoder.layers)
+    if has and not c.train.freeze_indexer:
+        yield (
+            "the indexers of sparse attention keep their weights, as with --freeze-indexer: the loss has no gradient "
+            "for the choice of tokens, and this version has no loss that trains indexers"
+        )
+    if c.train.freeze_indexer and not has:
+        yield "--freeze-indexer has no effect: the model has no indexer"
 
 
 def _divide(heads: int, what: str, ranks: int) -> None:

@@ -52,7 +52,7 @@ from slime.rules.data import (
 from slime.rules.distillation import check_distillation, check_teacher
 from slime.rules.experts import check_expert_flags
 from slime.rules.flags import FALLBACKS, own_flags
-from slime.rules.heads import check_heads
+from slime.rules.heads import check_attention, indexer_notes
 from slime.rules.images.roles import check_towers
 from slime.rules.images.tower import check_tower
 from slime.rules.kernels import check_bitwise_model, check_kernels
@@ -329,6 +329,7 @@ def checkpoint_notes(c: Config) -> Iterator[str]:
     yield from model_arg_notes(c.megatron.model_args, _model(c))
     yield from scheme_notes(c, _model(c))
     yield from fp8_notes(c, _model(c))
+    yield from indexer_notes(c, read_decoder(_model(c)))
     yield from engine_notes(c)
 
 
@@ -388,7 +389,7 @@ TOGETHER: tuple[Rule, ...] = (
     _with_decoder(lambda c, _: check_fp8_model(c, _model(c))),
     _with_decoder(lambda c, _: check_sources(c)),
     _with_decoder(check_expert_flags),
-    _with_decoder(check_heads),
+    _with_decoder(check_attention),
     _with_decoder(check_bitwise_model),
     _with_decoder(lambda c, _: check_lora(c, _model(c))),
     _with_decoder(lambda c, _: check_prediction(c, _model(c))),

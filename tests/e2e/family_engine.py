@@ -15,6 +15,7 @@ from family_record import note
 from megatron_cases import make_config, tiny_checkpoint
 from offline_engine import offline_engine
 from rank_processes import on_ranks
+from rollout_double import make_tokenizer
 from safetensors.torch import save_file
 
 from slime.weight_sync.file_channel import FileChannel
@@ -40,6 +41,53 @@ def with_remote_config(directory: Path, kind: str) -> None:
     file = directory / "config.json"
     said = json.loads(file.read_text()) | {"auto_map": {"AutoConfig": "configuration_family.FamilyConfig"}}
     file.write_text(json.dumps(said | {"architectures": ["MiMoForCausalLM"]}))
+
+
+WITH_PROCESSOR = ("kimi_k25",)
+"""Families whose vLLM model reads the checkpoint's tokenizer and image processor, without images too."""
+KIMI_CODE = """from transformers import AutoTokenizer
+from vllm.transformers_utils.processors.kimi_k25 import KimiK25Processor
+from vllm.transformers_utils.processors.kimi_k25_vision_fused import KimiK25FusedVisionProcessor
+
+
+class ImageProcessor(KimiK25FusedVisionProcessor):
+    pass
+
+
+class Processor(KimiK25Processor):
+    @classmethod
+    def from_pretrained(cls, folder, *unused, **settings):
+        return cls(ImageProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), 0)
+"""
+KIMI_PROCESSOR = {
+    "auto_map": {
+        "AutoImageProcessor": "kimi_processing.ImageProcessor",
+        "AutoProcessor": "kimi_processing.Processor",
+    },
+    "media_proc_cfg": {
+        "patch_size": 14,
+        "merge_kernel_size": 2,
+        "temporal_merge_kernel_size": 4,
+        "in_patch_limit": 16,
+        "patch_limit_on_one_side": 4,
+        "fixed_output_tokens": None,
+        "in_patch_limit_each_frame": 16,
+        "in_patch_limit_video": 16,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    },
+}
+
+
+def write_kimi_processor(directory: Path) -> None:
+    """Writes a tokenizer, the code and settings of processors for small images, and the architecture's name, as
+    published checkpoints have them."""
+    hf_config = json.loads((directory / "config.json").read_text())
+    hf_config["architectures"] = ["KimiK25ForConditionalGeneration"]
+    (directory / "config.json").write_text(json.dumps(hf_config))
+    make_tokenizer().save_pretrained(directory)
+    (directory / "kimi_processing.py").write_text(KIMI_CODE)
+    (directory / "preprocessor_config.json").write_text(json.dumps(KIMI_PROCESSOR))
 
 
 def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums: bool) -> None:
@@ -84,7 +132,8 @@ def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums
             made.append((values.detach().cpu(), update))
             values.sum().backward()
             for parameter in unwrap(model).parameters():
-                parameter.data.add_(0.01 * parameter.main_grad)
+                if parameter.requires_grad:  # the indexer of sparse attention is frozen
+                    parameter.data.add_(0.01 * parameter.main_grad)
         return made
 
     found: dict[str, list[Any] | str] = {}
@@ -114,6 +163,8 @@ def trained_models(
         tiny_checkpoint(root / name, case.kind, **(engine_shape(case) | (shape or {})))
         if case.kind in REMOTE_KINDS:
             with_remote_config(root / name, case.kind)
+        if case.kind in WITH_PROCESSOR:
+            write_kimi_processor(root / name)
     on_ranks(train, root, names, dtype, checksums, ranks=1)
     return root, torch.load(root / "trained.pt", weights_only=False)
 
@@ -144,8 +195,13 @@ def check_engine(
     (before, first), (after, second) = versions_of(trained, name)
     assert (before - after).abs().max() > max(0.01, 10 * tolerance)
     settings: dict[str, Any] = {"dtype": dtype or CASES[name].dtype}
-    settings |= {"trust_remote_code": True} if CASES[name].kind in REMOTE_KINDS else {}
+    settings |= {"trust_remote_code": True} if CASES[name].kind in (*REMOTE_KINDS, *WITH_PROCESSOR) else {}
     settings |= {"language_model_only": True} if CASES[name].kind in MULTIMODAL else {}
+    if CASES[name].kind in WITH_PROCESSOR:
+        settings["skip_tokenizer_init"] = False
+        # After an import of numba, vLLM's worker on CPUs does not start: `_rebind_kernels` reads `vars` of every object
+        # in loaded modules as a dict, and an object of numba's library has another type there.
+        monkeypatch.setattr("vllm.utils.import_utils.is_numba_available", lambda: False)
     with offline_engine(root / name, root / f"{name}-weights", monkeypatch, **settings) as engine:
         difference = certain((engine.log_probs(TOKENS) - before).abs(), settings["dtype"]).mean()
         assert difference < tolerance

@@ -19,6 +19,22 @@ _LATENT = {
     **_SIGMOID,
 }
 
+_KIMI = {
+    **_LATENT,
+    "q_lora_rank": 24,
+    "first_k_dense_replace": 1,
+    **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+}
+
+_SPARSE = {
+    **_LATENT,
+    "q_lora_rank": 24,
+    "rms_norm_eps": 1e-6,
+    "index_topk": 4,  # fewer than most sequences of the tests have
+    "index_head_dim": 16,
+    "index_n_heads": 16,  # with few heads, all products of a key may be negative, and such keys have the same score
+}
+
 _HYBRID = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -86,14 +102,16 @@ TINY: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         **{"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2},
     },
-    "kimi_k2": {
-        **_LATENT,
-        "q_lora_rank": 24,
-        "first_k_dense_replace": 1,
-        **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
-    },
+    "kimi_k2": _KIMI,
+    "kimi_k25": _KIMI,
     # With another rms_norm_eps, transformers and vLLM differ (test_latent.py).
     "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "rms_norm_eps": 1e-6},
+    "deepseek_v32": {
+        **_SPARSE,
+        "first_k_dense_replace": 1,
+        **{"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2},
+    },
+    "glm_moe_dsa": {**_SPARSE, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "qwen3_next": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
     "qwen2_5_vl": {"rope_parameters": {**_AXES, "mrope_section": [2, 3, 3]}},
     "qwen3_vl": {
@@ -142,6 +160,14 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {**_TOWER, "depth": 1, "num_position_embeddings": 16},
     "qwen3_5_moe": {**_TOWER, "depth": 1, "num_position_embeddings": 16},
+    "kimi_k25": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+    },
     "gemma3": {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -159,6 +185,14 @@ IMAGE_ID, VIDEO_ID, VISION_START_ID, VISION_END_ID = 95, 96, 97, 98
 def multimodal(kind: str, text: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of a multimodal model with the text model `text`."""
     tied = text["tie_word_embeddings"]
+    if kind == "kimi_k25":
+        return {
+            "text_config": {"model_type": "deepseek_v3", **text},
+            "vision_config": MULTIMODAL[kind],
+            "tie_word_embeddings": tied,
+            "projection_hidden_size": MULTIMODAL[kind]["hidden_size"],
+            "image_token_id": 99,  # outside the vocabulary: transformers has other embeddings for this token
+        }
     if kind == "gemma3":
         return {
             "text_config": text,
@@ -236,8 +270,14 @@ CASES: dict[str, FamilyCase] = {
         engine=True,
     ),
     "kimi-k2": FamilyCase("kimi_k2", {"rope_parameters": YARN | OLD | MSCALE | {"mscale": 0.7}}, engine=True),
+    "kimi-k2-5": FamilyCase("kimi_k25", engine=True),
     "glm4-moe-lite": FamilyCase("glm4_moe_lite", engine=True),
     "glm4-moe-lite-bias": FamilyCase("glm4_moe_lite", {"attention_bias": True}),
+    "deepseek-v32": FamilyCase("deepseek_v32", {"rope_parameters": YARN | OLD | MSCALE}, engine=True),
+    "glm-5": FamilyCase("glm_moe_dsa", engine=True),
+    "glm-5-shared": FamilyCase(
+        "glm_moe_dsa", {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
+    ),
     "gpt-oss": FamilyCase("gpt_oss", {"tie_word_embeddings": False}, engine=True),
     "gemma2": FamilyCase("gemma2", engine=True),
     "gemma3": FamilyCase("gemma3_text", engine=True),
@@ -269,6 +309,9 @@ _ENGINE_LATENT = {
 }
 """Settings for vLLM's latent attention on CPUs, whose kernel needs these two sizes. vLLM reads method and scores from
 config.json. Published files have them, and transformers does not write them."""
+_ENGINE_SPARSE = _ENGINE_LATENT | {"index_topk": 512, "index_head_dim": 128, "index_n_heads": 32}
+"""Settings for vLLM's dense attention on CPUs (vime/vllm/cpu/sparse_attention.py): no sequence has more tokens than a
+query sees. The kernels for GPUs need these heads of an indexer."""
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "shared_expert_intermediate_size": 64}
 _STATE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
@@ -280,6 +323,9 @@ ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": _ENGINE_LATENT | {"n_routed_experts": 12},
     "kimi_k2": _ENGINE_LATENT,
+    "kimi_k25": _ENGINE_LATENT,
+    "deepseek_v32": _ENGINE_SPARSE | {"n_routed_experts": 12},
+    "glm_moe_dsa": _ENGINE_SPARSE,
     "glm4_moe_lite": _ENGINE_LATENT | {"first_k_dense_replace": 1},
     "gpt_oss": {"intermediate_size": 64, "num_local_experts": 8},
     "qwen2_moe": _EXPERTS,

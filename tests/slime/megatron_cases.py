@@ -25,12 +25,14 @@ from slime.megatron_backend.model.gpt import (
     logit_cap,
     output_weight,
     stage_output,
+    unwrap,
     vocab_range,
 )
 from slime.megatron_backend.model.gpt import gather_hidden as hidden_of_output
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import finish_grads
 from slime.models import family_for
+from slime.models.renaming import rename
 
 VOCAB = 99
 BATCH_TOKENS = 29
@@ -115,6 +117,14 @@ def hidden_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return hidden_of_output(model, stage_output(model, torch.cat(batch).to(device), layout))
 
 
+def become_gradients(model: nn.Module) -> None:
+    """Replaces each parameter by its gradient, so that an export lists gradients. The gradient of a frozen parameter is
+    0."""
+    for parameter in unwrap(model).parameters():
+        held: Any = parameter  # the buffer is Megatron's
+        parameter.data = held.main_grad.clone() if parameter.requires_grad else torch.zeros_like(parameter)
+
+
 def hf_gradients(hf: nn.Module, directory: Path) -> dict[str, Tensor]:
     """Returns gradients under the names of a checkpoint: transformers saves them like weights. Afterwards the
     parameters of `hf` are gradients."""
@@ -145,15 +155,27 @@ def assert_gradients_equal(got: Tensor, wanted: Tensor, name: str) -> float:
     return (got - wanted).abs().max().item() / largest if largest else 0.0
 
 
+SAVED_BY_KIMI = (
+    ("language_model.model.blocks.", "language_model.model.layers."),
+    ("model.mm_projector.", "mm_projector."),
+    ("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed."),
+)
+"""Prefixes with which transformers 5.19 saves Kimi K2.5, and those of published files."""
+
+
 def name_as_published(directory: Path, kind: str) -> None:
-    """Changes the files of two families to the form of published files, which vLLM reads: transposes the stacks of
-    experts of Qwen3-VL, and adds the tower's prefix of Gemma 3. transformers reads both forms."""
-    if kind not in ("qwen3_vl_moe", "gemma3"):
+    """Changes the files of three families to the form of published files, which vLLM reads: transposes the stacks of
+    experts of Qwen3-VL, adds the tower's prefix of Gemma 3, and corrects the names of Kimi K2.5. transformers reads
+    both forms."""
+    if kind not in ("qwen3_vl_moe", "gemma3", "kimi_k25"):
         return
     tensors = load_file(directory / "model.safetensors")
     family = family_for(read_hf_config(directory))
+    aliases = SAVED_BY_KIMI if kind == "kimi_k25" else family.aliases
     named = {
-        family.table_name(name): x.transpose(1, 2).contiguous() if ".mlp.experts." in name else x
+        rename(name, aliases): x.transpose(1, 2).contiguous()
+        if ".mlp.experts." in name and x.dim() == 3
+        else x
         for name, x in tensors.items()
     }
     save_file(named, directory / "model.safetensors", {"format": "pt"})

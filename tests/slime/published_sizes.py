@@ -41,10 +41,19 @@ SHALLOW = (
     "glm-4-32b",
     "olmo-3-7b",
 )
-LATENT = ("deepseek-v3", "moonlight-16b-a3b", "kimi-k2", "kimi-k2-thinking", "glm-4.7-flash")
+LATENT = (
+    "deepseek-v3",
+    "deepseek-v3.2",
+    "moonlight-16b-a3b",
+    "kimi-k2",
+    "kimi-k2-thinking",
+    "glm-4.7-flash",
+    "glm-5",
+)
 SPARSE = (
     *("qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-moe-tiny", "glm-4.5-air", "glm-4.5-355b", "glm-moe-tiny"),
     *LATENT,
     "qwen1.5-moe-a2.7b",
     "deepseek-tiny",
+    "glm-5-tiny",
 )

@@ -30,6 +30,11 @@ class TrainConfig:
         None, "do not train parameters whose Megatron name has a match of one of these regular expressions"
     )
     train_vision: bool = flag(False, "train the vision tower too; without the flag its parameters are frozen")
+    freeze_indexer: bool = flag(
+        False,
+        "keep the weights of the indexers of sparse attention; no loss trains them, and without the flag a note states "
+        "so",
+    )
     custom_megatron_init_path: str | None = flag(None, "fn(args), after the process groups are up")
     custom_megatron_before_log_prob_hook_path: str | None = flag(None, "fn(args, model, store_prefix)")
     custom_megatron_before_train_step_hook_path: str | None = flag(

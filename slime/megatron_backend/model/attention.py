@@ -35,6 +35,7 @@ from slime.megatron_backend.model.attention_scores import (
     bucket_attention,
     bucket_mask,
     plain_attention,
+    split_buckets,
     varlen_attention,
 )
 from slime.megatron_backend.model.rows import GatheredRows, take
@@ -79,7 +80,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     the routers choose. `longest`: P of the longest micro-batch among the ranks that exchange tokens of experts, 0 if
     all have the same P. `images`: the images of the rank's tokens, None without images. `whole_images`: the image
     tokens that see the whole image. The first layers add `deep` to their output at the rows `deep_rows`
-    (slime.megatron_backend.model.vision.embeddings).
+    (slime.megatron_backend.model.vision.embeddings). `selections`: selected tokens that several layers use, by the
+    layer of the indexer.
     """
 
     own: int = 0
@@ -100,6 +102,14 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     whole_images: WholeImages | None = None
     deep_rows: Tensor | None = None
     deep: tuple[Tensor, ...] = ()
+    selections: dict[int, list[Tensor | None]] = field(default_factory=dict)
+
+    def split(self, x: Tensor, *, keys: bool = False) -> list[Tensor]:
+        """Maps queries [n, A, D] or keys [K, G, D] to padded batches [S, heads, queries or keys, D], one per bucket."""
+        slots, sizes = self.query_slots, [(b.runs, b.queries) for b in self.buckets]
+        if keys:
+            slots, sizes = self.key_slots, [(b.runs, b.keys) for b in self.buckets]
+        return split_buckets(x, slots, sizes)
 
     @functools.cached_property
     def whole(self) -> PackedLayout:
@@ -251,19 +261,8 @@ def padded_attention(
     """
     if not layout.own:  # keep the dependency on keys and values, because their backward is a collective
         return query + (key.sum() + value.sum())
-    queries, keys = ([b.runs * b.queries for b in layout.buckets], [b.runs * b.keys for b in layout.buckets])
-    token_indices = (
-        (query, layout.query_slots, queries),
-        (key, layout.key_slots, keys),
-        (value, layout.key_slots, keys),
-    )
-    buffers = [
-        x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, at, x).split(sizes)
-        for x, at, sizes in token_indices
-    ]
-    outputs = []
-    for bucket, *qkv in zip(layout.buckets, *buffers, strict=True):
-        q, k, v = (x.unflatten(0, (bucket.runs, -1)).transpose(1, 2) for x in qkv)
+    outputs, kv = [], [layout.split(x, keys=True) for x in (key, value)]
+    for bucket, q, k, v in zip(layout.buckets, layout.split(query), *kv, strict=True):
         mask = bucket_mask(bucket, window, q.device)
         if inner is not None or cap is not None or sinks is not None:
             seen = band(bucket.keys, bucket.keys, q.device) if mask is None else mask

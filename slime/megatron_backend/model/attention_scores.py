@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,14 @@ class Bucket(NamedTuple):
     queries: int
     keys: int
     mask: Tensor | None = None
+
+
+def split_buckets(x: Tensor, slots: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Maps rows [rows, heads, D] to padded batches [S, heads, L, D]. `sizes` are (S, L) of each batch, and `slots` the
+    positions of the rows in all batches. Padding is 0."""
+    buffer = x.new_zeros(sum(runs * length for runs, length in sizes), *x.shape[1:]).index_copy(0, slots, x)
+    parts = buffer.split([runs * length for runs, length in sizes])
+    return [part.unflatten(0, size).transpose(1, 2) for part, size in zip(parts, sizes, strict=True)]
 
 
 def bucket_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -15,7 +15,7 @@ from slime.megatron_backend.model.moe.experts import expert_fields
 from slime.models import Decoder, read_decoder
 from slime.models.decoder import choose_exchange
 from slime.plan.stages import build_stages, micro_batch_group
-from slime.rules.heads import check_heads
+from slime.rules.heads import check_attention
 
 
 def load_hf_config(checkpoint_dir: str | Path) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def transformer_config(
     """
     decoder, dtype = read_decoder(hf_config), params_dtype(config)
     predictions = len(decoder.predictions) if predicts else 0
-    check_heads(config, decoder)
+    check_attention(config, decoder)
     fields: dict[str, Any] = {
         "num_layers": len(decoder.layers),
         "mtp_num_layers": predictions or None,

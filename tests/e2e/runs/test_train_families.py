@@ -24,6 +24,7 @@ ARCHS = (
     "gemma2-tiny",
     "gpt-oss-tiny",
     "deepseek-tiny",
+    "glm-5-tiny",
 )
 """Rows of scripts/architectures.py, without the families that have their own tests."""
 

@@ -66,8 +66,8 @@ def test_variables_without_effect_are_noted_once_per_reason(config):
         "INDEXER_ROPE_NEOX_STYLE": "0",
     }
     assert list(variable_notes(config, environ, {"vllm"})) == [
-        "environment variables without effect: INDEXER_ROPE_NEOX_STYLE; no supported model has an indexer of sparse "
-        "attention",
+        "environment variables without effect: INDEXER_ROPE_NEOX_STYLE; config.json and the model family decide "
+        "how an indexer rotates its heads",
         "environment variables without effect: OPEN_TRAINING_INT4_GROUP_SIZE; --round-weights takes the "
         "groups of --hf-checkpoint",
         "environment variables without effect: SGLANG_NSA_FORCE_MLA, SGL_ENABLE_JIT_DEEPGEMM; SGLang reads them, and "

@@ -56,7 +56,6 @@ REFUSED = {
         "--custom-model-provider-path must be left out in this version",
         "model_type in config.json must be one of .*, got 'gemma4'",
     ],
-    "scripts/run-glm5-744B-A40B.sh": ["model_type in config.json must be one of .*, got 'glm_moe_dsa'"],
     "scripts/run-gpt-oss-20B.sh": [
         r"--sglang-dp-attention must be left out: .* did you mean --sglang-enable-dp-attention\?",
         "--sglang-tp must be left out; GPUs of one engine: --rollout-num-gpus-per-engine 1",

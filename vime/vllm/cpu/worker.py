@@ -40,6 +40,10 @@ class CpuWorker(RunWorker, CPUWorker):
         draft.register()
         if vllm_config.model_config.is_mm_prefix_lm:
             attention.register()
+        if hasattr(vllm_config.model_config.hf_config, "index_topk"):
+            from vime.vllm.cpu import sparse_attention  # imports vLLM's model of DeepSeek-V3
+
+            sparse_attention.register(vllm_config.model_config.hf_config.architectures)
         if vllm_config.quant_config is not None:
             from vime.vllm.cpu import quantized  # imports vLLM's methods of quantisation
 

@@ -14,7 +14,6 @@ of a head of keys and of values, R its rotated part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,10 +22,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch import Tensor
+from torch.nn.functional import pad
 
 from slime.megatron_backend.model.attention import PackedAttention, PackedLayout, rotated
+from slime.megatron_backend.model.latent.selection import LightningIndexer, SelectedAttention, Selection
+from slime.megatron_backend.model.latent.whole_linear import WholeLinear
 from slime.megatron_backend.model.layers import NormedLinear, defer
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.models import Decoder, Layer
@@ -38,23 +39,8 @@ def latent_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) ->
     assert isinstance(layer.attention, Latent)
     # Megatron's layer of multi-token prediction requires the mask type; PackedAttention creates its own mask
     mask = {"attn_mask_type": AttnMaskType.causal}
-    return ModuleSpec(LatentAttention, params={"sizes": layer.attention, "rope": layer.rope, **mask})
-
-
-class WholeLinear(nn.Linear):
-    """A product whose whole weight is on each tensor-parallel rank. With sequence parallelism, each rank has a part of
-    the tokens, and Megatron sums the marked gradients over the ranks."""
-
-    def __init__(self, config: TransformerConfig, inputs: int, outputs: int, bias: bool) -> None:
-        super().__init__(inputs, outputs, bias=bias)
-        for parameter in self.parameters():
-            marked: Any = parameter  # the mark is Megatron's
-            marked.sequence_parallel = config.sequence_parallel
-        self._forward_impl: Callable[..., Tensor] = linear
-        """Computes the product, as in Megatron's layers."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self._forward_impl(input, self.weight, self.bias)
+    module = LatentAttention if layer.attention.index is None else SparseLatentAttention
+    return ModuleSpec(module, params={"sizes": layer.attention, "rope": layer.rope, **mask})
 
 
 class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
@@ -166,6 +152,55 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         out: Tensor = self.core_attention(query, key, value, None, packed_seq_params=layout)
         values: Tensor = out.unflatten(-1, (-1, width))[..., : self.sizes.value]
         return values.flatten(1)
+
+
+class SparseLatentAttention(LatentAttention):
+    """Latent attention of each query to the tokens that an indexer selected, its own or that of an earlier layer. If no
+    sequence of the micro-batch has more tokens than a query sees, the indexer does not run."""
+
+    core_attention: SelectedAttention
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        sizes: Latent,
+        rope: int | None,
+        **unused: object,
+    ) -> None:
+        super().__init__(config, layer_number, sizes=sizes, rope=rope)
+        assert sizes.index is not None and sizes.q_rank is not None
+        self.index = sizes.index
+        self.core_attention = SelectedAttention(config, sizes.scale, rope=None)
+        self.indexer = None if sizes.index.shared else LightningIndexer(config, sizes.q_rank, sizes.index)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedLayout,
+        **unused: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        self.core_attention.selection = self._select(hidden_states, packed_seq_params)
+        output = super().forward(hidden_states, attention_mask, packed_seq_params=packed_seq_params)
+        self.core_attention.selection = None
+        return output
+
+    @torch.no_grad()
+    def _select(self, hidden: Tensor, layout: PackedLayout) -> Selection | None:
+        if layout.max_seqlen_kv <= self.index.topk:
+            return None
+        source = self.index.source
+        if self.indexer is None:
+            assert source is not None
+            return layout.selections[source]
+        latent = self.q_layernorm.normalise(self.linear_q_down_proj(hidden))
+        selection: Selection = self.indexer(hidden, latent, layout)
+        if source is not None:
+            layout.selections[source] = selection
+        return selection
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

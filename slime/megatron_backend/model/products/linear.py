@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from slime.megatron_backend.model.latent.latent_attention import WholeLinear
+from slime.megatron_backend.model.latent.whole_linear import WholeLinear
 from slime.megatron_backend.model.moe.experts import GatedExperts
 from slime.megatron_backend.model.parameter_names import Part, find_row
 from slime.models.layouts import Row

@@ -16,6 +16,7 @@ from family_cases import CASES, TINY
 from megatron_cases import (
     VOCAB,
     assert_gradients_equal,
+    become_gradients,
     hf_gradients,
     hf_logits,
     hidden_of,
@@ -30,7 +31,7 @@ from safetensors.torch import load_file, save_file
 
 import rl_kernel
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
-from slime.megatron_backend.model.gpt import build_model, logit_cap, output_weight, unwrap, vocab_range
+from slime.megatron_backend.model.gpt import build_model, logit_cap, output_weight, vocab_range
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models import FAMILIES, family_for
@@ -145,8 +146,7 @@ def test_gradients(tiny, note, tmp_path):
     directory, hf, model = tiny
     sum_loss(packed_logits(model, BATCH), BATCH).backward()
     sum_loss(torch.cat([hf(tokens[None]).logits[0] for tokens in BATCH]), BATCH).backward()
-    for parameter in unwrap(model).parameters():
-        parameter.data = parameter.main_grad  # the export then lists gradients
+    become_gradients(model)
     got = {name: x for name, x in export_hf(model) if not name.endswith("e_score_correction_bias")}
     wanted = {
         n: x for n, x in hf_gradients(hf, tmp_path).items() if not n.endswith("e_score_correction_bias")

@@ -16,6 +16,7 @@ from family_cases import CASES
 from family_record import note
 from megatron_cases import (
     assert_gradients_equal,
+    become_gradients,
     hf_gradients,
     hf_logits,
     hidden_of,
@@ -30,7 +31,7 @@ from safetensors.torch import load_file
 
 import rl_kernel
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
-from slime.megatron_backend.model.gpt import build_model, logit_cap, output_weight, unwrap, vocab_range
+from slime.megatron_backend.model.gpt import build_model, logit_cap, output_weight, vocab_range
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import finish_grads
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
@@ -88,8 +89,7 @@ def one_model(directory: Path, config: Any, info: Any, *, steps: bool) -> dict[s
     )
     (-log_probs.sum() / 29).backward()
     finish_grads(model)
-    for parameter in unwrap(model).parameters():
-        parameter.data = parameter.main_grad.clone()
+    become_gradients(model)
     gradients = {name: x.clone() for name, x in export_hf(model)}
     return found | {"log_probs": log_probs.detach(), "gradients": gradients}
 
