@@ -10,12 +10,14 @@ from slime.config import Config
 from slime.models.decoder import Hf
 from slime.operators import loss_head
 from slime.plan.fit import Also, Fit, MachineSizes, fit
+from slime.plan.memory_estimate import longest_sample, micro_batch_tokens
 from slime.plan.model_shape import Shape
 from slime.plan.units import amount
 from slime.weight_sync.registry import CHANNELS
 
 _SHOWN = 3
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_FULL_VALUES = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _LEAST_TOKENS, _LEAST_WORKSPACE_MIB, _LEAST_SHARE = 1024, 128, 0.1
 
 
@@ -110,9 +112,11 @@ def changes(c: Config, shape: Shape) -> Iterator[Sequence[Change]]:
     yield tokens(c)
     yield workspace(c)
     yield recomputation(c)
+    yield inputs_on_host(c)
     yield host_adam(c)
     yield engine_share(c)
     yield offloading(c)
+    yield context_parallel(c, shape)
     yield tensor_parallel(c, shape)
     yield saves(c)
     yield channels(c)
@@ -134,12 +138,6 @@ def tokens(c: Config) -> list[Change]:
     ]
 
 
-def longest_sample(c: Config) -> int:
-    """Returns the tokens of a sample on one rank, as far as flags limit them. A micro-batch has at least one sample."""
-    longest = c.rollout.rollout_max_context_len or (c.rollout.rollout_max_response_len or 0)
-    return -(-longest // c.megatron.context_parallel_size)
-
-
 def workspace(c: Config) -> list[Change]:
     now = c.kernels.rl_kernel_workspace_mib
     if loss_head(c)[0].has_logits:
@@ -157,8 +155,36 @@ def recomputation(c: Config) -> list[Change]:
     now = c.megatron.overrides.get("recompute_granularity", "none")
     if now == "full":
         return []
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return [Change(_FULL, str(now), c.with_values(overrides={**c.megatron.overrides, **full}))]
+    changed = c.with_values(overrides={**c.megatron.overrides, **_FULL_VALUES})
+    return [Change(_FULL, str(now), changed)]
+
+
+def inputs_on_host(c: Config) -> list[Change]:
+    """Returns full recomputation with the inputs of layers on the host."""
+    if c.megatron.cpu_offloading:
+        return []
+    changed = c.with_values(overrides={**c.megatron.overrides, **_FULL_VALUES}, cpu_offloading=True)
+    full = c.megatron.overrides.get("recompute_granularity") == "full"
+    return [Change("--cpu-offloading" if full else f"{_FULL} --cpu-offloading", "off", changed)]
+
+
+def context_parallel(c: Config, shape: Shape) -> list[Change]:
+    """Returns changes with which more ranks share each sequence, and micro-batches that still hold the longest."""
+    m, now, found = c.megatron, micro_batch_tokens(c), []
+    alone = c.kernels.rlk_bitwise or m.overrides.get("transformer_impl") == "transformer_engine"
+    if alone or c.data.multimodal_keys or not c.data.use_dynamic_batch_size or now is None:
+        return []
+    for size in (2, 4, 8, 16, 32):
+        ranks = size * m.tensor_model_parallel_size * m.pipeline_model_parallel_size
+        if size <= m.context_parallel_size or c.world_size % ranks or shape.heads % size:
+            continue
+        changed = c.with_values(context_parallel_size=size)
+        tokens = max(longest_sample(changed), _LEAST_TOKENS)
+        if tokens < now:
+            flag = f"--context-parallel-size {size} --max-tokens-per-gpu {tokens}"
+            value = f"{m.context_parallel_size}, {c.data.max_tokens_per_gpu}"
+            found.append(Change(flag, value, changed.with_values(max_tokens_per_gpu=tokens)))
+    return found
 
 
 def host_adam(c: Config) -> list[Change]:

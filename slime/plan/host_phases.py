@@ -14,7 +14,7 @@ from slime.checkpoints.hf_config import MAPPED_BYTES
 from slime.checkpoints.memory_files import SLOTS
 from slime.config import Config
 from slime.plan.loading_estimate import largest_slice, reads_whole, stored_bytes
-from slime.plan.memory_estimate import BYTES, Estimate
+from slime.plan.memory_estimate import ACTIVATIONS, BYTES, Estimate
 from slime.plan.tower import CACHE_BYTES, run_tower
 from slime.plan.units import GIB, amount
 from slime.plan.update_estimate import compute_update_bytes
@@ -90,8 +90,12 @@ def _list_trainer_items(c: Config, e: Estimate, leaving: Collection[str]) -> Ite
     """Yields the items of the ranks of a group on one host."""
     ranks = c.cluster.actor_num_gpus_per_node
     yield HostItem("trainers", ranks * TRAINER, f"{ranks} ranks x {amount(TRAINER)}")
-    adam = sum(item.bytes for item in e.host)
+    inputs = sum(item.bytes for item in e.host if item.name == ACTIVATIONS)
+    adam = sum(item.bytes for item in e.host) - inputs
     yield HostItem("Adam on the host", ranks * adam, f"{ranks} ranks x {amount(adam)}")
+    # torch keeps pinned memory for the next step
+    after = (TRAINING, SAVING, GENERATING, HAND_OVER)
+    yield HostItem(ACTIVATIONS, ranks * inputs, f"{ranks} ranks x {amount(inputs)}", after)
     moved = {part: e.sum_part(part) for part in leaving if part != "gradients"}
     away = sum(moved.values())
     yield HostItem(

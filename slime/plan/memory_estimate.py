@@ -6,6 +6,7 @@ next to it. slime.plan.memory_decision uses it for its decisions. The module imp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -29,6 +30,10 @@ from slime.roles import POLICY, Role, get_roles
 from slime.weight_sync.registry import CHANNELS
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+ACTIVATIONS = "inputs of layers"
+"""Name of the activations that are on the host."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,8 @@ class Estimate:
 def estimate(c: Config, hf_config: Hf) -> Estimate:
     """Returns the memory of a trainer rank in the pipeline stage with the most parameters."""
     shape = Shape.of(hf_config)
-    kept, work, host = list_role_states(c, shape), work_memory(c, shape), host_memory(c, shape)
+    kept, work = list_role_states(c, shape), work_memory(c, shape)
+    host = [*host_memory(c, shape), *host_activations(c, shape)]
     return Estimate(shape, tuple(kept), tuple(work), tuple(host))
 
 
@@ -189,6 +195,19 @@ def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
     yield Item("gradients of Adam", min(3 * mib * 2**20, 4 * total), f"3 buffers of {mib} MiB, pinned")
 
 
+def host_activations(c: Config, shape: Shape) -> Iterator[Item]:
+    """Yields the host memory of --cpu-offloading: the input of each layer. torch rounds pinned memory up to a power of
+    two."""
+    tokens = micro_batch_tokens(c)
+    if not c.megatron.cpu_offloading or tokens is None:
+        return
+    one = tokens * BYTES[c.megatron.params_dtype] * shape.hidden / _sequence_split(c)
+    layers, _ = count_stored_layers(c, shape, lambda kind: 1.0)
+    pinned = 2 ** math.ceil(math.log2(one))
+    how = f"{layers + 1:.4g} x {amount(one)} of {count(tokens)} tokens, pinned"
+    yield Item(ACTIVATIONS, (layers + 1) * pinned, how)
+
+
 def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
     """Yields the memory in addition to the state, for each moment of a step that may be the peak."""
     size, tp = BYTES[c.megatron.params_dtype], c.megatron.tensor_model_parallel_size
@@ -222,14 +241,25 @@ def _grad_bytes(c: Config) -> int:
     return 4 if c.megatron.overrides.get("grad_reduce_in_fp32", True) else BYTES[c.megatron.params_dtype]
 
 
+def longest_sample(c: Config) -> int:
+    """Returns the tokens of a sample on one rank, as far as flags limit them. A micro-batch has at least one sample."""
+    longest = c.rollout.rollout_max_context_len or (c.rollout.rollout_max_response_len or 0)
+    return -(-longest // c.megatron.context_parallel_size)
+
+
 def micro_batch_tokens(c: Config) -> int | None:
-    """Returns the most tokens of a micro-batch on one rank, or None if no length has a limit."""
+    """Returns the most tokens of a micro-batch on one rank, or None if no length has a limit. A sample that is longer
+    than --max-tokens-per-gpu is a micro-batch of its own."""
     if c.data.use_dynamic_batch_size:
-        return c.data.max_tokens_per_gpu
+        return max(c.data.max_tokens_per_gpu or 0, longest_sample(c))
     prompt, response = c.rollout.rollout_max_prompt_len, c.rollout.rollout_max_response_len
     both = None if prompt is None or response is None else prompt + response
     longest = c.rollout.rollout_max_context_len or both
     return None if longest is None else longest * c.data.micro_batch_size // c.megatron.context_parallel_size
+
+
+def _sequence_split(c: Config) -> int:
+    return c.megatron.tensor_model_parallel_size if c.megatron.sequence_parallel else 1
 
 
 def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float]:
@@ -251,14 +281,13 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     samples share counts once per sample: the estimate is for samples that share no prompt. In a run with images, all
     tokens count as image tokens (`tower_memory`).
     """
-    size, split = (
-        BYTES[c.megatron.params_dtype],
-        c.megatron.tensor_model_parallel_size if c.megatron.sequence_parallel else 1,
-    )
+    size, split = BYTES[c.megatron.params_dtype], _sequence_split(c)
     full = c.megatron.overrides.get("recompute_granularity") == "full"
     layers, width = count_stored_layers(
         c, shape, lambda kind: shape.hidden / split if full else layer_width(c, shape, kind)
     )
+    if c.megatron.cpu_offloading:
+        layers = 1  # the input that the backward has fetched
     how = f"{count(tokens)} tokens x {size} B x {layers:.4g} layers x {width:.0f}"
     one = tokens * size * max(layer_width(c, shape, kind) for kind in shape.kinds) if full else 0.0
     kept = Item("activations", tokens * size * layers * width, how)

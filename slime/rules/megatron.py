@@ -26,12 +26,12 @@ _NEVER_RUN = (
     "cuda_graph_impl",
     "enable_cuda_graph",
     "external_cuda_graph",
-    "cpu_offloading",
 )
 _LARGEST_RATE, _LARGEST_LORA_RATE, _LARGEST_CRITIC_RATE = 1e-3, 1e-2, 1e-2
 """The learning rates above which a note warns. Only models with some thousand weights, such as the tiny one, learn with
 higher rates."""
 _ON_HOST = "Adam on the host is torch's, and the memory of its gradients is always pinned"
+_LAYERS_ON_HOST = "--cpu-offloading keeps the inputs of all layers on the host, and no weights"
 _ALLTOALL = "the number of ranks decides how tokens travel to their experts, with the same result"
 _FLASH = "attention runs in the kernel for packed rows, with the same mathematics"
 SAME_RESULT: dict[str, tuple[tuple[object, ...] | None, object, str]] = {
@@ -45,6 +45,10 @@ SAME_RESULT: dict[str, tuple[tuple[object, ...] | None, object, str]] = {
     "delay_wgrad_compute": (None, None, "the trainer's schedule has no such overlap"),
     "overlap_param_gather": (None, None, "parameters are gathered before the step"),
     "align_param_gather": (None, None, "parameters are gathered before the step"),
+    "cpu_offloading_num_layers": (None, None, _LAYERS_ON_HOST),
+    "cpu_offloading_activations": (None, None, _LAYERS_ON_HOST),
+    "cpu_offloading_weights": (None, None, _LAYERS_ON_HOST),
+    "cpu_offloading_double_buffering": (None, None, _LAYERS_ON_HOST),
     "use_torch_optimizer_for_cpu_offload": (None, None, _ON_HOST),
     "pin_cpu_grads": (None, None, _ON_HOST),
     "pin_cpu_params": (None, None, _ON_HOST),
@@ -303,9 +307,26 @@ def check_local_layers(c: Config) -> None:
             )
 
 
+def check_activation_offload(c: Config) -> None:
+    """Checks that the layers keep only their inputs. Other saved tensors include the weights."""
+    flags = c.megatron
+    if not flags.cpu_offloading:
+        return
+    wanted = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    for name, value in wanted.items():
+        if (got := flags.overrides.get(name)) != value:
+            raise FlagError(
+                spelled(name),
+                f"be {value} with --cpu-offloading",
+                got or "none",
+                "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or leave "
+                "--cpu-offloading out",
+            )
+
+
 RULES = (
     *(check_local_layers, check_optimizer_dtypes, check_offloaded_adam, check_state_files, check_muon),
-    *(check_schedules, check_warm_up),
+    *(check_activation_offload, check_schedules, check_warm_up),
 )
 """The rules that need no model."""
 

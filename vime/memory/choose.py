@@ -26,8 +26,9 @@ from slime.config.fields import spelled
 from slime.config.sections.cluster import PARTS
 from slime.models.decoder import Hf
 from slime.operators import loss_head
-from slime.plan.advice import longest_sample, offloading, recomputation
+from slime.plan.advice import offloading, recomputation
 from slime.plan.fit import Fit, MachineSizes, shortage
+from slime.plan.memory_estimate import longest_sample
 from vime.backends import parse_config
 from vime.memory.lines import remedies, whole_fit
 from vime.memory.sizes import for_gpus, machine_sizes, take_sizes

@@ -120,6 +120,11 @@ class MegatronConfig:
     reset_optimizer_states: bool = flag(
         False, "set the optimizer's moments and step counts to zero before each rollout is trained on"
     )
+    cpu_offloading: bool = flag(
+        False,
+        "keep the input of each layer in host memory from the forward to the backward, with full recomputation; for "
+        "long sequences",
+    )
     lr: float = flag(1e-6, "learning rate", range=RATE)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", range=RATE)
     lr_decay_style: str = flag(

@@ -8,7 +8,9 @@ Shapes: P rows of packed tokens, H hidden, V_local vocabulary rows of this tenso
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 from slime.checkpoints.quantized_files import read_quantized_weights
 from slime.config import Config
@@ -55,7 +58,7 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
     stage. `value`: a critic, whose last stage has a `value_head` instead of the output layer. `mtp` has the layers of
     multi-token prediction, in a model that trains them. `forward` does not run them,
     `slime.megatron_backend.step.prediction` does. `has_tower`: the first
-    stage has the vision tower, `vision_model`.
+    stage has the vision tower, `vision_model`. `keeping` makes the context in which tensors are saved for the backward.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
             self.output_layer.register_parameter("weight", None)
         self.hf_config, self.sizes, self.described, self.value = hf_config, sizes, described, value
         self.angles: Angles = Rope.angles
+        self.keeping: Callable[[], AbstractContextManager[None]] = nullcontext
         if value and last:
             del self.output_layer
             self.post_process = (
@@ -119,9 +123,10 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
         axes = None if images is None else images.positions
         layout.rotary = self.rotary(layout.positions if axes is None else axes)
         embedded = self._embed(input_ids, layout) if self.pre_process else None
-        hidden: Tensor = super().forward(
-            input_ids, position_ids, attention_mask, decoder_input=embedded, packed_seq_params=layout
-        )
+        with self.keeping():
+            hidden: Tensor = super().forward(
+                input_ids, position_ids, attention_mask, decoder_input=embedded, packed_seq_params=layout
+            )
         return hidden
 
     def _embed(self, input_ids: Tensor, layout: PackedLayout) -> Tensor | None:
@@ -206,6 +211,9 @@ def build_model(
         HiddenGPTModel(hf_config, core, sizes, virtual, value=value, has_tower=has_tower)
         for virtual in (range(stages) if stages else (None,))
     ]
+    if flags.cpu_offloading:
+        for part in cast("list[HiddenGPTModel]", parts):
+            part.keeping = functools.partial(save_on_cpu, pin_memory=True)
     if config.train.round_weights and not value:
         weights = read_quantized_weights(require_value(config.rollout.hf_checkpoint))
         if weights is not None and weights.scheme == family_for(hf_config).scheme(hf_config):

@@ -12,6 +12,7 @@ import docs_configuration
 import docs_errors
 import docs_extensions
 import docs_families
+import docs_long
 import docs_models
 import docs_peers
 import pytest
@@ -86,8 +87,8 @@ def test_broken_links_end_the_build(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [docs_configuration, docs_algorithms, docs_families, docs_extensions],
-    ids=["configuration", "algorithms", "families", "extensions"],
+    [docs_configuration, docs_algorithms, docs_families, docs_extensions, docs_long],
+    ids=["configuration", "algorithms", "families", "extensions", "long sequences"],
 )
 def test_generated_pages_are_up_to_date(module) -> None:
     assert (ROOT / module.PAGE).read_text() == module.page(), (

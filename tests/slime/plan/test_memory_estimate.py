@@ -137,6 +137,27 @@ def test_context_parallel_ranks_by_hand():
     assert added(3) == 3.5 * 2 * 1024
 
 
+def test_inputs_of_layers_on_the_host():
+    """The device keeps the input that the backward has fetched. A pinned input is a power of two of bytes."""
+    found = estimate(config(max_tokens_per_gpu=65536, cpu_offloading=True), QWEN3_4B)
+    before = estimate(config(max_tokens_per_gpu=65536), QWEN3_4B)
+    inputs = 65536 * 2560 * 2
+    back, same = (next(i for i in e.work if i.name == "layers, backward") for e in (found, before))
+    assert same.bytes - back.bytes == 35 * inputs
+    (item,) = found.host
+    assert (item.name, item.bytes) == ("inputs of layers", 37 * 2**29) and inputs < 2**29
+
+
+def test_the_longest_sample_counts():
+    """A response of 8,192 tokens is a micro-batch of its own, shared by context-parallel ranks."""
+    small = items(config(max_tokens_per_gpu=1024))
+    assert small == items(config(max_tokens_per_gpu=8192)) != items(config(max_tokens_per_gpu=9216))
+    layout = {"actor_num_gpus_per_node": 2, "context_parallel_size": 2}
+    assert items(config(max_tokens_per_gpu=1024, **layout)) == items(
+        config(max_tokens_per_gpu=4096, **layout)
+    )
+
+
 def test_experts_by_hand():
     """Qwen3-30B-A3B on eight GPUs with the flags of slime's script. A rank has 16 whole experts per layer, a quarter
     of the other weights, and whole routers. Sequence parallelism leaves it a quarter of a token's 8 copies."""

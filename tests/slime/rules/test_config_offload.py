@@ -11,6 +11,24 @@ def argv(tmp_path):
     return good_argv(tmp_path)
 
 
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def test_inputs_of_layers_need_full_recomputation(argv):
+    config = parse_args([*argv, "--cpu-offloading", *FULL.split(), "--cpu-offloading-num-layers", "1"])
+    assert config.megatron.cpu_offloading and "cpu_offloading_num_layers" not in config.megatron.overrides
+    assert any("--cpu-offloading-num-layers 1: no effect" in note for note in config.notes)
+    message = (
+        "--recompute-granularity must be full with --cpu-offloading, got none; add --recompute-granularity"
+    )
+    with pytest.raises(ValueError, match=message):
+        parse_args([*argv, "--cpu-offloading"])
+    with pytest.raises(
+        ValueError, match="--recompute-method must be uniform with --cpu-offloading, got block"
+    ):
+        parse_args([*argv, "--cpu-offloading", *FULL.replace("uniform", "block").split()])
+
+
 OFFLOADS = ("offload", "offload_train", "offload_train_parts", "offload_rollout")
 
 

@@ -11,13 +11,14 @@ import torch
 from megatron.core import parallel_state
 from megatron_cases import hidden_of, make_config, packed_logits, sequences, sum_loss, tiny_checkpoint
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import silu
 
 import rl_kernel
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.checkpoint.weights import load_hf
-from slime.megatron_backend.model import layers
+from slime.megatron_backend.model import gpt, layers
 from slime.megatron_backend.model.attention import packed_layout
 from slime.megatron_backend.model.gpt import build_model, unwrap
 from slime.megatron_backend.model.layers import GatedMLP, NormedLinear, without_keeping
@@ -107,6 +108,28 @@ def test_recomputation_changes_nothing(checkpoint, monkeypatch, overrides):
     assert "mlp" in overrides.get("recompute_modules", ()) or torch.equal(got, plain)
     monkeypatch.setattr(layers, "without_keeping", keeping)
     assert torch.equal(got, backward_of(loaded(checkpoint(), overrides=overrides)))
+
+
+def test_inputs_of_layers_travel_to_the_host(checkpoint, monkeypatch):
+    """The inputs of two layers are copied, and three tensors of the last norm, which torch has on a CPU. The gradients
+    have the same bits."""
+    wanted = backward_of(loaded(checkpoint(), overrides=FULL))
+    copied: list[tuple[int, ...]] = []
+
+    class Counted(save_on_cpu):
+        def __init__(self, pin_memory: bool) -> None:
+            assert pin_memory
+            super().__init__(pin_memory=True)
+            pack = self.pack_hook
+            self.pack_hook = lambda x: copied.append(tuple(x.shape)) or pack(x)
+
+    monkeypatch.setattr(gpt, "save_on_cpu", Counted)
+    got = backward_of(loaded(checkpoint(), overrides=FULL, cpu_offloading=True))
+    assert torch.equal(got, wanted)
+    assert copied.count((TOKENS, 1, HIDDEN)) == LAYERS + 3
+    assert not any(
+        HIDDEN in shape and TOKENS not in shape and len(shape) > 1 for shape in copied
+    )  # no weights
 
 
 def kept_bytes(model: nn.Module) -> int:
