@@ -9,7 +9,8 @@
 trains GRPO once per side, with the same seeds, in OUT/SIDE, and prints one row per side. A finished run is not
 repeated. Sides: off (the default operators, not compared), logged (the same, compared), plain (no operator of
 rl_kernel, compared), invariant (vLLM's own --vllm-batch-invariant, on GPUs only), head, norms and attention (a part of
-the operators of --rlk-bitwise, each including the previous parts), bitwise (all operators, with the products). Without
+the operators of --rlk-bitwise, each including the previous parts), bitwise (all operators, with the products), fp8
+(bitwise with products in fp8, only if --sides names it: the heads of most small models are too narrow). Without
 other flags, the reward is 1 if the last token is odd, so that a random model can learn. Below a row are the mean
 rewards of blocks of 20 steps, and the evaluations.
 """
@@ -46,6 +47,10 @@ SIDES = {
     "invariant": (*COMPARED, "--vllm-batch-invariant"),
     **{side: (*COMPARED, "--rlk-bitwise", "--rlk-bitwise-operators", part) for side, part in PARTS.items()},
     "bitwise": ("--rlk-consistency", "strict", "--rlk-bitwise"),
+    "fp8": (
+        *("--rlk-consistency", "strict", "--rlk-bitwise"),
+        *("--fp8-format", "e4m3", "--fp8-recipe", "blockwise"),
+    ),
 }
 
 
@@ -175,7 +180,8 @@ def main() -> None:
     )
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     asked, given = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
-    of_device = [side for side in SIDES if asked.device == "cuda" or side != "invariant"]
+    others = {"fp8"} if asked.device == "cuda" else {"fp8", "invariant"}
+    of_device = [side for side in SIDES if side not in others]
     sides = asked.sides.split(",") if asked.sides else of_device
     if unknown := [side for side in sides if side not in SIDES]:
         parser.error(f"--sides must be of {', '.join(SIDES)}, got {unknown[0]}")

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 FP8_MOST = 448.0
 """Largest number of float8_e4m3fn."""
-_SMALLEST = 1e-12
-"""Lower bound of a block's largest value. It avoids a division by zero."""
 _NEVER = ("lm_head", "embed_tokens", "mlp.gate", "router", "block_sparse_moe.gate")
 """Ends of the names of modules that no scheme quantises: their layers are no plain linear layers in vLLM."""
 FUSED = {
@@ -340,9 +338,10 @@ def block_maxima(weight: Tensor, scheme: QuantizationScheme, first: tuple[int, i
 
 
 def scales_from(maxima: Tensor, scheme: QuantizationScheme) -> Tensor:
-    """Returns the scales of fp8 blocks from their largest values."""
-    scales = maxima.clamp(min=_SMALLEST) / FP8_MOST
-    return scales.log2().ceil().exp2() if scheme.power_of_two else scales
+    """Returns the scales of fp8 blocks from their largest values: those with which a trainer in fp8 computes."""
+    from rl_kernel.fp8 import reference
+
+    return reference.scales_from(maxima, scheme.power_of_two)
 
 
 def to_fp8(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from slime.config.fields import Values, spelled
 from slime.hardware import HARDWARE
-from slime.models import read_decoder
+from slime.models import family_for, read_decoder
 from slime.models.decoder import Hf
 from slime.models.latent import Latent
 from slime.plan.model_shape import Shape
@@ -145,7 +145,14 @@ def fp8_notes(c: Config, hf: Hf) -> Iterator[str]:
     if not c.megatron.has_fp8_blocks:
         return
     parts = ["the head", "the embedding"]
-    shape = Shape.of(hf)
+    shape, scheme = Shape.of(hf), family_for(hf).scheme(hf)
+    powers = c.megatron.force_fp8_ue8m0_scale
+    if scheme is not None and scheme.method == "fp8" and scheme.power_of_two != powers and c.num_engines:
+        theirs, ours = ("powers of two", "float32") if scheme.power_of_two else ("float32", "powers of two")
+        yield (
+            f"--force-fp8-ue8m0-scale: the engines keep the scales of --hf-checkpoint, {theirs}, and the trainer's are "
+            f"{ours}; {'leave the flag out' if powers else 'give the flag'} for the same rounding on both sides"
+        )
     if any(kind.kind == "gated_delta_net" for kind in shape.kinds):
         parts.append("gated delta nets")
     if any(kind.sparse for kind in shape.kinds):

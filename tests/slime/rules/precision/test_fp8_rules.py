@@ -37,6 +37,20 @@ def test_the_trainers_own_layers_compute_in_fp8(tmp_path: Path) -> None:
     assert [config.megatron.computes_in_fp8(layer, 4) for layer in range(4)] == [True] * 4
 
 
+@pytest.mark.parametrize(
+    ("scale_fmt", "flag", "said"),
+    [("ue8m0", "", "give the flag"), (None, "--force-fp8-ue8m0-scale", "leave the flag out"), (None, "", "")],
+)
+def test_other_scales_than_those_of_the_engines_are_noted(
+    tmp_path: Path, scale_fmt: str | None, flag: str, said: str
+) -> None:
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": scale_fmt}
+    config = parsed(tmp_path, f"{BLOCKS} {flag}", quantization_config=scheme)
+    found = [note for note in config.notes if note.startswith("--force-fp8-ue8m0-scale")]
+    assert len(found) == bool(said)
+    assert not said or f"; {said} for the same rounding on both sides" in found[0]
+
+
 def test_first_and_last_layers_may_stay_in_16_bits(tmp_path: Path) -> None:
     flags = f"{BLOCKS} --first-last-layers-bf16 --num-layers-at-start-in-bf16 2"
     megatron = parsed(tmp_path, flags).megatron
