@@ -9,14 +9,15 @@ and the function then returns normally.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias, TypeVar
 
 from slime.hooks import Hook
 from slime.rollout.state import GenerateState
 from slime.types import Sample
 
 Result: TypeAlias = Sample | list[Sample]
+T = TypeVar("T")
 
 ATTRIBUTE = "abort_mode"
 MODES = ("request", "server")
@@ -26,26 +27,31 @@ class CancelledCalls:
     """The running calls of functions whose abort mode is "request"."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Future[Result]] = set()
+        self._cancels: set[Callable[[], bool]] = set()
 
     def abort_all(self) -> None:
         """Cancels the running calls. Must be called in the event loop of the calls."""
-        for task in self._tasks:
-            task.cancel()
+        for cancel in self._cancels:
+            cancel()
 
     async def result(self, call: Awaitable[Result], sample: Sample) -> Result:
         """Returns the call's result, or the sample with the status ABORTED if `abort_all` has cancelled the call."""
+        made = await self.run(call)
+        if made is None:
+            sample.status = Sample.Status.ABORTED
+            return sample
+        return made
+
+    async def run(self, call: Awaitable[T]) -> T | None:
+        """Returns the call's result, or None if `abort_all` has cancelled the call."""
         task = asyncio.ensure_future(call)
-        self._tasks.add(task)
+        self._cancels.add(task.cancel)
         try:
             await asyncio.wait([task])
         finally:
-            self._tasks.discard(task)
+            self._cancels.discard(task.cancel)
             task.cancel()  # it does nothing to a task that has ended
-        if task.cancelled():
-            sample.status = Sample.Status.ABORTED
-            return sample
-        return task.result()
+        return None if task.cancelled() else task.result()
 
 
 def abort_calls(state: GenerateState) -> None:

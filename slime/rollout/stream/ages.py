@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from slime.config.sections.rollout import RolloutConfig
 from slime.data.columns import token_versions
 from slime.protocols import UNKNOWN_VERSION
 from slime.rollout.generate import FINISHED
@@ -18,6 +19,12 @@ from slime.types import Sample, SampleGroup
 
 START = "start_rollout_id"
 """Key of a sample's metadata: the rollout that sampled its first token."""
+
+
+def find_age_limit(flags: RolloutConfig) -> int:
+    """Returns the largest age of a token in weight updates. With --partial-rollout, a group may end in a later
+    rollout."""
+    return max(flags.max_staleness, int(flags.partial_rollout))
 
 
 def figures(cut: Sequence[StreamGroup], rollout_id: int, allowed: int, *, masks: bool) -> dict[str, float]:

@@ -21,19 +21,19 @@ import copy
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slime.config.schema import Config
-from slime.protocols import UNKNOWN_VERSION
-from slime.rollout.generate import FINISHED, add_answer, decode_response
+from slime.rollout.generate import FINISHED, add_answer
 from slime.rollout.state import GenerateState, random_stream, rollout_sampling_params
 from slime.rollout.stream import snapshot_file
 from slime.rollout.stream.groups import StreamGroup, get_number, restarted
 from slime.rollout.stream.parts import AnswersSoFar
-from slime.rollout.stream.snapshot_file import SnapshotFile, SnapshotHeader, Text
+from slime.rollout.stream.restoring import restore_group
+from slime.rollout.stream.sampling_settings import sampling_settings
+from slime.rollout.stream.snapshot_file import Record, SnapshotFile, SnapshotHeader, Text
 from slime.types import Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,8 @@ class Snapshots:
     """The id of the run. The data positions of its checkpoints have it, too."""
     waiting: set[int] = field(default_factory=set)
     """Groups of the file that a resumed run has not drawn yet."""
+    queued: dict[int, Callable[[], Record | None]] = field(default_factory=dict)
+    """Groups that the rollout queue has, which are read when they are drawn."""
     _metrics: dict[str, float] = field(default_factory=dict)
     _task: Future[None] | None = None
     _busy: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -133,43 +135,16 @@ class Snapshots:
         if number not in self.waiting:
             return
         self.waiting.discard(number)
-        record = self._file.read(number)
-        samples = [Sample.from_dict(fields) for fields in (record or {}).get("samples", ())]
+        record = self.queued.pop(number)() if number in self.queued else self._file.read(number)
         if record is None or record["prompts"] != entry.prompts:
             logger.warning("the snapshot's group %d has another prompt, so the group starts again", number)
             self._count("samples_restarted", len(entry.original))
             return
-        if sum(s.response_length for s in samples) <= sum(s.response_length for s in entry.original):
-            return  # the data position of the checkpoint is as new
-        versions = range(rollout_id - limit, entry.version + limit + 1)
-        usable = [self._is_usable(sample, record["version"], versions) for sample in samples]
-        params = rollout_sampling_params(self.state.config.rollout)
-        for sample in samples:
-            if sample.response_length and sample.status not in FINISHED:
-                sample.response = decode_response(sample, self.state, params)  # parts have no text
-        used = [s for s, good in zip(samples, usable, strict=True) if good and s.response_length]
-        if len(samples) == len(entry.original):
-            every = zip(samples, usable, entry.original, strict=True)
-            entry.original = [sample if good else new for sample, good, new in every]
-            entry.group = entry.original
-        elif all(usable):  # samples fanned out
-            entry.group = samples
-        else:
-            used = []
-        self._count("samples_restarted", len(samples) - sum(usable))
-        self._count("samples_restored", len(used))
-        self._count("tokens_restored", sum(s.response_length for s in used))
-        if used:
-            entry.version = min([entry.version, *(v for s in used for v in find_versions(s, entry.version))])
-            tokens = sum(s.response_length for s in used)
-            self.state.events.add("restored", groups=[number], tokens=tokens, samples=len(used))
-
-    def _is_usable(self, sample: Sample, default: int, versions: range) -> bool:
-        """Returns True if the sample may go on: `versions` has the weights of all its tokens. A sample without tokens
-        starts anyway. `default` is the version at which the snapshot's run drew the group."""
-        if sample.response_length and sample.status not in FINISHED and self.state.config.kernels.rlk_bitwise:
-            return False  # the engine would compute the earlier tokens in another batch
-        return all(version in versions for version in find_versions(sample, default))
+        samples = [Sample.from_dict(fields) for fields in record["samples"]]
+        found = restore_group(entry, samples, record["version"], self.state, rollout_id, limit)
+        self._count("samples_restarted", found.restarted)
+        self._count("samples_restored", found.samples)
+        self._count("tokens_restored", found.tokens)
 
     def _count(self, name: str, count: float) -> None:
         name = f"rollout/snapshot/{name}"
@@ -311,23 +286,3 @@ def copy_sample(sample: Sample) -> Sample:
     if copied.status not in FINISHED:
         copied.status = Sample.Status.ABORTED
     return copied
-
-
-def find_versions(sample: Sample, default: int) -> set[int]:
-    """Returns the versions of the weights that sampled the tokens. A token of unknown version counts as sampled at
-    version `default`. The result is empty without tokens."""
-    if not sample.response_length:
-        return set()
-    known = {version for version in sample.weight_versions if isinstance(version, int)} - {UNKNOWN_VERSION}
-    return known or {default}
-
-
-def sampling_settings(config: Config) -> Mapping[str, object]:
-    """Returns the flags on which the log-probs of tokens depend."""
-    flags = config.rollout
-    return {
-        "--hf-checkpoint": flags.hf_checkpoint,
-        "--rollout-temperature": flags.rollout_temperature,
-        "--rollout-top-p": flags.rollout_top_p,
-        "--rollout-top-k": flags.rollout_top_k,
-    }
