@@ -144,7 +144,7 @@ class Sample:
         return out
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
+    def from_dict(cls, data: Metadata) -> Sample:
         """Inverts `to_dict`. A key that is not a field becomes an attribute."""
         data = {name: as_array(value) for name, value in data.items()}
         data |= {name: media_from_plain(data[name]) for name in _MEDIA if data.get(name)}

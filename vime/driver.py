@@ -19,8 +19,9 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from ray.exceptions import RayTaskError
@@ -38,8 +39,11 @@ from slime.data.files import prompt_files
 from slime.environments.process import close_processes
 from slime.memory.host import RAY_THRESHOLD
 from slime.operators import headline
-from slime.protocols import EnginePool
+from slime.protocols import EnginePool, WeightSource
 from slime.roles.groups import step_lines
+from slime.roles.served import POLICY
+from slime.rollout.straw.flags import STRAW
+from slime.rollout.straw.folder import folder_for
 from slime.system.disk_space import DiskSpaceGuard
 from slime.system.waiting import Wait, report_wait
 from slime.tracking import StepLine, make_trackers, write_environment
@@ -52,8 +56,10 @@ from slime.user_code import add_location
 from vime.backends import make_pools
 from vime.members.control_socket import ControlSocket
 from vime.memory.failure import explained, full_host
+from vime.pool.pool import ServerPool
 from vime.pool.process import tail
 from vime.run import interrupts, surroundings
+from vime.run.announced import announce
 from vime.run.interrupts import by, catch_signals, exit_code
 from vime.run.late_end import end_late
 from vime.run.lock import lock_all, written_folders
@@ -71,8 +77,16 @@ BEFORE_RAY = 0.01
 run this share earlier."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs one training job.
+@dataclass(frozen=True)
+class HostWork:
+    """What a rollout host does instead of training: where its engines get weights, and what follows its start."""
+
+    source: WeightSource
+    serve: Callable[[Config, rollout_actor.RolloutGroup, EnginePool], None]
+
+
+def main(argv: Sequence[str], host: HostWork | None = None) -> int:
+    """Runs one training job, or the work of a rollout host.
 
     Returns exit code 0, or 1 for a failure, whose last line is the error, or 128 + the number of the signal that
     interrupted the run. Raises ValueError for an error that the user can correct before anything runs.
@@ -93,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
         # For trainers and engines, which share the cores: idle threads sleep instead of spinning.
         os.environ.setdefault(WAIT_VARIABLE, "passive")
     try:
-        run(config, argv)
+        run(config, argv, host)
     except KeyboardInterrupt as interrupt:
         line = f"interrupted{by(interrupt)}: everything that was started has been stopped{_resumes(config, argv)}"
         with contextlib.suppress(OSError):  # after SIGHUP, the terminal is closed
@@ -176,8 +190,8 @@ def _inputs(config: Config) -> list[Path]:
     return [*data, Path(config.rollout.hf_checkpoint) / "config.json"]
 
 
-def run(config: Config, argv: Sequence[str]) -> None:
-    """Starts everything, trains, and stops everything."""
+def run(config: Config, argv: Sequence[str], host: HostWork | None = None) -> None:
+    """Starts everything, trains or does the work of a host, and stops everything."""
     run_dir = Path(config.logging.run_dir)
     with ExitStack() as stack:
         lock_all(written_folders(config), stack)
@@ -212,16 +226,13 @@ def run(config: Config, argv: Sequence[str]) -> None:
             trainer = trainers.Trainers(config, placed)
             watch.callback(trainer.stop)
         with report_wait(_starting(config)) as wait:
-            pool, rollout = _start_engines(config, placed, watch, trainer, wait)
+            source = trainer if host is None else host.source
+            pool, rollout = _start_engines(config, placed, watch, trainer, wait, source)
         if trainer is not None:
-            print(f"operators: {headline(config)}")
-            for decision in trainer.decisions:
-                print(f"  {decision if config.logging.verbose else decision.short}")
-            print(*step_lines(config), sep="\n")
-            for line in trainer.memory:
-                print(f"memory: {line}")
-            for remark in trainer.remarks:
-                print(remark)
+            _describe_trainer(config, trainer)
+        if host is not None:
+            host.serve(config, rollout, pool)
+            return
         start = trainer.start_rollout_id if trainer is not None else config.data.start_rollout_id or 0
         with report_wait("reading the data position of --load"):
             rollout.load(start)
@@ -235,6 +246,18 @@ def run(config: Config, argv: Sequence[str]) -> None:
             with interrupts.asks_first(*_saved_first(config)):
                 first = loop.run(config, rollout, trainer, pool, report, interrupts.stop)
             _end_by_signal(config, start, first)
+
+
+def _describe_trainer(config: Config, trainer: trainers.Trainers) -> None:
+    """Prints what the trainer has decided at its start."""
+    print(f"operators: {headline(config)}")
+    for decision in trainer.decisions:
+        print(f"  {decision if config.logging.verbose else decision.short}")
+    print(*step_lines(config), sep="\n")
+    for line in trainer.memory:
+        print(f"memory: {line}")
+    for remark in trainer.remarks:
+        print(remark)
 
 
 def _watch_memory(config: Config, stack: ExitStack) -> MemoryWatch:
@@ -318,10 +341,15 @@ def _start_engines(
     watch: RayWatch,
     trainer: trainers.Trainers | None,
     wait: Wait,
+    source: WeightSource | None,
 ) -> tuple[EnginePool, rollout_actor.RolloutGroup]:
     """Starts the engines, and the rollout manager that sends them requests. The manager reads its data while they
     start."""
-    pool = make_pools(config, placed, trainer)
+    pool = make_pools(config, placed, source)
+    if trainer is not None and config.rollout.rollout_data_transport == STRAW:
+        policy = pool.pools[POLICY]
+        assert isinstance(policy, ServerPool)
+        policy.announce = functools.partial(announce, folder_for(config).weights)
     watch.callback(pool.stop)
     facts = dict(pool.facts)
     rollout = rollout_actor.RolloutGroup(config, pool.client(), config.data_parallel_size, facts)

@@ -72,6 +72,10 @@ class RolloutActor:
         numbers = {key: number for number, key in enumerate(pieces)}
         return [replace(batch, rank_data=[numbers[id(data)] for data in batch.rank_data]), *pieces.values()]
 
+    def serve_queue(self, host: str, ended: int) -> dict[str, int]:
+        """Calls `RolloutManager.serve_queue`."""
+        return self.manager.serve_queue(host, ended)
+
     @ray.method(concurrency_group="progress")
     def progress(self) -> tuple[int, int]:
         return self.manager.state.progress
@@ -181,6 +185,14 @@ class RolloutGroup:
                 del self._pending[rollout_id]
                 self._next, self._restarts = rollout_id + 1, 0
             return replace(batch, rank_data=[refs[1 + number] for number in batch.rank_data])  # type: ignore[operator]
+
+    def serve_queue(self, host: str, ended: int) -> Future[dict[str, int]]:
+        """Generates for another trainer. Returns the numbers of groups whose answers were taken and discarded."""
+        return self._threads[0].submit(self._result, self._actor.serve_queue.remote(host, ended))
+
+    def allow(self, version: int) -> None:
+        """Lets groups that were drawn at `version` start, because the engines have these weights."""
+        self._actor.allow.remote(version, version)
 
     def evaluate(self, rollout_id: int) -> Future[Evaluated]:
         return self._threads[1].submit(self._evaluate, rollout_id)

@@ -16,12 +16,6 @@ from slime.records.errors import FlagError
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
 _OBJECTS = "rollout data travels through Ray's object store"
-_STRAW = (
-    "straw keeps rollouts in files, from which slime trains again after a failure. Here the run starts a lost trainer "
-    "again with the data of its steps, and --rollout-snapshot-s keeps the tokens of unfinished groups: leave the flag "
-    "out, and save often (--save-interval 1)"
-)
-_QUEUE = "it is read only with --rollout-data-transport straw, which keeps rollouts in files"
 _DSPARK = (
     "draft models are not trained here, though engines can serve one; --enable-mtp-training trains the checkpoint's "
     "own layers of multi-token prediction"
@@ -81,7 +75,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
         False, "old log-probs come from --use-rollout-logprobs or the recompute pass"
     ),
     # rollout and data
-    "rollout_data_transport": Unsupported("object-store", _STRAW, same=("nixl",)),
     "fully_async_drain_each_epoch": Unsupported(False, "a batch may have prompts of two epochs"),
     "rollout_buffer_url": Unsupported(None, _BUFFER),
     "rollout_task_type": Unsupported("math", _BUFFER),
@@ -107,13 +100,6 @@ _TEXT = {
     "transfer_backend": _OBJECTS,
     "object_store_backend": _OBJECTS,
     "mooncake_store_init_kwargs": _OBJECTS,
-    "rollout_data_dir": _QUEUE,
-    "rollout_storage_profile": _QUEUE,
-    "rollout_storage_declaration": _QUEUE,
-    "rollout_queue_run_id": _QUEUE,
-    "rollout_queue_lease_seconds": _QUEUE,
-    "rollout_queue_segment_mib": _QUEUE,
-    "rollout_io_concurrency": _QUEUE,
     "fully_async_pool_size": _POOL,
     "fully_async_max_queued_batches": _POOL,
     "rollout_routed_experts_store_dir": "the experts of a rollout stay in memory",
@@ -142,7 +128,6 @@ _TEXT = {
     "megatron_to_hf_mode": "one table per family (slime/models) converts weights in both directions",
 }
 _BARE = {
-    "rollout_queue_online_gc": _QUEUE,
     "keep_rollout_routed_experts_files": "the experts of a rollout stay in memory",
     "lora_sync_from_tensor": "--update-weight-transport chooses how adapters reach the engines",
     "lora_base_cpu_backup": "the engines keep the base, and updates send only the adapters",

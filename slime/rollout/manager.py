@@ -47,6 +47,7 @@ from slime.rollout.sample_hooks import accepted
 from slime.rollout.state import GenerateState
 from slime.rollout.stream import stream
 from slime.rollout.stream.groups import get_number
+from slime.rollout.stream.remote import close_queue, leave_queue, note_checkpoint
 from slime.rollout.stream.snapshot_start import begin_snapshots
 from slime.rollout.stream.snapshots import Snapshots
 from slime.rollout.vllm_rollout import generate_rollout
@@ -109,8 +110,15 @@ class RolloutManager:
     def load(self, start_rollout_id: int) -> None:
         """Restores the data position of the checkpoint whose next rollout is `start_rollout_id`."""
         self.data_source.load(start_rollout_id - 1)
-        if self.config.logging.run_dir and self.config.fault_tolerance.rollout_snapshot_s:
+        queued = self.config.rollout.rollout_data_transport == "straw"
+        if self.config.logging.run_dir and (self.config.fault_tolerance.rollout_snapshot_s or queued):
             begin_snapshots(self.state, self.data_source, start_rollout_id)
+
+    def serve_queue(self, host: str, ended: int) -> dict[str, int]:
+        """Generates for the trainer of another process until its run has ended: see `RolloutHost.serve`."""
+        from slime.rollout.straw.host import serve  # needs the package straw
+
+        return serve(self.state, host, ended)
 
     def generate(self, rollout_id: int, saves: bool = False, *, may_be_last: bool = False) -> RolloutBatch:
         """Generates, scores, converts and splits one rollout.
@@ -125,7 +133,9 @@ class RolloutManager:
         seconds = time.perf_counter() - began
         if saves or may_be_last:
             self._save_position(rollout_id)
-        if may_be_last and not saves:
+        if saves:
+            note_checkpoint(self.state, stream.outstanding(self.state))
+        elif may_be_last:
             self._drop_older_positions(rollout_id)
         if self.config.debug.save_debug_rollout_data:
             save_debug_rollout_data(
@@ -374,6 +384,8 @@ class RolloutManager:
 
     def keep_unfinished(self) -> None:
         """Takes a last snapshot, for a run that may resume."""
+        if leave_queue(self.state):
+            return
         if (snapshots := self.state.has_part(Snapshots)) is not None:
             snapshots.stop()
             self.state.run(snapshots.take())
@@ -383,4 +395,5 @@ class RolloutManager:
             snapshots.stop()
         if stream.outstanding(self.state):
             self.state.run(stream.stop(self.state))
+        close_queue(self.state)
         self.state.close()

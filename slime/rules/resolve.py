@@ -24,6 +24,7 @@ from slime.hardware import HARDWARE
 from slime.hooks import absolute
 from slime.models.lora import read_peft
 from slime.roles.served import teachers
+from slime.rollout.straw.flags import fill_queue, queue_notes
 from slime.rules.algorithm import compares_alone, makes_groups, unread_notes
 from slime.rules.checkpoint import remarks as read_remarks
 from slime.rules.cluster import critic_notes, drop_prefill_engines
@@ -67,6 +68,7 @@ def resolve(set_values: Values, notes: list[str] | None = None) -> Config:
     _trainer(draft, set_values)
     _kernels(draft)
     _run_dir(draft)
+    fill_queue(draft)
     adjusted = tuple(vars(draft).pop("notes"))
     config = Config.from_flat(vars(draft))
     return replace(config, notes=(*adjusted, *_remarks(config)))
@@ -248,7 +250,8 @@ def _weight_update(c: argparse.Namespace) -> None:
     if c.device == "cuda":
         gpus = "shared" if c.colocate else "apart"
     c.update_weight_disk_keep_files = c.update_weight_disk_keep_files or c.update_weight_delta_keep_files
-    set_values, usual = c.update_weight_transport, default_channel(gpus)
+    queued = c.rollout_data_transport == "straw"  # rollout hosts read files
+    set_values, usual = c.update_weight_transport, default_channel(None if queued else gpus)
     if set_values is None:
         names = ("data_parallel_size", "pipeline_parallel_size")
         sizes = {name: getattr(c.engine_facts, name) for name in names}
@@ -331,6 +334,7 @@ def _run_dir(c: argparse.Namespace) -> None:
 
 def _remarks(c: Config) -> Iterator[str]:
     """Yields notes on the given flags. The notes adjust nothing."""
+    yield from queue_notes(c)
     if compares_alone(c) and (maker := makes_groups(c)) is not None:
         yield (
             f"--n-samples-per-prompt 1 with --advantage-estimator {c.algorithm.advantage_estimator}: a "

@@ -21,13 +21,9 @@ from slime.plan.stages import check_stages, micro_batch_group
 from slime.plan.trained_params import check_parameter_names
 from slime.records.errors import FlagError
 from slime.roles.groups import build_groups
+from slime.rollout.straw.flags import check_queue
 from slime.rules.algorithm import RULES as ALGORITHM
-from slime.rules.checkpoint import (
-    check_directories,
-    check_recovery,
-    check_saving,
-    check_weight_update,
-)
+from slime.rules.checkpoint import check_directories, check_recovery, check_saving, check_weight_update
 from slime.rules.cluster import (
     check_critic_devices,
     check_domains,
@@ -371,6 +367,7 @@ TOGETHER: tuple[Rule, ...] = (
     check_held_out,
     check_saving,
     check_recovery,
+    check_queue,
     check_length,
     check_memory_history,
     check_profile_steps,

@@ -75,7 +75,7 @@ _TEXTS = (
     "host session_id state type text log socket model engine address place reason session phase device logger name "
     "remedy"
 )
-_WHOLE = "pid repeated over_limit turn prompt_tokens part bytes running waiting"
+_WHOLE = "pid attempt repeated over_limit turn prompt_tokens part bytes running waiting"
 _WHOLE_OR_NONE = "born rollout rollouts version sample tokens"
 CHECKS: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys(_TEXTS.split(), _is_text),
@@ -288,6 +288,19 @@ _ALL = (
         "rollout",
         "groups tokens samples",
         "the group goes on with so many tokens of a snapshot, in so many samples",
+    ),
+    EventKind(
+        "leased",
+        "rollout",
+        "groups host attempt",
+        "a rollout host generates the group; the number of its leases so far",
+        durable=False,
+    ),
+    EventKind(
+        "discarded",
+        "rollout",
+        "groups host reason text",
+        "an answer of this host is not used: its lease was lost, its group had ended, or it is damaged or too old",
     ),
     EventKind(
         "batch",

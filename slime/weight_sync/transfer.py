@@ -183,6 +183,12 @@ class WeightTransfer:
         return None if self._last is None else self._last.version
 
     @property
+    def last(self) -> WeightUpdate:
+        """Returns the last published weights. AssertionError before the first update."""
+        assert self._last is not None
+        return self._last
+
+    @property
     def has_source(self) -> bool:
         """Returns whether these engines receive a trainer's weights."""
         return self._source is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slime.config import Config
+from slime.config.sections.rollout import RolloutConfig
 from slime.protocols import AnswerParts, GenerateResult
 from slime.rollout.state import GenerateState
 from slime.types import Sample, SampleGroup
@@ -41,6 +43,8 @@ rollout_shuffle apply_chat_template disable_rollout_global_dataset partial_rollo
 mask_offpolicy_in_partial_rollout rollout_skip_special_tokens group_rm log_passrate log_multi_turn
 log_correct_samples use_rollout_routing_replay use_score_centering buffer_sort_by_staleness
 """
+QUEUE = ("rollout_data_", "rollout_queue_", "rollout_storage_", "rollout_io_")
+"""Beginnings of the flags of --rollout-data-transport straw."""
 
 
 def make_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
@@ -95,6 +99,9 @@ def make_args(**overrides: Any) -> SimpleNamespace:
         "session_host": "127.0.0.1",
         "session_deadline_s": 3600.0,
         "failed_samples": "drop",
+        **{field.name: field.default for field in fields(RolloutConfig) if field.name.startswith(QUEUE)},
+        "rollout_snapshot_s": 60.0,
+        "overwrite": False,
     }
     unknown = set(overrides) - set(defaults)
     assert not unknown, f"not a flag of make_args: {unknown}"

@@ -5,6 +5,7 @@
 
 COMMANDS = {
     "train": "run a training job from the flags of a launch script",
+    "rollout": "a rollout host: generate for a run with --rollout-data-transport straw, with engines of this host",
     "plan": "check the same flags and show what they mean; starts nothing",
     "engines": "list|add|remove RUN_DIR: show the engines of a run, and change them while it runs",
     "serve": "engine|router HOST:PORT: start an engine or a router that a run uses by its address",
@@ -38,6 +39,7 @@ WORK = {
     "audit",
     "trace",
     "plot",
+    "rollout",
     "ui",
     "bench",
     "soak",
@@ -53,6 +55,7 @@ MODULES = {
     "import": "vime.importing.command",
     "new": "vime.new.command",
     "plan": "vime.plan.command",
+    "rollout": "vime.rollouts.command",
     "plot": "vime.view.plot",
     "soak": "vime.soak.command",
     "trace": "vime.view.trace",

@@ -12,12 +12,12 @@ import http.client
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from slime.protocols import RolloutEngine, WeightSource
+from slime.protocols import RolloutEngine, WeightSource, WeightUpdate
 from slime.roles.served import POLICY
 from slime.tracking.events import Events
 from vime.pool.changes import Changes
@@ -108,6 +108,8 @@ class ServerPool:
         )
         self._monitor = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
         self.changes = Changes(self.state)
+        self.announce: Callable[[WeightUpdate], None] | None = None
+        """Called with each version that the engines have loaded."""
 
     @property
     def router_url(self) -> str:
@@ -199,6 +201,8 @@ class ServerPool:
             titles = [member.title for member in self.state.serving_members()]
             self.state.events.add("weights", model=self.state.model, engines=titles, version=version)
             self.allow_restarts()
+            if self.announce is not None:
+                self.announce(self._transfer.last)
             return self._transfer.figures
 
     def allow_restarts(self) -> None:

@@ -21,6 +21,8 @@ from pathlib import Path
 from slime.config import Config
 from slime.records.errors import FlagError
 from slime.roles import get_roles
+from slime.rollout.straw.flags import STRAW
+from slime.rollout.straw.folder import folder_for
 from slime.system.soft_lock import MISSING, holder
 
 LOCK_FILE = ".vime-lock"
@@ -129,7 +131,13 @@ def lock_all(flags: Mapping[str, str | None], stack: ExitStack) -> None:
 def written_folders(config: Config) -> dict[str, str | None]:
     """Maps each flag to the directory that the run writes to."""
     saved = {role.save_flag: role.saves_to(config) for role in get_roles(config) if role.trained}
-    return {"--run-dir": config.logging.run_dir, **saved}
+    own: dict[str, str | None] = {"--run-dir": config.logging.run_dir}
+    if config.rollout.rollout_data_transport != STRAW or config.rollout.rollout_data_dir is None:
+        return {**own, **saved}
+    folder = folder_for(config)
+    if Path(config.logging.run_dir).resolve().is_relative_to(folder.hosts):
+        return own  # a rollout host works for the run that has the other folders
+    return {**own, **saved, "--rollout-data-dir": str(folder.path)}
 
 
 def _owner(file: Path) -> str:

@@ -84,4 +84,42 @@ class RolloutConfig:
     rollout_external_engine_addrs: list[str] | None = flag(  # noqa: RUF009
         None, "HOST:PORT of rollout engines that `vime serve engine` started; the run starts none of its own"
     )
+    rollout_data_transport: str = flag(
+        "object-store",
+        "straw puts groups into a queue in a folder, so that the hosts of `vime rollout` generate for this trainer, "
+        "too; object-store and nixl generate only with the engines of the run. Rank data always travel through Ray",
+        choices=("object-store", "nixl", "straw"),
+    )
+    rollout_data_dir: str | None = flag(
+        None,
+        "folder of the queues of --rollout-data-transport straw, shared by trainer and rollout hosts (default: "
+        "rollout_data in the folder of --save)",
+    )
+    rollout_queue_run_id: str | None = flag(
+        None, "name of the run's queue in --rollout-data-dir (default: the name of --run-dir)"
+    )
+    rollout_queue_lease_seconds: float = flag(
+        300.0,
+        "seconds after which the groups of a rollout host that does not answer go to other hosts",
+        range=SECONDS,
+    )
+    rollout_queue_segment_mib: int = flag(
+        1024, "MiB at which a writer of the queue begins a new file", range=COUNT
+    )
+    rollout_queue_online_gc: bool = flag(False, "remove files of the queue whose groups are in a checkpoint")
+    rollout_io_concurrency: int = flag(
+        4,
+        "number of threads per process that read and write the queue, each with a file of its own",
+        range=COUNT,
+    )
+    rollout_storage_profile: str = flag(
+        "local",
+        "file system of --rollout-data-dir: juicefs checks that --rollout-storage-declaration has what straw needs",
+        choices=("local", "juicefs"),
+    )
+    rollout_storage_declaration: str | None = flag(
+        None,
+        "JSON file that declares how the file system is mounted, for --rollout-storage-profile juicefs: direct_mount, "
+        "writeback, open_cache, readdir_cache, client_version, durability_description",
+    )
     rollout_deadline_s: float = flag(600.0, "maximum seconds per request, retries included", range=SECONDS)

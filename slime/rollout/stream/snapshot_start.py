@@ -9,6 +9,7 @@ from slime.rollout.state import GenerateState
 from slime.rollout.stream import stream
 from slime.rollout.stream.groups import StreamGroup, get_number, hash_prompts
 from slime.rollout.stream.parts import SHARE, AnswersSoFar
+from slime.rollout.stream.remote import QueuedWork
 from slime.rollout.stream.snapshot_file import NAME
 from slime.rollout.stream.snapshots import Snapshots
 from slime.types import SampleGroup
@@ -33,15 +34,22 @@ def begin_snapshots(state: GenerateState, data_source: DataSource, start: int) -
         waiting = [StreamGroup(group, version, group, hash_prompts(group), is_ready=True) for group in now]
         return [*stream.unfinished(state), *waiting]
 
+    def is_live(number: int) -> bool:
+        return number >= first_new or number in saved
+
     own = getattr(data_source, "snapshot", None)  # an attribute of a plug-in may have another meaning
     known: dict[str, str] = own if isinstance(own, dict) else {}
     snapshots = state.part(Snapshots, lambda: Snapshots(state, path, find_groups))
-    snapshots.open(
-        start, known.get("run"), known.get("path"), lambda number: number >= first_new or number in saved
-    )
+    snapshots.open(start, known.get("run"), known.get("path"), is_live)
+    if state.config.rollout.rollout_data_transport == "straw":
+        from slime.rollout.straw.begin import begin_queue  # needs the package straw
+
+        begin_queue(state, snapshots, start, known.get("run"), is_live)
     if isinstance(own, dict) and hasattr(data_source, "snapshot"):
         data_source.snapshot = {"run": snapshots.run, "path": str(path)}
     every_s = state.config.fault_tolerance.rollout_snapshot_s
+    if state.has_part(QueuedWork) is not None or not every_s:
+        return  # the queue has the tokens
     if not state.config.kernels.rlk_bitwise:  # an unfinished answer starts again there
         state.part(AnswersSoFar, lambda: AnswersSoFar(every_s * SHARE))
     snapshots.start(every_s)

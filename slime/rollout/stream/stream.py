@@ -43,6 +43,7 @@ from slime.rollout.stream.groups import (
     restarted,
     resumable,
 )
+from slime.rollout.stream.remote import QueuedWork, RemoteGroups
 from slime.rollout.stream.snapshots import Snapshots
 from slime.types import Sample, SampleGroup
 
@@ -108,8 +109,7 @@ class Stream:
         self.flags, data = self.context.config.rollout, self.context.config.data
         self.target, self.group_size = data.rollout_batch_size, data.n_samples_per_prompt
         self.runs_ahead = self.context.config.rollouts_ahead > 0
-        # With --partial-rollout, a group may end in a later rollout.
-        self.age_limit = max(self.flags.max_staleness, int(self.flags.partial_rollout))
+        self.age_limit = ages.find_age_limit(self.flags)
         path = self.flags.dynamic_sampling_filter_path
         self.filter = load_function(path, flag="--dynamic-sampling-filter-path") if path else None
         self.rollout_id = rollout_id
@@ -210,12 +210,14 @@ class Stream:
         if (snapshots := self.state.has_part(Snapshots)) is not None:
             entry.prompts = hash_prompts(group)
             snapshots.restore(entry, self.rollout_id, self.age_limit)
-        self.running[asyncio.create_task(self.generate(entry.group))] = entry
+        self.running[asyncio.create_task(self.generate(entry))] = entry
 
-    async def generate(self, group: SampleGroup) -> SampleGroup:
+    async def generate(self, entry: StreamGroup) -> SampleGroup:
         """Returns the group with its responses and rewards."""
-        params = rollout_sampling_params(self.flags)
+        params, group = rollout_sampling_params(self.flags), entry.group
         try:
+            if isinstance(remote := self.state.has_part(QueuedWork), RemoteGroups):
+                return await remote.finish(entry, self.rollout_id)
             made = await generate.finish_group(self.context, group, params, rollout_id=self.rollout_id)
             require_samples(made)
             return made
@@ -303,7 +305,8 @@ class Stream:
         cut = self.cut()
         if self.age_limit:
             metrics |= self.staleness(cut)
-        for part in (self.state.has_part(Snapshots), self.state.has_part(Failures)):
+        has = self.state.has_part
+        for part in (has(Snapshots), has(Failures), has(QueuedWork)):
             metrics |= {} if part is None else part.take_metrics()
         groups = [entry.group for entry in cut]
         numbers = [get_number(entry.original) for entry in cut]

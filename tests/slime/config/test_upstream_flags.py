@@ -62,10 +62,6 @@ def test_values_with_the_same_result_leave_a_note(tmp_path):
         "--rollout-data-transport nixl is taken as object-store, which gives the same result" in config.notes
     )
     with pytest.raises(
-        ValueError, match="--rollout-data-transport must be left at object-store .*, got straw"
-    ):
-        parse_args([*good_argv(tmp_path), "--rollout-data-transport", "straw"], BACKENDS)
-    with pytest.raises(
         ValueError, match=r"--save-debug-rollout-data must not end with \.straw\.json, .* got x_"
     ):
         parse_args([*good_argv(tmp_path), "--save-debug-rollout-data", "x_{rollout_id}.straw.json"], BACKENDS)
