@@ -4,7 +4,7 @@ One latent vector per token produces the keys and values for all heads. Queries 
 part of every query and key has no position. The other part is rotated, and all heads share that part of the key.
 
 In sparse latent attention (DSA: DeepSeek-V3.2, 2512.02556, part 2.1), each query sees the tokens that a lightning
-indexer selects for it. In some layers of newer models, it sees the tokens that the indexer of an earlier layer selected.
+indexer selects for it. In some layers of newer models, it sees the tokens that an earlier layer selected.
 """
 
 from __future__ import annotations
