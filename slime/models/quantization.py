@@ -154,7 +154,7 @@ def _read(said: Hf) -> QuantizationScheme | None:
 def _read_fp8(said: Hf) -> QuantizationScheme | None:
     block, activations = said.get("weight_block_size"), said.get("activation_scheme")
     if (
-        said.get("fmt") not in (None, "e4m3")
+        said.get("fmt") not in (None, "e4m3", "float8_e4m3fn")
         or activations not in (None, "dynamic")
         or not _are_sizes(block, 2)
     ):

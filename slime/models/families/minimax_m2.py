@@ -1,5 +1,5 @@
-"""MiniMax-M2: experts in all layers with sigmoid scores and a correction bias, one norm for all heads of q and one norm
-for all heads of k, and a part of a head rotated."""
+"""MiniMax-M2, M2.1 and M2.5: experts in all layers with sigmoid scores and a correction bias, one norm for all heads of
+q and one norm for all heads of k, and a part of a head rotated."""
 
 from __future__ import annotations
 
@@ -57,5 +57,11 @@ ROWS = (
 )
 
 MINIMAX_M2 = Family(
-    "minimax_m2", "MiniMax-M2, experts", "230B-A10B", ROWS, read, ignored=IGNORED, predicted=predicted
+    "minimax_m2",
+    "MiniMax-M2, experts",
+    "M2, M2.1, M2.5 230B-A10B",
+    ROWS,
+    read,
+    ignored=IGNORED,
+    predicted=predicted,
 )
