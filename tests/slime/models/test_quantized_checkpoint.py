@@ -73,14 +73,15 @@ def per_expert(tensors):
     return found
 
 
-def quantize(directory, said, form):
-    """Stores the routed experts, one latent projection and the prediction layer of a tiny model in `form`. Returns
-    the dequantised weights."""
-    tiny_checkpoint(directory, "deepseek_v3")
+def quantize(directory, said, form, kind="deepseek_v3"):
+    """Stores the routed experts, one latent projection, two of the indexer's and the prediction layer of a tiny model
+    in `form`. Returns the dequantised weights."""
+    tiny_checkpoint(directory, kind)
     file = directory / "model.safetensors"
     stored, wanted = {}, {}
     for name, tensor in per_expert(load_file(file)).items():
-        if ".experts." in name or "q_a_proj" in name or name == PREDICTION:
+        indexer = name.endswith(("indexer.wq_b.weight", "indexer.wk.weight"))
+        if ".experts." in name or "q_a_proj" in name or indexer or name == PREDICTION:
             more, wanted[name] = form(name, tensor)
             stored |= more
         else:
@@ -114,6 +115,21 @@ def test_quantized_weights_are_loaded_and_written_plain(tmp_path, said, form):
         other = build_model(load_hf_config(tmp_path / described), make_config(), ddp=False)
         load_hf(other, tmp_path / files)
         assert all(torch.equal(x, exported[name]) for name, x in export_hf(other))
+
+
+@pytest.mark.parametrize("kind", ["glm_moe_dsa", "deepseek_v32"])
+def test_an_indexer_in_fp8(tmp_path, kind):
+    """Published files of DeepSeek-V3.2 have two matrices of an indexer in fp8, and the rest in bfloat16."""
+    stored, wanted = quantize(tmp_path / "hf", FP8, in_fp8, kind)
+    assert "model.layers.0.self_attn.indexer.wk.weight_scale_inv" in stored
+    model = loaded(tmp_path / "hf")
+    exported = dict(export_hf(model))
+    assert exported.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in exported.items())
+    save_hf(model, tmp_path / "hf", tmp_path / "same", form="checkpoint")
+    written = load_file(tmp_path / "same" / "model.safetensors")
+    shapes = {name: (x.dtype, x.shape) for name, x in stored.items()}
+    assert {name: (x.dtype, x.shape) for name, x in written.items()} == shapes
 
 
 @pytest.mark.parametrize(("said", "form"), [(FP8, in_fp8), (INT4, in_int4)], ids=["fp8", "int4"])
