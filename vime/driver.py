@@ -28,7 +28,7 @@ from ray.exceptions import RayTaskError
 
 from slime import loop
 from slime.cluster import calls, placement, ray_start, rollout_actor, trainers
-from slime.cluster.faults.renewal import find_engine_nodes, require_here
+from slime.cluster.faults.renewal import describe_memory, find_engine_nodes
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.cluster.watchdog import Watchdog, remove
@@ -220,7 +220,8 @@ def run(config: Config, argv: Sequence[str], host: HostWork | None = None) -> No
         placed = placement.reserve_devices(config)
         watch.watch(parts(find_engine_nodes(placed)))  # trainer ranks of other nodes may start elsewhere
         watch.callback(placed.release)
-        require_here(config, placed)
+        if note := describe_memory(config, placed):
+            print(f"note: {note}", file=sys.stderr)
         trainer = None
         if not config.debug.debug_rollout_only:
             trainer = trainers.Trainers(config, placed)

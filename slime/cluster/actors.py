@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
@@ -71,6 +72,15 @@ def other_gpu(named: str | None) -> list[str]:
     return [] if device in HARDWARE[named].devices else [f"--gpu {named} was given, and the GPU is {device}"]
 
 
+def use_node_folder(config: Config) -> Config:
+    """Returns the configuration with this node's folder of --recover-from memory, and makes that folder's parent."""
+    if (parent := config.checkpoint.memory_dir) is None:
+        return config
+    Path(parent).mkdir(mode=0o700, exist_ok=True)
+    node = str(Path(parent) / ray.get_runtime_context().get_node_id())
+    return config.with_values(memory_dir=node, restart_dir=config.checkpoint.restart_dir and node)
+
+
 class TrainerActor:
     """Runs one trainer rank in a separate process. Megatron is imported here, never in the driver. `config` and `name`
     belong to its group of ranks."""
@@ -93,7 +103,7 @@ class TrainerActor:
             self.remarks.append(f"NUMA: {line}")
         os.environ.update(env)  # CUDA and the collectives read these variables later, when they start
         os.environ.update({key: str(value) for key, value in config.cluster.train_env_vars.items()})
-        self.config, self.rank = config, rank
+        self.config, self.rank = use_node_folder(config), rank
         self.scored: RankData | None = None
         if threads:
             import torch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 
 import ray
 
+from slime.checkpoints.memory_files import StoredState
 from slime.cluster.actors import LIFE, PROGRESS, TrainerActor
 from slime.cluster.calls import Actor, ActorError, Ref, ask_progress, first_failure_or_all, log_path
 from slime.cluster.faults.lost import AnswerWatch, RankLost, find_dead, is_loss
+from slime.cluster.faults.memory_nodes import MemoryNodes
 from slime.cluster.faults.renewal import renew
 from slime.cluster.numa import format_cpus
 from slime.cluster.placement import Placement, cpu_threads
@@ -141,12 +143,17 @@ class Trainers:
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="trainers")
         self._files = ThreadPoolExecutor(max_workers=4, thread_name_prefix="weights-file")
         self._ended = threading.Event()
+        folder = config.checkpoint.memory_dir
+        self._memory_nodes = None if folder is None else MemoryNodes(folder)
         self._start(config)
         self._whole.set()
 
     def _start(self, config: Config) -> None:
         """Starts the ranks. `_whole` is set when their weights are those of the newest trained rollout."""
         self._whole = threading.Event()
+        if self._memory_nodes is not None:
+            ranks = (bundle for bundles in self._placement.trainer_bundles for bundle in bundles)
+            self._memory_nodes.add({self._placement.nodes[bundle].name for bundle in ranks})
         self._groups = [
             TrainerGroup(config, group, self._placement, bundles)
             for group, bundles in zip(build_groups(config), self._placement.trainer_bundles, strict=True)
@@ -156,6 +163,9 @@ class Trainers:
         self.building = {ref: name for group in self._groups for ref, name in group.building.items()}
         named = {name: actor for group in self._groups for name, actor in group.named_actors()}
         self._answers = AnswerWatch(named, 60.0 * config.cluster.distributed_timeout_minutes)
+
+    def find_states(self, role: str) -> Collection[StoredState]:
+        return () if self._memory_nodes is None else self._memory_nodes.find_states(role)
 
     def end_ranks(self) -> None:
         self._whole.clear()
@@ -307,6 +317,8 @@ class Trainers:
             threads.shutdown(wait=False, cancel_futures=True)
         for group in self._groups:
             group.stop()
+        if self._memory_nodes is not None:
+            self._memory_nodes.close()
 
 
 def merge_results(results: Sequence[TrainResult]) -> TrainResult:

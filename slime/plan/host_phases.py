@@ -18,6 +18,7 @@ from slime.plan.memory_estimate import ACTIVATIONS, BYTES, Estimate
 from slime.plan.tower import CACHE_BYTES, run_tower
 from slime.plan.units import GIB, amount
 from slime.plan.update_estimate import compute_update_bytes
+from slime.roles.groups import several_nodes
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, PHASES, SAVING, TRAINING
 from slime.weight_sync.registry import CHANNELS
 
@@ -119,8 +120,9 @@ def _list_trainer_items(c: Config, e: Estimate, leaving: Collection[str]) -> Ite
         yield HostItem("checkpoint in flight", saved, how, (SAVING, GENERATING, HAND_OVER, TRAINING))
     if c.fault_tolerance.recover_from == "memory":
         each = e.shape.params * (BYTES[c.megatron.params_dtype] + 12) * ranks / c.world_size
-        how = f"--recover-from memory: {SLOTS} in /dev/shm x {amount(each)}"
-        yield HostItem("states in memory", SLOTS * each, how, (GENERATING, HAND_OVER, TRAINING, SAVING))
+        copies = SLOTS * (2 if several_nodes(c) else 1)  # those of another node's ranks
+        how = f"--recover-from memory: {copies} in /dev/shm x {amount(each)}"
+        yield HostItem("states in memory", copies * each, how, (GENERATING, HAND_OVER, TRAINING, SAVING))
 
 
 def _list_run_items(c: Config, e: Estimate) -> Iterator[HostItem]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from slime.checkpoints.memory_files import StoredState
 from slime.types import SampleGroup
 
 
@@ -131,6 +132,10 @@ class TrainerHandle(Protocol):
 
     def save_in_memory(self, rollout_id: int) -> Future[None]:
         """Writes the checkpoint of --recover-from memory. The future is done when the values are copied."""
+        ...
+
+    def find_states(self, role: str) -> Collection[StoredState]:
+        """Returns the complete states of a role in the memory of the hosts that answer."""
         ...
 
     def check(self) -> None:

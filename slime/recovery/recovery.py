@@ -75,24 +75,33 @@ class Recovery:
         """The first rollout that was not trained."""
         self._data: dict[int, RolloutBatch] = {}
         """The rollouts that may have to be repeated."""
+        self._keeps_data = True
         self._saved: list[int] = []
         self._restarts = 0
         self._crash: _Crash | None = None
 
     def add(self, rollout_id: int, batch: RolloutBatch) -> None:
         """Stores the data of a rollout that was trained. Drops the oldest data beyond the limits."""
-        self._data[rollout_id] = batch
+        if self._keeps_data:
+            self._data[rollout_id] = batch
         self._trained = rollout_id + 1
         self._restarts, self._crash = 0, None
-        most = max(_MOST_STEPS, self._config.checkpoint.save_interval or 0)
+        flags = self._config.checkpoint
+        most = max(_MOST_STEPS, flags.save_interval or 0)
+        has_point = flags.save is not None and not flags.no_save_optim
         while len(self._data) > most or sum(one.data_bytes for one in self._data.values()) > _MOST_BYTES:
             del self._data[min(self._data)]
+            if not has_point:  # a restart would begin with the first step, so it cannot use the rest
+                self._data.clear()
+                self._keeps_data = False
 
     def save_in_memory(self, rollout_id: int, timers: Timers) -> None:
         """Writes the checkpoint of --recover-from memory after a rollout."""
         if self._config.fault_tolerance.recover_from == "memory":
             with timers.measure("save_in_memory"):
                 self.run(f"saving rollout {rollout_id} in memory", lambda: self._save_now(rollout_id))
+            # the copies on other nodes may be one step old
+            self._data = {number: data for number, data in self._data.items() if number == rollout_id}
 
     def _save_now(self, rollout_id: int) -> None:
         self._turns.begin()
@@ -178,7 +187,7 @@ class Recovery:
         with report_wait("starting the trainer again"), self._events.phase("recovery", rollout=self._trained):
             self._trainer.end_ranks()  # first, because engines need memory to fall asleep in the middle of an update
             self._turns.begin()
-            point = find_point(self._config, self._saved)
+            point = find_point(self._config, self._saved, self._trainer.find_states)
             with self._trainer.restarted(point, check) as first:
                 for rollout_id in range(first, self._trained):
                     wait(self._trainer.train(rollout_id, self._find_data(rollout_id)), check)

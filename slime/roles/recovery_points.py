@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from slime.checkpoints.checkpoint_dir import COMPLETE, existing, latest
-from slime.checkpoints.memory_files import find_common, find_states
+from slime.checkpoints.memory_files import StoredState, find_common
 from slime.config import Config
 from slime.protocols import RecoveryPoint
 from slime.roles import get_roles
 from slime.roles.groups import build_groups
 
 
-def find_point(config: Config, saved: Collection[int]) -> RecoveryPoint | None:
-    """Returns the newest checkpoint that this run has written: in the host's memory, or in --save. `saved`: the
-    iterations of --save. None means that the ranks start as at the start of the run.
+def find_point(
+    config: Config, saved: Collection[int], find_states: Callable[[str], Collection[StoredState]]
+) -> RecoveryPoint | None:
+    """Returns the newest checkpoint that this run has written: in the hosts' memory, or in --save. `saved`: the
+    iterations of --save. `find_states` returns the states of a role in memory. None means that the ranks start as at
+    the start of the run.
 
     A checkpoint without the optimizer does not continue to the bit, so it does not count.
     """
-    stored, on_disk = _stored(config), _saved(config, saved)
+    stored, on_disk = _stored(config, find_states), _saved(config, saved)
     if stored is not None and (on_disk is None or on_disk <= stored):
         return RecoveryPoint(config.checkpoint.memory_dir, stored)
     return None if on_disk is None else RecoveryPoint(None, on_disk)
 
 
-def _stored(config: Config) -> int | None:
-    """Returns the newest iteration in the host's memory that all ranks of all trained roles have."""
+def _stored(config: Config, find_states: Callable[[str], Collection[StoredState]]) -> int | None:
+    """Returns the newest iteration in the hosts' memory that all ranks of all trained roles have."""
     if config.checkpoint.memory_dir is None:
         return None
     common = [
-        find_common(find_states(Path(config.checkpoint.memory_dir) / role.name), group.ranks)
+        find_common(find_states(role.name), group.ranks)
         for group in build_groups(config)
         for role in get_roles(group.config)
         if role.trained

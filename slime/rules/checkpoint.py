@@ -27,7 +27,6 @@ from slime.models.lora import sends_adapters
 from slime.records.errors import FlagError
 from slime.roles import CRITIC, REFERENCE, TEACHER, get_roles
 from slime.roles.critic import resume_folders, saves_to
-from slime.roles.groups import several_nodes
 from slime.weight_sync.delta.registry import checksum
 from slime.weight_sync.registry import CHANNELS
 
@@ -292,13 +291,6 @@ def check_recovery(c: Config) -> None:
     """Checks that the host's memory can hold the checkpoint of --recover-from memory."""
     if c.fault_tolerance.recover_from != "memory" or c.debug.debug_rollout_only:
         return
-    if nodes := several_nodes(c):
-        raise FlagError(
-            "--recover-from",
-            "be disk for trainer ranks on several nodes",
-            f"memory with {nodes[0]}",
-            "the memory of a lost node is lost with it; set --save with a short --save-interval, and --async-save",
-        )
     if c.algorithm.ref_update_interval is not None:
         raise FlagError(
             "--recover-from",

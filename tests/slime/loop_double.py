@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from slime import loop
+from slime.checkpoints.memory_files import StoredState
 from slime.config import Config
 from slime.protocols import Evaluated, RecoveryPoint, RolloutBatch, TrainResult
 from slime.tracking.console import StepLine
@@ -118,6 +119,9 @@ class LoopRun:
 
     def end_ranks(self) -> None:
         self.weights = -1
+
+    def find_states(self, role: str) -> list[StoredState]:
+        return []
 
     @contextmanager
     def restarted(self, point: RecoveryPoint | None, check: Callable[[], None]) -> Iterator[int]:

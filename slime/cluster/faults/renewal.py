@@ -26,18 +26,15 @@ def find_engine_nodes(placed: Placement) -> set[str]:
     return {placed.nodes[bundle].name for bundles in engines for bundle in bundles}
 
 
-def require_here(config: Config, placed: Placement) -> None:
-    """Raises ValueError for --recover-from memory with trainer ranks on other nodes than the driver's, because the
-    watchdog removes the checkpoint in memory only from this node."""
-    if config.fault_tolerance.recover_from != "memory":
-        return
-    here = ray.get_runtime_context().get_node_id()
-    ranks = (placed.nodes[bundle] for bundles in placed.trainer_bundles for bundle in bundles)
-    if (other := next((node for node in ranks if node.name != here), None)) is not None:
-        raise ValueError(
-            f"--recover-from must be disk for trainer ranks on other nodes than the driver's, got memory with ranks on "
-            f"{other.address}; start the run on that node, or set --save with a short --save-interval"
-        )
+def describe_memory(config: Config, placed: Placement) -> str | None:
+    """Returns a note for --recover-from memory if the loss of a node would lose states, or None."""
+    ranks = {placed.nodes[bundle].name for bundles in placed.trainer_bundles for bundle in bundles}
+    if config.fault_tolerance.recover_from != "memory" or len(ranks) > 1 or len(_find_alive()) == 1:
+        return None
+    return (
+        "all trainer ranks are on one node, so --recover-from memory has no copy on another node; if this node is "
+        "lost, the run ends, and its command resumes it from --save"
+    )
 
 
 def renew(placed: Placement) -> Placement:
@@ -82,8 +79,12 @@ def _find_lost(used: set[str]) -> set[str]:
     ended, so the function waits for a node whose raylet does not listen."""
     end = time.monotonic() + _MOVED_S
     while True:
-        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
-        raylets = [part for part in parts(used & alive.keys()) if part.name.startswith("Ray's raylet")]
+        alive = _find_alive()
+        raylets = [part for part in parts(used & alive) if part.name.startswith("Ray's raylet")]
         if all(raylet.listens() for raylet in raylets) or time.monotonic() > end:
-            return used - alive.keys()
+            return used - alive
         time.sleep(0.5)
+
+
+def _find_alive() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]

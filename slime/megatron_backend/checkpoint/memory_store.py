@@ -27,6 +27,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
 from slime.checkpoints.memory_files import SLOTS, StoredState, find_states, slot_path
+from slime.megatron_backend.checkpoint.memory_copies import MemoryCopies, drop_records
 from slime.megatron_backend.checkpoint.random_state import rng_state, set_rng_state
 from slime.megatron_backend.host_memory import computing
 from slime.megatron_backend.storages import StoragePiece, iter_pieces, iter_states
@@ -58,37 +59,42 @@ State: TypeAlias = list[tuple[StoragePiece, dist.ProcessGroup | None]]
 
 
 class MemoryStore:
-    """The slots of this rank in `folder`, for `state`. `threads` copy on the host.
+    """The slots of this rank in `folder`, for `state`, and their copies on other nodes. `threads` copy on the host. The
+    constructor is collective.
 
-    Removes all earlier states except that of iteration `kept`, which the ranks load.
+    Removes all earlier states of this node except those of iteration `kept`, which the ranks load.
     """
 
-    def __init__(self, folder: Path, state: State, threads: int, kept: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, state: State, threads: int, timeout_minutes: float, kept: int | None = None
+    ) -> None:
         self._folder, self._threads, self._rank = folder, threads, dist.get_rank()
-        self._slots: dict[int, Tensor] = {}
-        self._newest: StoredState | None = None
+        self._slots: dict[tuple[int, int], Tensor] = {}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for one in self._mine():
-            if one.iteration == kept:
-                self._newest = one
-            else:
-                one.record_path(folder).unlink()
-        size = max(sum(share.size for share in _iter_shares(state)), 1)
+        self._size = max(sum(share.size for share in _iter_shares(state)), 1)
         # In threads, because the system zeroes about 2 GB/s. Engines start meanwhile.
-        threads_of_slots = ThreadPoolExecutor(SLOTS, thread_name_prefix="memory-slots")
-        self._reserved: dict[int, Future[None]] = {
-            slot: threads_of_slots.submit(self._take, slot, size) for slot in range(SLOTS)
+        taking = ThreadPoolExecutor(SLOTS, thread_name_prefix="memory-slots")
+        self._taken: dict[int, Future[None]] = {
+            slot: taking.submit(self._take, self._rank, slot, self._size) for slot in range(SLOTS)
         }
-        threads_of_slots.shutdown(wait=False)
+        taking.shutdown(wait=False)
+        self._copies = MemoryCopies(folder, self._size, self._open, timeout_minutes)
+        if kept is not None:
+            self._copies.fetch(kept)
+        self._newest: StoredState | None = None
+        for one in find_states(folder):
+            if one.iteration != kept:
+                drop_records(folder, one.rank, one.slot)
+            elif one.rank == self._rank:
+                self._newest = one
 
     def save(self, iteration: int, state: State, record: Record) -> None:
-        """Stores the present bytes of `state` as `iteration`, with `record`: plain values and small tensors."""
+        """Stores the present bytes of `state` as `iteration`, with `record`. Waits for the last copies."""
+        self._copies.wait()
         slot = 0 if self._newest is None else (self._newest.slot + 1) % SLOTS
-        for one in self._mine():
-            if one.slot == slot:
-                one.record_path(self._folder).unlink()
+        drop_records(self._folder, self._rank, slot)
         with computing(self._threads):
-            into = self._open(slot)
+            into = self._open(self._rank, slot, self._size)
             for share in _iter_shares(state):
                 mine = share.mine()
                 into[share.offset : share.offset + mine.numel()].copy_(mine)
@@ -97,6 +103,11 @@ class MemoryStore:
         staged = path.with_name(f".{path.name}")
         torch.save({"sizes": _sizes(state), "record": record}, staged)
         staged.rename(path)
+        self._copies.start(self._newest, into)
+
+    def close(self) -> None:
+        """Waits for the copies."""
+        self._copies.close()
 
     def load(self, state: State) -> Record:
         """Copies the state `kept` into the storages of `state`, and returns its record. Collective over data-parallel
@@ -105,7 +116,7 @@ class MemoryStore:
         stored = torch.load(self._newest.record_path(self._folder), weights_only=True)
         assert stored["sizes"] == _sizes(state), "the ranks and their state are those of the save"
         with computing(self._threads):
-            slot = self._open(self._newest.slot)
+            slot = self._open(self._rank, self._newest.slot, self._size)
             for share in _iter_shares(state):
                 mine = share.mine()
                 mine.copy_(slot[share.offset : share.offset + mine.numel()])
@@ -114,12 +125,9 @@ class MemoryStore:
         record: Record = stored["record"]
         return record
 
-    def _mine(self) -> Iterator[StoredState]:
-        return (one for one in find_states(self._folder) if one.rank == self._rank)
-
-    def _take(self, slot: int, size: int) -> None:
+    def _take(self, rank: int, slot: int, size: int) -> None:
         """Takes all memory of a slot, because a page that cannot be written later would end the process."""
-        path = slot_path(self._folder, self._rank, slot)
+        path = slot_path(self._folder, rank, slot)
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, size)
@@ -129,14 +137,17 @@ class MemoryStore:
                     raise make_space_error(self._folder, size) from error
                 raise
 
-    def _open(self, slot: int) -> Tensor:
+    def _open(self, rank: int, slot: int, size: int) -> Tensor:
         """Returns the bytes of a slot."""
-        if slot not in self._slots:
-            self._reserved[slot].result()
-            with slot_path(self._folder, self._rank, slot).open("r+b") as file:
-                pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            self._slots[slot] = torch.frombuffer(pages, dtype=torch.uint8)
-        return self._slots[slot]
+        if (rank, slot) not in self._slots:
+            if rank == self._rank:
+                self._taken[slot].result()
+            else:
+                self._take(rank, slot, size)
+            with slot_path(self._folder, rank, slot).open("r+b") as file:
+                pages = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._slots[rank, slot] = torch.frombuffer(pages, dtype=torch.uint8)
+        return self._slots[rank, slot]
 
 
 def make_space_error(folder: Path, size: int) -> FlagError:

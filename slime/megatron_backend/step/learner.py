@@ -206,7 +206,8 @@ class Learner:
         flags = self.config.checkpoint
         kept = flags.restart_iteration if flags.restart_dir is not None else None
         folder = Path(require_value(flags.memory_dir)) / self.role.name
-        return MemoryStore(folder, self._state(), host_threads(self.config), kept)
+        minutes = self.config.cluster.distributed_timeout_minutes
+        return MemoryStore(folder, self._state(), host_threads(self.config), minutes, kept)
 
     def _state(self) -> State:
         has_adapters = Lora.of(self.config) is not None
@@ -227,6 +228,8 @@ class Learner:
 
     def close(self) -> None:
         """Drops the model and its optimizer, which hold process groups."""
+        if self.config.checkpoint.memory_dir is not None:
+            self._memory.close()
         self.residence.close()
         close_optimizer(self.optimizer)
         vars(self).clear()
