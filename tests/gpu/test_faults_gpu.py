@@ -7,14 +7,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from deadly_hooks import order
 from fault_cases import (
+    KINDS,
     FaultyRun,
     engines_killed,
     rank_killed,
     resumed_with_a_slow_engine_then_interrupted,
     trainer_killed,
 )
-from train_fixtures import World, make_world
+from train_fixtures import World, launched, make_world, rows, vime
+
+from slime.tracking.journal import read_events
+from slime.tracking.ledger import read_ledger
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +42,17 @@ def test_a_run_whose_trainer_was_killed_is_resumed(world: World) -> None:
 @pytest.mark.multi_gpu
 def test_trainer_rank_that_dies_is_named_though_its_peers_wait_for_it(world: World) -> None:
     rank_killed(world, "dead", ranks=2)
+
+
+@pytest.mark.multi_gpu
+def test_killed_rank_continues_from_memory_never_run(world: World) -> None:
+    """Weights go over NCCL to an engine that goes on, and the states of bfloat16 weights come from /dev/shm."""
+    run_dir = world.root / "memory"
+    flags = [*world.grpo("memory", rollouts=4), "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"]
+    flags += [*KINDS["cuda"].flags, "--rollout-data-postprocess-path", "deadly_hooks.in_step"]
+    order(run_dir, "step-2")
+    with launched(vime("train", *flags, "--recover-from", "memory"), world.root / "memory.out") as launch:
+        assert launch.finish(500) == 0, launch.output[-3000:]
+    (back,) = read_events(run_dir, ("trainer_restarted",))
+    assert (back["rollout"], back["repeated"]) == (2, 0) and back["seconds"] < 30
+    assert sorted(rows(run_dir, "train/step")) == list(range(4)) and read_ledger(run_dir).is_exact

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from slime.checkpoints.hf_config import read_hf_config
+from slime.checkpoints.memory_files import SLOTS
 from slime.config import Config
 from slime.config.problems import require_value
 from slime.plan.memory_estimate import BYTES
 from slime.plan.model_shape import Shape
+from slime.records.errors import FlagError
+from slime.roles.groups import on_one_host
 from slime.system.disk_space import require_free_bytes
 from slime.weight_sync.registry import CHANNELS
+from vime.run.temporary import SHARED_MEMORY, left_weights
 
 
 def require_disk_space(c: Config) -> None:
@@ -45,3 +50,22 @@ def require_disk_space(c: Config) -> None:
             0 if c.checkpoint.no_save_optim else 12 * params
         )  # main weights and two moments in fp32
         require_free_bytes("--save", c.checkpoint.save, weights_bytes + moments_bytes, "a checkpoint")
+    if c.fault_tolerance.recover_from == "memory" and on_one_host(c) and not c.lora.lora_rank:
+        moments = (
+            8 if c.megatron.params_dtype == "float32" else 12
+        )  # float32 weights are their own main weights
+        _require_shared_memory(SLOTS * (weights_bytes + moments * params), Path(c.logging.run_dir))
+
+
+def _require_shared_memory(needed: int, run_dir: Path) -> None:
+    """Raises ValueError unless /dev/shm has room for the states of --recover-from memory. A new run removes those of a
+    killed run in `run_dir`."""
+    left = (file for folder in left_weights(SHARED_MEMORY, run_dir) for file in folder.rglob("*"))
+    free = shutil.disk_usage(SHARED_MEMORY).free + sum(file.stat().st_size for file in left if file.is_file())
+    if free < needed:
+        raise FlagError(
+            "--recover-from memory",
+            f"have {needed / 2**30:.2f} GiB of room in {SHARED_MEMORY} for {SLOTS} states of the trainer",
+            f"{free / 2**30:.2f} GiB free",
+            "enlarge /dev/shm (docker run --shm-size, mount -o remount,size=), or set --recover-from disk",
+        )

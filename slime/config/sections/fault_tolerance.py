@@ -48,7 +48,7 @@ class FaultToleranceConfig:
     recover_from: str = flag(
         "disk",
         "the checkpoint from which a lost trainer continues: disk: the newest one of --save, or the start of the run, "
-        "which costs nothing in a step; memory: one that each step writes to the host's memory",
+        "which costs nothing in a step; memory: a copy of the ranks' state in /dev/shm, made after each step",
         choices=get_args(RecoverFrom),
     )
     max_trainer_restarts: int = flag(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from config_cases import good_argv
@@ -14,18 +15,22 @@ from slime.plan.memory_estimate import estimate
 from slime.rules import parse_args
 from slime.tracking.run_record import recorded
 from vime.backends import BACKENDS
+from vime.run import disk_space
+from vime.run.disk_space import require_disk_space
 from vime.start.run_start import check_start
 
 MEMORY = ("--recover-from", "memory")
 
 
+class DiskUsage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (
-            ("--actor-num-nodes", "2", "--global-batch-size", "32"),
-            "--recover-from must be disk for trainer ranks on several nodes, got memory with --actor-num-nodes 2",
-        ),
         (
             ("--use-kl-loss", "--ref-update-interval", "5"),
             "--recover-from must be disk with --ref-update-interval, got memory",
@@ -66,3 +71,17 @@ def test_a_run_that_resumes_has_the_name_of_the_run_before_it(tmp_path: Path) ->
         ):
             check_start(Config.from_flat(flags | {"rollout_session_id": other}))
     check_start(Config.from_flat(flags | {"run_dir": str(tmp_path / "new"), "rollout_session_id": "other"}))
+
+
+def test_too_little_shared_memory_is_an_error_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_args([*good_argv(tmp_path), *MEMORY], BACKENDS).with_values(weight_dir=str(tmp_path))
+    require_disk_space(config)
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: DiskUsage(2**40, 2**40, 0))
+    with pytest.raises(
+        ValueError,
+        match=r"--recover-from memory must have \S+ GiB of room in /dev/shm for 2 states of the trainer, got 0.00 GiB "
+        r"free; enlarge /dev/shm .*, or set --recover-from disk",
+    ):
+        disk_space._require_shared_memory(2**20, tmp_path)

@@ -195,3 +195,26 @@ def test_memory_has_one_checkpoint_per_step() -> None:
         "generate 2, train 2, memory 2, publish 3"
     )
     assert any("perf/save_in_memory_time" in metrics for metrics in run.metrics)
+
+
+def test_data_that_no_restart_can_use_is_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With memory, the data of one step stays. Without --save, the data of later steps is useless without the first."""
+
+    def count_kept(**flags: Any) -> list[int]:
+        kept, run = [], LoopRun(num_rollout=4, **flags)
+        added = recovery.Recovery.add
+
+        def add(self: recovery.Recovery, rollout_id: int, batch: Any) -> None:
+            added(self, rollout_id, batch)
+            kept.append(len(self._data))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(recovery.Recovery, "add", add)
+            run.go()
+        return kept
+
+    assert count_kept() == [1, 2, 3, 4]
+    assert count_kept(recover_from="memory") == [1, 2, 2, 2]
+    monkeypatch.setattr(recovery, "_MOST_STEPS", 2)
+    assert count_kept() == [1, 2, 0, 0]
+    assert count_kept(save=str(tmp_path)) == [1, 2, 2, 2]

@@ -53,7 +53,7 @@ def run(
     assert ledger.is_exact and ledger.starts == 1 and ledger.again == 0 and ledger.over_limit == 0
     seconds = [event["seconds"] for event in read_events(run_dir, ("trainer_restarted",))]
     print(f"{name}: restarts took {seconds} s, load {os.getloadavg()[0]:.1f}")
-    assert not list(Path("/dev/shm").glob(f"vime-{os.getuid()}-*{hash_of(run_dir)}*"))
+    assert not find_memory(run_dir)
     (file,) = (run_dir / "checkpoint" / f"iter_{ROLLOUTS - 1:07d}").glob("*.distcp")
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -77,3 +77,38 @@ def test_an_asynchronous_run_keeps_its_requests(world: World) -> None:
     for step in range(ROLLOUTS):
         versions = [version for s in samples(world.root / "ahead", step) for version in s["weight_versions"]]
         assert max(versions) - min(versions) <= 2 and max(versions) <= step, step
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("--update-weight-transport", "nccl"), ("--update-weight-mode", "delta")],
+    ids=["broadcast", "delta"],
+)
+def test_engines_get_the_weights_of_restarted_ranks(world: World, more: tuple[str, str]) -> None:
+    """--check-weight-update-equal compares each engine's weights with the trainer's after each update. Versions go on
+    through both kills: a sample of a step has the version of the step."""
+    name = more[1]
+    run(world, name, *more, "--recover-from", "memory", kills=("step-1", "step-3"))
+    for step in range(ROLLOUTS):
+        assert {v for s in samples(world.root / name, step) for v in s["weight_versions"]} == {step}
+    sent = [event["version"] for event in read_events(world.root / name, ("weights",))]
+    assert sent == list(range(ROLLOUTS + 1))
+
+
+def test_an_end_during_the_restart_leaves_nothing_in_memory(world: World) -> None:
+    """SIGTERM ends the run with its exit code, SIGKILL of the driver leaves the rest to the watchdog."""
+    for number, code in ((signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)):
+        name = f"ended-{int(number)}"
+        order(world.root / name, "step-1")
+        command = vime("train", *flags(world, name), "--recover-from", "memory")
+        with launched(command, world.root / f"{name}.out") as launch:
+            launch.wait_for(lambda launch=launch: "starts again" in launch.output, "a lost trainer", 300)
+            assert find_memory(world.root / name)
+            os.kill(launch.process.pid, number)
+            assert launch.process.wait(60) == code
+            launch.await_gone(20)
+        assert not find_memory(world.root / name)
+
+
+def find_memory(run_dir: Path) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"vime-{os.getuid()}-*{hash_of(run_dir)}*"))
