@@ -35,6 +35,8 @@ class Hardware:
     10.3)."""
     has_fp8: bool = True
     """The GPU multiplies fp8 numbers: compute capability 8.9 or newer."""
+    has_microscaling: bool = False
+    """The GPU multiplies MXFP8 and NVFP4: compute capability 10.0 or newer."""
 
 
 def _card(
@@ -66,6 +68,7 @@ HARDWARE: dict[str, Hardware] = {
             gpus_per_node=4,
             nvlink_domain=72,
             cpu="aarch64",
+            has_microscaling=True,
         ),
         # nvidia-smi 284208 MiB; CUDA total 276.50 GiB. NVIDIA, "GB300 NVL72" (specifications): 72 GPUs, BF16 360
         # PFLOP/s sparse, 576 TB/s of memory, NVLink 130 TB/s, one ConnectX-8 of 800 Gb/s for each GPU.
@@ -80,6 +83,7 @@ HARDWARE: dict[str, Hardware] = {
             gpus_per_node=4,
             nvlink_domain=72,
             cpu="aarch64",
+            has_microscaling=True,
         ),
         # CUDA total 267.69 GiB, device name as PyTorch's logs show it. NVIDIA, "HGX platform" (HGX B300): BF16 36
         # PFLOP/s sparse for eight GPUs = 2.25 dense per GPU, NVLink 1.8 TB/s in both directions, ConnectX-8 of 800
@@ -95,6 +99,7 @@ HARDWARE: dict[str, Hardware] = {
             gpus_per_node=8,
             nvlink_domain=8,
             cpu="x86_64",
+            has_microscaling=True,
         ),
         # nvidia-smi 183359 MiB; CUDA total 178.35 GiB. NVIDIA, "DGX B200" datasheet: eight GPUs, 64 TB/s of memory = 8
         # per GPU (pytorch/ao pull request 4002 derives 7.67 from bus width and clock), NVLink 14.4 TB/s = 1.8 per GPU,
@@ -110,6 +115,7 @@ HARDWARE: dict[str, Hardware] = {
             gpus_per_node=8,
             nvlink_domain=8,
             cpu="x86_64",
+            has_microscaling=True,
         ),
         # nvidia-smi 143771 MiB; CUDA total 139.80 GiB. NVIDIA, "H200" datasheet (SXM): BF16 1,979 TFLOP/s sparse = 989
         # dense, 4.8 TB/s, NVLink 900 GB/s in both directions. "DGX H200": eight GPUs, ConnectX-7 of 400 Gb/s.

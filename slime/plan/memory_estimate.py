@@ -222,8 +222,9 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
             flight = max(flight * (not all(sparse)), expert_flight(c, shape, tokens))
             evenly = " and stacked weights, if tokens spread evenly over experts"
         back = f"{kept.arithmetic} + {amount(one)} of one layer + {amount(flight * size)} of its gradients{evenly}"
-        if rounded := rounded_bytes(c, shape, tokens):
-            back += f" + {amount(rounded)} of operands in fp8"
+        rounded, form = rounded_bytes(c, shape, tokens)
+        if rounded:
+            back += f" + {amount(rounded)} of operands in {form}"
         yield Item("layers, backward", kept.bytes + one + flight * size + rounded, back)
         head, how = head_memory(c, shape, tokens)
         # Recomputation of layers starts only after the head.

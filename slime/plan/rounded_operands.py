@@ -1,24 +1,61 @@
-"""The memory of operands in fp8 during the backward of a layer. Imports neither torch nor Megatron."""
+"""The forms of few bits to which linear layers round the operands of their products, and the memory of such operands
+during the backward of a layer. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from slime.config import Config
+from slime.config.fields import Values
 from slime.plan.layer_elements import expert_copies
 from slime.plan.model_shape import Shape
 
-BYTES = 1 + 4 / 128
-"""Bytes of an e4m3 number with its share of a float32 scale of 128 numbers."""
+
+@dataclass(frozen=True)
+class OperandForm:
+    """Codes in blocks that share a scale."""
+
+    name: str
+    flag: str
+    """The flag that selects the form, with its value."""
+    bits: int
+    block: int
+    """Elements along the summed axis that share a scale."""
+    scale_bytes: int
+    has_layers: bool
+    """The trainer's own layers compute in this form."""
+
+    @property
+    def bytes(self) -> float:
+        """Returns the bytes of an element with its share of the scale."""
+        return self.bits / 8 + self.scale_bytes / self.block
 
 
-def rounded_bytes(c: Config, shape: Shape, tokens: int) -> float:
-    """Returns the bytes of the rounded operands of the largest product in the backward, 0 without --fp8-recipe
-    blockwise.
+BLOCKS = OperandForm("fp8", "--fp8-recipe blockwise", 8, 128, 4, True)
+MXFP8 = OperandForm("MXFP8", "--fp8-recipe mxfp8", 8, 32, 1, False)
+NVFP4 = OperandForm("NVFP4", "--fp4-format e2m1", 4, 16, 1, False)
+
+
+def form_for(overrides: Values) -> OperandForm | None:
+    """Returns the form that Megatron's flags select. None for products in the dtype of the weights, and for forms of
+    Transformer Engine that are not planned."""
+    if overrides.get("fp4") and overrides.get("fp4_recipe", "nvfp4") == "nvfp4":
+        return NVFP4
+    if not overrides.get("fp8"):
+        return None
+    return {"blockwise": BLOCKS, "mxfp8": MXFP8}.get(str(overrides.get("fp8_recipe")))
+
+
+def rounded_bytes(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:
+    """Returns the bytes of the rounded operands of the largest product in the backward, and the name of their form; 0
+    for products in the dtype of the weights.
 
     The first product of an MLP or of experts is the largest. Its output's gradient is rounded along both axes, its
     input along the columns, and its weight once. The operands of a product are freed before the next product.
     """
-    if not c.megatron.has_fp8_blocks:
-        return 0.0
+    form = form_for(c.megatron.overrides)
+    if form is None:
+        return 0.0, ""
     tp, found = c.megatron.tensor_model_parallel_size, [0.0]
     if any(not kind.sparse for kind in shape.kinds):
         width = 2 * shape.ffn / tp
@@ -29,4 +66,4 @@ def rounded_bytes(c: Config, shape: Shape, tokens: int) -> float:
         found.append(
             tokens * expert_copies(c, shape) * (2 * width + shape.hidden) + experts * width * shape.hidden
         )
-    return max(found) * BYTES
+    return max(found) * form.bytes, form.name

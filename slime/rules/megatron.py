@@ -14,6 +14,7 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.config.fields import Values, spelled
 from slime.config.sections.megatron import MegatronConfig
 from slime.models import read_decoder
+from slime.plan.rounded_operands import NVFP4, form_for
 from slime.records.errors import FlagError
 from slime.roles import CRITIC, get_roles
 
@@ -289,14 +290,15 @@ def check_schedules(c: Config) -> None:
 
 
 def check_local_layers(c: Config) -> None:
-    """Checks that fp8 and fp4 come with Transformer Engine, if their layers are not the trainer's own. Without it,
-    Megatron's fp8 context is empty and the run would silently use bf16."""
+    """Checks that fp8 and fp4 come with Transformer Engine, if no form of `slime.plan.rounded_operands` has their
+    flags. Without it, Megatron's fp8 context is empty and the run would silently use bf16."""
     overrides = c.megatron.overrides
     if overrides.get("transformer_impl") == "transformer_engine":
         return
-    own = ("fp4",) if overrides.get("fp8_recipe") == "blockwise" else ("fp8", "fp4")
+    form = form_for(overrides)
+    own = () if form is None else ("fp8", "fp4") if form is NVFP4 else ("fp8",)
     for name, value in overrides.items():
-        low = name.startswith(own)
+        low = name.startswith(("fp8", "fp4")) and not name.startswith(own)
         if value and (low or name == "tp_comm_overlap"):
             flag, what = _SPELLED.get(name, spelled(name)), name[:3] if low else "this overlap"
             raise FlagError(

@@ -69,7 +69,8 @@ from slime.rules.off_policy import (
     check_routing_replay,
 )
 from slime.rules.packages import check_packages
-from slime.rules.precision.fp8 import check_fp8_flags, check_fp8_model, fp8_notes
+from slime.rules.precision.fp8 import check_fp8_flags, fp8_notes
+from slime.rules.precision.microscaling import check_microscaling_flags, check_operands
 from slime.rules.prediction import check_prediction
 from slime.rules.weights.cache_flush import check_flush_interval, check_flush_value
 from slime.rules.weights.scheme import check_scheme, scheme_notes
@@ -343,7 +344,7 @@ TOGETHER: tuple[Rule, ...] = (
     check_weight_update,
     check_critic_devices,
     check_transformer_engine,
-    *(*MEGATRON, check_fp8_flags),
+    *(*MEGATRON, check_fp8_flags, check_microscaling_flags),
     check_dropout,
     check_engines,
     check_domains,
@@ -383,7 +384,7 @@ TOGETHER: tuple[Rule, ...] = (
     _replayed_model,
     _with_decoder(lambda c, decoder: check_stages(c.megatron, len(decoder.layers))),
     _with_decoder(lambda c, _: check_scheme(c, _model(c))),
-    _with_decoder(lambda c, _: check_fp8_model(c, _model(c))),
+    _with_decoder(lambda c, _: check_operands(c, _model(c))),
     _with_decoder(lambda c, _: check_sources(c)),
     _with_decoder(check_expert_flags),
     _with_decoder(check_attention),

@@ -24,6 +24,7 @@ from slime.records.errors import FlagError
 from slime.roles.groups import on_one_host
 from slime.rollout.eval_datasets import check_evaluation
 from slime.rules.flags import FALLBACKS, own_flags
+from slime.rules.precision.microscaling import require_kernels
 from slime.rules.validate import Rule
 from slime.tracking import check_trackers
 from vime.backends import parse_config, require_reachable
@@ -192,6 +193,7 @@ def _require_fit(config: Config) -> None:
 
 
 def _require_kernels(config: Config) -> None:
+    require_kernels(config)
     if config.cluster.device == "cpu" and config.kernels.rlk_fast == "strict":
         decide(config, config.cluster.device)  # raises; on GPUs the trainers decide
 

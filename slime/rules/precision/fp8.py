@@ -107,7 +107,7 @@ def check_fp8_model(c: Config, hf: Hf) -> None:
             head,
             "leave --rlk-bitwise out: the trainer's blocks of queries, keys and values are others than the engine's",
         )
-    for name, size, flag, ranks in _inputs(c, shape):
+    for name, size, flag, ranks in product_inputs(c, shape):
         if size % (ranks * GROUP) == 0:
             continue
         fits = (n for n in range(ranks - 1, 0, -1) if ranks % n == 0 and size % (n * GROUP) == 0)
@@ -121,7 +121,7 @@ def check_fp8_model(c: Config, hf: Hf) -> None:
         )
 
 
-def _inputs(c: Config, shape: Shape) -> Iterator[tuple[str, int, str, int]]:
+def product_inputs(c: Config, shape: Shape) -> Iterator[tuple[str, int, str, int]]:
     """Yields (name, inputs of a product on all ranks, flag of the number of ranks, ranks that share the inputs)."""
     flag, ranks = "--tensor-model-parallel-size", c.megatron.tensor_model_parallel_size
     yield "hidden_size", shape.hidden, flag, 1
