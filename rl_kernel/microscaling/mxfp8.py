@@ -38,8 +38,9 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """Maps the result of `quantize` to float32 [..., K]. The products are exact."""
-    blocks = codes.float().unflatten(-1, (-1, BLOCK))
-    return (blocks * _powers(scales.to(torch.int32))[..., None]).flatten(-2)
+    blocks = codes.float().unflatten(-1, (-1, BLOCK)) * _powers(scales.to(torch.int32))[..., None]
+    values: Tensor = blocks.flatten(-2)
+    return values
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -57,4 +58,5 @@ def split_blocks(x: Tensor, size: int, form: str) -> Tensor:
         raise ValueError(
             f"x must have rows of whole blocks of {size} for {form}, got shape {list(x.shape)}; pad the rows"
         )
-    return x.detach().float().unflatten(-1, (x.shape[-1] // size, size))
+    blocks: Tensor = x.detach().float().unflatten(-1, (x.shape[-1] // size, size))
+    return blocks

@@ -46,7 +46,8 @@ def dequantize(codes: Tensor, scales: Tensor, global_scale: Tensor) -> Tensor:
     nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
     values = torch.tensor([*VALUES, *(-value for value in VALUES)], device=codes.device)[nibbles.long()]
     blocks = values.unflatten(-1, (-1, BLOCK)) * (scales.float() / global_scale)[..., None]
-    return blocks.flatten(-2)
+    found: Tensor = blocks.flatten(-2)
+    return found
 
 
 def rounded(x: Tensor, global_scale: Tensor | None = None) -> Tensor:
@@ -66,5 +67,5 @@ def _find_codes(values: Tensor) -> Tensor:
 
 
 def _pack(codes: Tensor) -> Tensor:
-    pairs = codes.unflatten(-1, (-1, 2))
+    pairs: Tensor = codes.unflatten(-1, (-1, 2))
     return pairs[..., 0] | pairs[..., 1] << 4

@@ -34,6 +34,7 @@ class OperandForm:
 BLOCKS = OperandForm("fp8", "--fp8-recipe blockwise", 8, 128, 4, True)
 MXFP8 = OperandForm("MXFP8", "--fp8-recipe mxfp8", 8, 32, 1, False)
 NVFP4 = OperandForm("NVFP4", "--fp4-format e2m1", 4, 16, 1, False)
+_RECIPES = {"blockwise": BLOCKS, "mxfp8": MXFP8}
 
 
 def form_for(overrides: Values) -> OperandForm | None:
@@ -43,7 +44,12 @@ def form_for(overrides: Values) -> OperandForm | None:
         return NVFP4
     if not overrides.get("fp8"):
         return None
-    return {"blockwise": BLOCKS, "mxfp8": MXFP8}.get(str(overrides.get("fp8_recipe")))
+    return _RECIPES.get(str(overrides.get("fp8_recipe")))
+
+
+def has_own_recipe(overrides: Values) -> bool:
+    """Returns True if --fp8-recipe is that of a form, with or without --fp8-format."""
+    return overrides.get("fp8_recipe") in _RECIPES
 
 
 def rounded_bytes(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:

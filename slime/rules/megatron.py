@@ -14,7 +14,7 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.config.fields import Values, spelled
 from slime.config.sections.megatron import MegatronConfig
 from slime.models import read_decoder
-from slime.plan.rounded_operands import NVFP4, form_for
+from slime.plan.rounded_operands import NVFP4, form_for, has_own_recipe
 from slime.records.errors import FlagError
 from slime.roles import CRITIC, get_roles
 
@@ -295,8 +295,7 @@ def check_local_layers(c: Config) -> None:
     overrides = c.megatron.overrides
     if overrides.get("transformer_impl") == "transformer_engine":
         return
-    form = form_for(overrides)
-    own = () if form is None else ("fp8", "fp4") if form is NVFP4 else ("fp8",)
+    own = ("fp8", "fp4") if form_for(overrides) is NVFP4 else ("fp8",) * has_own_recipe(overrides)
     for name, value in overrides.items():
         low = name.startswith(("fp8", "fp4")) and not name.startswith(own)
         if value and (low or name == "tp_comm_overlap"):

@@ -69,8 +69,8 @@ from slime.rules.off_policy import (
     check_routing_replay,
 )
 from slime.rules.packages import check_packages
-from slime.rules.precision.fp8 import check_fp8_flags, fp8_notes
-from slime.rules.precision.microscaling import check_microscaling_flags, check_operands
+from slime.rules.precision.fp8 import check_fp8_flags
+from slime.rules.precision.microscaling import check_microscaling_flags, check_operands, operand_notes
 from slime.rules.prediction import check_prediction
 from slime.rules.weights.cache_flush import check_flush_interval, check_flush_value
 from slime.rules.weights.scheme import check_scheme, scheme_notes
@@ -325,8 +325,7 @@ def checkpoint_notes(c: Config) -> Iterator[str]:
     """Yields notes on flags that describe the checkpoint of a validated configuration."""
     yield from model_arg_notes(c.megatron.model_args, _model(c))
     yield from scheme_notes(c, _model(c))
-    yield from fp8_notes(c, _model(c))
-    yield from indexer_notes(c, read_decoder(_model(c)))
+    yield from (*operand_notes(c, _model(c)), *indexer_notes(c, read_decoder(_model(c))))
     yield from engine_notes(c)
 
 

@@ -6,6 +6,7 @@ A plan accepts them and counts their memory. No run with the trainer's own layer
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime.config.fields import spelled
@@ -14,7 +15,7 @@ from slime.models.decoder import Hf
 from slime.plan.model_shape import Shape
 from slime.plan.rounded_operands import MXFP8, NVFP4, OperandForm, form_for
 from slime.records.errors import FlagError
-from slime.rules.precision.fp8 import check_fp8_model, product_inputs
+from slime.rules.precision.fp8 import check_fp8_model, fp8_notes, product_inputs
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -28,12 +29,14 @@ def _planned(c: Config) -> OperandForm | None:
 
 
 def _has_own_layers(c: Config) -> bool:
-    return c.megatron.overrides.get("transformer_impl", "local") == "local"
+    return bool(c.megatron.overrides.get("transformer_impl", "local") == "local")
 
 
 def check_microscaling_flags(c: Config) -> None:
     """Checks the flags of the form, and the GPUs of --gpu."""
     form, overrides = _planned(c), c.megatron.overrides
+    if overrides.get("fp8_recipe") == "mxfp8" and not overrides.get("fp8"):
+        raise FlagError("--fp8-format", f"be e4m3 with {MXFP8.flag}", "none", "give --fp8-format e4m3")
     if form is None:
         return
     if form is NVFP4 and overrides.get("fp8"):
@@ -81,6 +84,14 @@ def check_operands(c: Config, hf: Hf) -> None:
                 size if ranks == 1 else f"{size} / {ranks} = {size / ranks:g}",
                 f"leave {form.flag} out, or use fewer ranks",
             )
+
+
+def operand_notes(c: Config, hf: Hf) -> Iterator[str]:
+    """Yields a note on the form of the operands."""
+    yield from fp8_notes(c, hf)
+    form = _planned(c)
+    if form is not None and _has_own_layers(c):
+        yield f"{form.flag}: the plan counts the memory, and a run does not start, because there are no kernels yet"
 
 
 def require_kernels(c: Config) -> None:

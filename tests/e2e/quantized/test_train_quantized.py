@@ -66,17 +66,24 @@ def mean_gap(checkpoint: Path, sampled: list[dict[str, Any]], patch: pytest.Monk
     return torch.cat(gaps).mean().item()
 
 
-@pytest.mark.parametrize(("scheme", "rounding", "gap"), [("fp8", 2**-4, 0.2), ("int4", 0.1, 0.5)])
+@pytest.mark.parametrize(
+    ("scheme", "rounding", "gap", "more"),
+    [("fp8", 2**-4, 0.2, []), ("int4", 0.1, 0.5, []), ("int4", 0.1, SAME_ENGINE, ["--round-weights"])],
+    ids=["fp8", "int4", "int4-rounded"],
+)
 def test_train_resume_and_export(
-    world: World, monkeypatch: pytest.MonkeyPatch, scheme: str, rounding: float, gap: float
+    world: World, monkeypatch: pytest.MonkeyPatch, scheme: str, rounding: float, gap: float, more: list[str]
 ) -> None:
-    """The directory of the first rollout has the weights with which the engine of the run samples the second."""
+    """The directory of the first rollout has the weights with which the engine of the run samples the second. With
+    --round-weights, trainer and engine compute with the same weights."""
     source = world.root / scheme
-    quantize_checkpoint(world.model, source, quantization_config(scheme))
+    if not source.exists():
+        quantize_checkpoint(world.model, source, quantization_config(scheme))
+    scheme += "-rounded" * bool(more)
     folder = world.root / f"run-{scheme}"
     flags = [*world.grpo(folder.name, rollouts=1), "--colocate", "--actor-num-gpus-per-node", "1"]
     flags[flags.index("--hf-checkpoint") + 1] = str(source)
-    flags += ["--check-weight-update-equal", "--use-tis", "--vllm-dtype", "bfloat16"]
+    flags += [*more, "--check-weight-update-equal", "--use-tis", "--vllm-dtype", "bfloat16"]
     flags += ["--save", str(folder / "saved"), "--load", str(folder / "saved"), "--save-interval", "1"]
     flags += ["--save-hf", str(folder / "hf-{rollout_id}"), "--save-hf-format", "checkpoint"]
     log = run(vime("train", *flags), world.root / f"out-{scheme}")

@@ -60,6 +60,8 @@ RUN_WHOLE = {"docs/your-own.md": "tests/e2e/runs/test_first_command.py"}
 """Pages whose blocks run one after the other, each with the test that runs them."""
 MADE_BEFORE = (
     "docs/console.md",
+    "docs/int4.md",
+    "examples/int4-qat/",
     "examples/judge-reward/",
     "examples/opd/",
     "examples/qwen2.5-0.5b-gsm8k/",

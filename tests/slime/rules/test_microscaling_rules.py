@@ -53,6 +53,7 @@ def test_a_plan_counts_the_rounded_operands(tmp_path) -> None:
         (f"{NV} --gpu h100", {}, "--fp4-format must be left out on GPUs without NVFP4, got e2m1 with --gpu h100; "),
         (f"{NV} {MX}", {}, "--fp8-format must be left out with --fp4-format e2m1, got e4m3; choose one"),
         ("--fp8-format hybrid --fp8-recipe mxfp8", {}, "--fp8-format must be e4m3 with --fp8-recipe mxfp8, got hyb"),
+        ("--fp8-recipe mxfp8", {}, "--fp8-format must be e4m3 with --fp8-recipe mxfp8, got none; give"),
         (f"{NV} --fp4-param-gather", {}, "must be left out with --fp4-format e2m1, got it; leave it out: the weights"),
         (f"{MX} --fp8-param-gather", {}, "must be left out with --fp8-recipe mxfp8, got it; leave it out"),
         (MX, {"intermediate_size": 400}, "intermediate_size of --hf-checkpoint must be a multiple of 32 .*, got 400;"),
