@@ -98,8 +98,8 @@ class DataConfig:
     )
     share_prompts: bool = flag(
         True,
-        "compute a prompt once for all samples of a micro-batch that have it; has no effect with "
-        "--context-parallel-size above 1 and with --transformer-impl transformer_engine",
+        "compute a prompt once for all samples of a micro-batch that have it, and the common turns of a session's "
+        "branches once; has no effect with --context-parallel-size above 1 or --transformer-impl transformer_engine",
     )
     balance_data: bool = flag(False, "balance the cost of micro-batches between data parallel ranks")
     balance_by_flops: bool = flag(False, "pack by estimated FLOPs; --max-tokens-per-gpu is then not a limit")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,8 +98,3 @@ def _part(
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return Medium(kind, digest.hexdigest(), tokens, grid, partial(dict, tensors), seconds)
-
-
-def media_identity(media: Iterable[Medium]) -> bytes:
-    """Returns bytes that are equal for equal images and videos."""
-    return "\n".join(medium.key for medium in media).encode()

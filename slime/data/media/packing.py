@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime.data.media.media import Medium, list_media, media_identity
+from slime.data.media.media import Medium, list_media
 from slime.data.media.positions import ImageRun, find_runs, image_positions
 from slime.data.media.tower_cache import TowerCache
 from slime.models.vision import Vision
@@ -79,10 +79,6 @@ class SampleImages:
                 f"{got}; give the images of the prompt in the order of their tokens"
             )
         return cls(media, runs, tokens)
-
-    def prompt_identity(self, prompt: int) -> bytes:
-        """Returns bytes that are equal for samples whose prompts have equal images."""
-        return media_identity(self.media[run.medium] for run in self.runs if run.start < prompt)
 
 
 def pack_images(

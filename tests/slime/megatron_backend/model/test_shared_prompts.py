@@ -3,6 +3,7 @@ equal in float32, up to the order of sums."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from trainer_cases import make_checkpoints, make_config, make_samples, rank_data
 from slime.checkpoints.hf_config import read_hf_config
 from slime.data.packing import pack
 from slime.data.sharing.flops import forward_flops
-from slime.data.sharing.prompts import shares_prompts
+from slime.data.sharing.prompts import sample_images, shared_prompts, shares_prompts
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.model.attention import PackedAttention, packed_layout
 from slime.megatron_backend.model.rows import GatheredRows, take
@@ -63,6 +64,27 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+def forked_samples() -> list[Sample]:
+    """Returns the samples, in which a turn of sample 0 is a part of sample 1's prompt, sample 7 leaves sample 6 inside
+    its response, and sample 8 leaves sample 7 later. Only one sample trains a common token."""
+    samples = make_samples()
+    branches: dict[
+        int, tuple[list[int], list[int], int]
+    ] = {  # prompt, response, response tokens of earlier samples
+        0: ([5, 6, 7], [8, 9, 10, 11, 12], 0),
+        1: ([5, 6, 7, 8, 9, 20, 21], [22, 23], 0),
+        6: ([30, 31, 32], [33, 34, 35, 36, 37], 0),
+        7: ([30, 31, 32], [33, 34, 40, 41, 42], 2),
+        8: ([30, 31, 32], [33, 34, 40, 43], 3),
+    }
+    for index, (prompt, response, common) in branches.items():
+        sample, count = samples[index], len(response)
+        sample.tokens, sample.response_length = prompt + response, count
+        sample.loss_mask = [0] * common + [1] * (count - common)
+        sample.rollout_log_probs = [-4.5 + 0.1 * number for number in range(count)]
+    return samples
+
+
 def samples_with_experts() -> list[Sample]:
     """Returns samples with random experts per token, equal for a prompt, except that sample 8 differs from sample 7."""
     samples, generator = make_samples(), np.random.default_rng(0)
@@ -77,7 +99,14 @@ def samples_with_experts() -> list[Sample]:
     return samples
 
 
-def trained(root: Path, name: str, rank: int = 0, ranks: int = 1, **flags: Any) -> dict[str, Any]:
+def trained(
+    root: Path,
+    name: str,
+    rank: int = 0,
+    ranks: int = 1,
+    samples: Callable[[], list[Sample]] = samples_with_experts,
+    **flags: Any,
+) -> dict[str, Any]:
     """Runs two steps and returns metrics, old log-probs, the last gradients and the number of rows that the model
     computed."""
     given = STEPS | {"weight_dir": str(root / f"weights-{name}")} | flags
@@ -85,7 +114,7 @@ def trained(root: Path, name: str, rank: int = 0, ranks: int = 1, **flags: Any) 
     trainer = MegatronTrainer(config, rank, ranks, init_method=f"file://{root}/store-{name}", local_rank=rank)
     packed, trainer_pack = [], trainer.batches.pack
     trainer.batches.pack = lambda *a, **k: packed.append(trainer_pack(*a, **k)) or packed[-1]  # type: ignore[method-assign]
-    data = rank_data(config, samples_with_experts(), trainer.info.dp_rank, trainer.info.dp_size)
+    data = rank_data(config, samples(), trainer.info.dp_rank, trainer.info.dp_size)
     result = trainer.train(0, data)
     out = {
         "steps": result.steps,
@@ -93,6 +122,7 @@ def trained(root: Path, name: str, rank: int = 0, ranks: int = 1, **flags: Any) 
         "old": dict(zip(data["sample_indices"], data["old_log_probs"], strict=True)),
         "grads": {n: p.main_grad.clone() for n, p in trainer.policy.model.named_parameters()},
         "rows": [len(batch.part.tokens) for batch in packed],
+        "taken": [sum(batch.part.lengths) - len(batch.part.tokens) for batch in packed],
     }
     trainer.close()
     return out
@@ -128,6 +158,38 @@ def test_a_shared_prompt_changes_no_result(roots, model, case):
     assert all(torch.equal(again["grads"][name], g) for name, g in shared["grads"].items())
 
 
+@pytest.mark.parametrize("case", ["one-pass", "gspo", "native"])
+def test_branches_of_a_session_share_their_turns(roots, case):
+    """Log-probs, losses and gradients are those without sharing."""
+    root, flags = roots["dense"], DENSE[case]
+    shared = trained(root, f"{case}-tree", samples=forked_samples, **flags)
+    own = trained(root, f"{case}-branches", samples=forked_samples, **flags, share_prompts=False)
+    assert_same(shared, own)
+    assert sum(own["rows"]) - sum(shared["rows"]) == sum(shared["taken"]) > 0
+    again = trained(root, f"{case}-tree-again", samples=forked_samples, **flags)
+    assert all(torch.equal(again["grads"][name], g) for name, g in shared["grads"].items())
+
+
+def test_a_tree_of_branches():
+    """A sample takes the longest beginning of an earlier sample, whatever their order."""
+    data = rank_data_of(forked_samples())
+    images = sample_images(data, list(range(5)), None)
+    assert shared_prompts(data, list(range(5)), [], images) == [(0, 0), (0, 5), (2, 0), (2, 5), (3, 6)]
+    order = [1, 0, 4, 2, 3]
+    images = sample_images(data, order, None)
+    found = shared_prompts(data, order, [], images)
+    assert found == [(0, 0), (0, 5), (2, 0), (2, 5), (2, 6)]
+
+
+def rank_data_of(samples: list[Sample]) -> Any:
+    """Returns tokens and response lengths of samples 0, 1, 6, 7 and 8."""
+    chosen = [samples[i] for i in (0, 1, 6, 7, 8)]
+    return {
+        "tokens": [torch.tensor(sample.tokens) for sample in chosen],
+        "response_lengths": [sample.response_length for sample in chosen],
+    }
+
+
 def work(rank: int, roots: dict[str, Path]) -> None:
     found = {
         (model, name): trained(
@@ -157,16 +219,16 @@ def test_which_samples_share():
     tokens = [[*prompt, 4, 5], [7, 8, 9], [*prompt, 6], [*prompt, 4], [1, 2, 4]]
     data = {"tokens": [torch.tensor(t) for t in tokens], "response_lengths": [2, 1, 1, 1, 1]}
     batch = pack(data, [0, 1, 2, 3, 4], [], device="cpu", multiple=4, share_prompts=True)
-    # Samples 2 and 3 have only their response; [1, 2] of sample 4 is another prompt than [1, 2, 3].
-    assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 7, 8, 9, 6, 4, 1, 2, 4, 0, 0, 0]
-    assert batch.rows.tolist() == [2, 3, 6, 2, 2, 11] and batch.targets.tolist() == [4, 5, 9, 6, 4, 4]
+    # Samples 2 and 4 have only their last token. Sample 3 is the beginning of sample 0.
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 7, 8, 9, 6, 4, 0, 0]
+    assert batch.rows.tolist() == [2, 3, 6, 2, 2, 1] and batch.targets.tolist() == [4, 5, 9, 6, 4, 4]
     assert batch.sample_of_row.tolist() == [0, 0, 1, 2, 3, 4] and batch.mine is None
     layout = packed_layout(batch.part, "cpu")
-    assert layout.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 3, 0, 1, 2, 0, 0, 0]
-    assert layout.cu_seqlens_q.tolist() == [0, 5, 8, 9, 10, 13]
-    assert layout.cu_seqlens_kv.tolist() == [0, 5, 8, 12, 16, 19]
+    assert layout.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 2, 0, 0]
+    assert layout.cu_seqlens_q.tolist() == [0, 5, 8, 9, 10]
+    assert layout.cu_seqlens_kv.tolist() == [0, 5, 8, 12, 15]
     assert layout.keys is not None
-    assert layout.keys.order.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 8, 0, 1, 2, 9, 10, 11, 12]
+    assert layout.keys.order.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 8, 0, 1, 9]
     alone = pack(data, [1, 4], [], device="cpu", share_prompts=True)
     assert not alone.part.shares and packed_layout(alone.part, "cpu").keys is None
 
