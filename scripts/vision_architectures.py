@@ -39,6 +39,9 @@ def _axes(sections: list[int], *, alternating: bool) -> dict[str, Any]:
     return {"mrope_section": sections, **({"mrope_interleaved": True} if alternating else {})}
 
 
+WITHOUT_TOWER = ("kimi-k2.5",)
+"""Models whose tower the trainer does not build."""
+
 VISION_ARCHITECTURES: dict[str, Architecture] = {
     "qwen2.5-vl-7b": Architecture(
         *("qwen2_5_vl", 3584, 18944, 28, (28, 4), 128, QWEN_LARGE_VOCAB, 1e6, 128000, False),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from architectures import ARCHITECTURES
-from vision_architectures import VISION_ARCHITECTURES
+from vision_architectures import VISION_ARCHITECTURES, WITHOUT_TOWER
 
 from slime.config import Config
 from slime.models import Decoder, read_decoder
@@ -86,9 +86,18 @@ def test_engines_need_a_window_that_holds_an_image() -> None:
     check_tower(Config.from_flat(KEYS | {"loss_type": "sft_loss"}), small)
 
 
-@pytest.mark.parametrize("model", list(VISION_ARCHITECTURES))
+@pytest.mark.parametrize("model", sorted(VISION_ARCHITECTURES.keys() - WITHOUT_TOWER))
 @pytest.mark.parametrize(
     "flags", [{}, KEYS, KEYS | {"train_vision": True}, KEYS | {"pipeline_model_parallel_size": 4}]
 )
 def test_other_flags_pass(model: str, flags: dict[str, Any]) -> None:
     check_tower(Config.from_flat(flags), decoder_for(model))
+
+
+def test_images_for_a_text_model_of_a_checkpoint_with_a_tower() -> None:
+    decoder = decoder_for("kimi-k2.5")
+    check_tower(Config.from_flat({}), decoder)
+    with pytest.raises(
+        ValueError, match="--multimodal-keys must be left out for a model without a vision tower"
+    ):
+        check_tower(Config.from_flat(KEYS), decoder)
