@@ -98,7 +98,8 @@ class Mailbox:
             if reply.get("number") == self._number and reply.get("start") == self.start:
                 if reply["error"]:
                     raise RuntimeError(
-                        f"the owner of the queue could not perform a call: {reply['error']}; see rollout.log of the run"
+                        f"the owner of the queue must perform the calls of its hosts, got {reply['error']}; start the "
+                        "rollout host again, and see rollout.log of the run"
                     )
                 return list(reply["results"])
             state = read_plain(self.folder.state)
