@@ -2,7 +2,7 @@
 # The soak of this repository: `vime soak` with a tiny model on a CPU, every fault, and the run directory on a small disk.
 #
 #   bash scripts/soak.sh                                        500 steps, the last 240 without faults
-#   bash scripts/soak.sh --steps 60 --every 5 --quiet-steps 0   each fault once
+#   bash scripts/soak.sh --steps 70 --every 5 --quiet-steps 10  each fault once
 #
 # WORK is a new folder (default runs/soak). The record is WORK/run-soak: report.md and soak.json. Further words are
 # options of `vime soak` and flags of `vime train`; `vime soak --help` lists the options.
@@ -27,7 +27,7 @@ fi
   --device cpu --rollout-num-gpus 1 --actor-num-gpus-per-node 1 \
   --hf-checkpoint "$work/tiny/base" --prompt-data "$work/tiny/train.jsonl" \
   --input-key prompt --label-key label --apply-chat-template --rollout-shuffle \
-  --custom-generate-function-path lengths.generate --custom-rm-path untrained.odd_share --rollout-deadline-s 40 --engine-standby-s 5 \
+  --custom-generate-function-path lengths.generate --custom-rm-path untrained.odd_share --rollout-deadline-s 40 --engine-standby-s 1 \
   --rollout-batch-size 8 --n-samples-per-prompt 4 --num-steps-per-rollout 1 --rollout-max-response-len 128 \
   --use-dynamic-batch-size --max-tokens-per-gpu 2048 --lr 1e-4 --use-rollout-logprobs --max-staleness 1 \
   --run-dir "$run" --save "$run/checkpoint" --load "$run/checkpoint" --save-interval 4 --max-actor-ckpt-to-keep 2 \
