@@ -84,6 +84,9 @@ class Hosts:
         """Starts Ray on the host of a role, head or worker."""
         host = self.first if role == "head" else self.second
         variables = [f"TOKEN_FILE={self.token}", f"NODE_IP={host.address}", f"PYTHON={sys.executable}"]
+        variables += [
+            f"GLOO_SOCKET_IFNAME={host.interface}"
+        ]  # gloo would use the address of the machine's name
         variables += [f"PORT={PORT}"] if role == "head" else [f"HEAD={self.first.address}:{PORT}"]
         words = ["env", *variables, "bash", str(ROOT / "scripts/ray-cluster.sh"), role, *flags]
         path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])

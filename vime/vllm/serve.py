@@ -34,6 +34,7 @@ def wait_for_order(modules: Sequence[str]) -> list[str]:
     for module in modules:
         importlib.import_module(module)
     gc.freeze()
+    print("the imports are done; waiting for an engine to replace", flush=True)
     line = sys.stdin.readline()
     if not line:
         os._exit(0)

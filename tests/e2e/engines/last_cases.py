@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -92,7 +93,8 @@ def test_a_killed_engine_comes_back_with_the_last_weights(stack: Stack) -> None:
     name."""
     stack.pool.state.standby = standby = Standby(0.01)
     update = stack.push(stack.other)
-    while (waiting := standby._process) is None:
+    log = Path(stack.pool.state.members[0].spec.log_path).with_name("engine-standby.log")
+    while (waiting := standby._process) is None or "the imports are done" not in log.read_text():
         time.sleep(0.05)
     url = stack.pool.engine_urls[0]
     found: list[GenerateResult] = []
@@ -103,7 +105,13 @@ def test_a_killed_engine_comes_back_with_the_last_weights(stack: Stack) -> None:
     )
     thread.start()
     time.sleep(0.2)  # 300 tokens take a second
+    (imported,) = psutil.Process(waiting.pid).children()
+    mib, killed = imported.memory_full_info().uss / 2**20, time.monotonic()
     os.kill(server_of(url).pid, signal.SIGKILL)
+    while stack.pool.engine_urls in ([url], []):
+        time.sleep(0.05)
+    seconds, load = time.monotonic() - killed, os.getloadavg()[0]
+    print(f"the engine is back after {seconds:.1f} s; the standby had {mib:.0f} MiB; load {load:.1f}")
     thread.join()
     assert stack.pool.engine_urls != [url]
     (server,) = psutil.Process(waiting.pid).children()
