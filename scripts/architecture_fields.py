@@ -117,6 +117,25 @@ def gemma3(scalar: int, window: int, scaling: dict[str, Any] | None = None, **mo
     return {"query_pre_attn_scalar": scalar, "sliding_window": window, "rope_parameters": both, **more}
 
 
+def gemma4(window: int, wide: tuple[int, int], **more: Any) -> dict[str, Any]:
+    """Fields of Gemma 4 without experts that are not columns of the table: the window, and (heads of keys, head size)
+    of layers without a window."""
+    both = {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    return {
+        "sliding_window": window,
+        "num_global_key_value_heads": wide[0],
+        "global_head_dim": wide[1],
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+        "rope_parameters": both,
+        **more,
+    }
+
+
 def gemma2(scalar: int, window: int = 4096) -> dict[str, Any]:
     """Fields of Gemma 2 that are not columns of the table."""
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}

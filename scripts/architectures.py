@@ -21,6 +21,7 @@ from architecture_fields import (
     delta,
     gemma2,
     gemma3,
+    gemma4,
     indexer,
     latent,
     llama3,
@@ -192,6 +193,11 @@ ARCHITECTURES = {
         *("gemma3_text", 1152, 6912, 26, (4, 1), 256, GEMMA3_VOCAB, 1e6, 32768, True),
         *("bfloat16", "config.json of google/gemma-3-1b-it", None, None),
         gemma3(256, 512),
+    ),
+    "gemma-4-31b": Architecture(
+        *("gemma4_text", 5376, 21504, 60, (32, 16), 256, GEMMA3_VOCAB, 1e6, 262144, True),
+        *("bfloat16", "config.json of google/gemma-4-31B-it, without its vision tower", None, None),
+        gemma4(1024, (4, 512)),
     ),
     "gemma-2-2b": Architecture(
         *("gemma2", 2304, 9216, 26, (8, 4), 256, GEMMA2_VOCAB, 1e4, 8192, True),

@@ -128,6 +128,15 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class WideHeads:
+    """Heads of the layers of kind "keys_as_values", which differ from those of the other layers."""
+
+    groups: int
+    """Number of heads of keys."""
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class Experts:
     """The experts of the sparse layers."""
 
@@ -193,6 +202,10 @@ class Decoder:
     """Every head has a learned score, whose share of the softmax goes to no token."""
     output_gate: bool = False
     """A sigmoid that depends on the token multiplies the attention's output."""
+    wide: WideHeads | None = None
+    """Heads of layers of kind "keys_as_values"."""
+    layer_scale: bool = False
+    """A frozen factor multiplies each layer's output."""
     delta: DeltaNet | None = None
     """Sizes of gated delta net layers."""
     state_dtype: str = ""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from slime.models.decoder import DeltaNet
+from slime.models.decoder import DeltaNet, WideHeads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +32,8 @@ class Sizes:
     """V with padding."""
     delta: DeltaNet | None = None
     """Sizes of gated delta net layers."""
+    wide: WideHeads | None = None
+    """Heads of layers whose values are their keys."""
 
 
 def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -128,6 +130,24 @@ class GroupedQkv(Direct):
         by_group = full.reshape(sizes.groups, -1, *full.shape[1:])
         q_rows = by_group.shape[1] - 2 * sizes.head_dim
         return [x.flatten(0, 1) for x in by_group.split([q_rows, sizes.head_dim, sizes.head_dim], dim=1)]
+
+
+@dataclass(frozen=True)
+class GroupedQueryKey(Direct):
+    """Layout of q and k of `Sizes.wide` interleaved by group: (q heads of group 0, k 0, q heads of group 1, ..)."""
+
+    axis: int | None = 0
+
+    def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
+        assert sizes.wide is not None
+        groups = sizes.wide.groups
+        return cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+
+    def split(self, full: Tensor, sizes: Sizes) -> list[Tensor]:
+        assert sizes.wide is not None
+        by_group = full.reshape(sizes.wide.groups, -1, *full.shape[1:])
+        rows = [by_group.shape[1] - sizes.wide.head_dim, sizes.wide.head_dim]
+        return [x.flatten(0, 1) for x in by_group.split(rows, dim=1)]
 
 
 @dataclass(frozen=True)

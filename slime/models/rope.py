@@ -2,7 +2,8 @@
 compute.
 
 The kinds and their formulas are those of transformers' ROPE_INIT_FUNCTIONS, against which the tests compare: `default`,
-`linear` (Chen et al. 2306.15595), `llama3` and `yarn` (Peng et al. 2309.00071).
+`linear` (Chen et al. 2306.15595), `llama3`, `yarn` (Peng et al. 2309.00071) and `proportional`, which turns the first
+pairs of a head with the frequencies of the whole head.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "proportional": ((), ("factor", "partial_rotary_factor")),
     "yarn": (
         ("factor", "original_max_position_embeddings"),
         ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
@@ -75,6 +77,9 @@ class Rope:
 
         steps = torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size
         plain: torch.Tensor = 1.0 / self.theta**steps
+        if self.kind == "proportional":
+            turning = int(self.settings.get("partial_rotary_factor", 1.0) * self.size // 2)
+            return torch.where(steps * self.size < 2 * turning, plain / self.settings.get("factor", 1.0), 0.0)
         if self.kind == "linear":
             plain = plain / self.settings["factor"]
         if self.kind == "llama3":
@@ -185,7 +190,8 @@ def read_rope(
             f"rotary settings in config.json must be among {', '.join(sorted(known))} for rope_type {kind}, got "
             f"{', '.join(unknown)}; what they change is not known"
         )
-    size = _rotated(settings.get("partial_rotary_factor", fraction), head_dim, whole)
+    part = 1.0 if kind == "proportional" else settings.get("partial_rotary_factor", fraction)
+    size = _rotated(part, head_dim, whole)
     kept = {key: settings[key] for key in (*needed, *optional) if settings.get(key) is not None}
     return Rope(
         *(float(settings["rope_theta"]), size, kind, kept, interleaved),

@@ -4,6 +4,7 @@ share selected tokens."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slime.models import Decoder
@@ -33,11 +34,14 @@ def check_attention(c: Config, decoder: Decoder) -> None:
             "a2a",
             "leave the flag out",
         )
-    if c.megatron.cp_comm_type == "a2a" and not can_exchange_heads(decoder, tp, cp):
+    if decoder.wide is not None:
+        _divide(decoder.wide.groups, "key heads of layers without a window", tp)
+    narrow = decoder if decoder.wide is None else replace(decoder, groups=decoder.wide.groups)
+    if c.megatron.cp_comm_type == "a2a" and not all(can_exchange_heads(d, tp, cp) for d in (decoder, narrow)):
         raise FlagError(
             "--context-parallel-size",
             f"divide the {decoder.heads // tp} query heads of a tensor-parallel rank, and divide or be a "
-            f"multiple of its {max(decoder.groups // tp, 1)} heads of keys and values, with --cp-comm-type a2a",
+            f"multiple of its {max(narrow.groups // tp, 1)} heads of keys and values, with --cp-comm-type a2a",
             cp,
             "use --cp-comm-type all_gather or other sizes",
         )

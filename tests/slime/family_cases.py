@@ -81,6 +81,20 @@ TINY: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "pad_token_id": None,
     },
+    "gemma4_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "final_logit_softcapping": 3.0,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
     "mimo": {"num_nextn_predict_layers": 1},
     "olmo3": {
         "sliding_window": 6,
@@ -281,6 +295,7 @@ CASES: dict[str, FamilyCase] = {
     "gpt-oss": FamilyCase("gpt_oss", {"tie_word_embeddings": False}, engine=True),
     "gemma2": FamilyCase("gemma2", engine=True),
     "gemma3": FamilyCase("gemma3_text", engine=True),
+    "gemma4": FamilyCase("gemma4_text", engine=True),
     "gemma3-vl": FamilyCase("gemma3"),
     "qwen2-moe": FamilyCase("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine=True),
     # vLLM's CPU kernels of gated delta nets only have bfloat16.

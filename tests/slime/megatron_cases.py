@@ -77,6 +77,8 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
             # Scores differ by less, so the bias decides many choices.
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.04)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(directory)
     name_as_published(directory, kind)
     if kind in BUILT_AS or kind in PREDICTION:

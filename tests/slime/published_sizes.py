@@ -28,8 +28,9 @@ EXACT = {
     "qwen3-4b-instruct-2507": 4_022_468_096,
     "smollm2-135m": 134_515_008,
     "olmo-3-7b": 7_298_011_136,
+    "gemma-4-31b": 30_697_345_280,
 }
-"""Model -> number of elements in all tensors of the published checkpoint; a tied head counts once. The last three were
+"""Model -> number of elements in all tensors of the published checkpoint; a tied head counts once. The last four were
 computed with this project."""
 SHALLOW = (
     "llama-3.2-3b",

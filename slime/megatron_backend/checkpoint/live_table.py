@@ -16,12 +16,14 @@ from slime.models.lora import PREFIX as ADAPTERS
 
 
 def named(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters in model order. A router's weight is followed by its frozen bias, which is a buffer."""
+    """Yields parameters in model order. A router's weight is followed by its frozen bias, which is a buffer.
+    The frozen factors of layers, buffers too, are last."""
     for name, parameter in inner.named_parameters():
         yield name, parameter
         path, router, _ = name.rpartition(".router.weight")
         if router and (bias := inner.get_submodule(f"{path}.router").expert_bias) is not None:
             yield f"{path}.router.expert_bias", bias
+    yield from ((name, buffer) for name, buffer in inner.named_buffers() if name.endswith(".layer_scalar"))
 
 
 def parameters(

@@ -50,6 +50,7 @@ _BUCKET_RATIO = 1.5
 
 # Most elements of a bucket's mask. Beyond this, unused queries cost less than the mask's memory.
 _MASK_ELEMENTS = 2**24
+_FLASH_DIM = 256  # largest head of the variable-length kernel
 
 
 class RotaryAngles(NamedTuple):
@@ -375,7 +376,8 @@ class PackedAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, sinks: Tensor | None
     ) -> Tensor:
         """Computes query [n, A, D], key and value [K, G, D] of every run -> [n, A, D]."""
-        flash = query.is_cuda and query.dtype != torch.float32 and self.cap is None
+        fits = self.cap is None and query.shape[-1] <= _FLASH_DIM
+        flash = fits and query.is_cuda and query.dtype != torch.float32
         if self.attend is not None:
             out = self.attend(query, key, value, layout, self.scale, self.window)
         elif flash:

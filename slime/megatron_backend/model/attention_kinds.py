@@ -21,6 +21,11 @@ from slime.megatron_backend.model.attention import PackedAttention
 from slime.megatron_backend.model.gated_delta_net import GatedDeltaNet
 from slime.megatron_backend.model.latent.latent_attention import latent_attention
 from slime.megatron_backend.model.layers import NormedLinear
+from slime.megatron_backend.model.normed_values import (
+    KeyValueAttention,
+    NormedValueAttention,
+    query_key_product,
+)
 from slime.megatron_backend.model.norms import ProjectionNorm, RMSNorm
 from slime.models import Decoder, Layer
 
@@ -78,9 +83,27 @@ def gated_delta_net(core: TransformerConfig, decoder: Decoder, layer: Layer) -> 
     return ModuleSpec(GatedDeltaNet, params={"sizes": decoder.delta})
 
 
+def normed_values(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
+    """Returns `full_attention` with a norm of the values."""
+    spec = full_attention(core, decoder, layer)
+    spec.module = NormedValueAttention
+    return spec
+
+
+def keys_as_values(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
+    """Returns attention with the heads of `Decoder.wide`, whose values are the keys before their norm."""
+    assert decoder.wide is not None
+    spec = full_attention(core, decoder, layer)
+    spec.module, spec.params = KeyValueAttention, {**spec.params, "heads": decoder.wide}
+    spec.submodules.linear_qkv = query_key_product(decoder.wide)
+    return spec
+
+
 KINDS: dict[str, Callable[[TransformerConfig, Decoder, Layer], ModuleSpec]] = {
     "full": full_attention,
     "latent": latent_attention,
     "gated_delta_net": gated_delta_net,
+    "normed_values": normed_values,
+    "keys_as_values": keys_as_values,
 }
 """Maps `Layer.kind` to the function that returns the module of the attention slot."""

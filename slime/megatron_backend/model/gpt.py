@@ -200,8 +200,8 @@ def build_model(
     vocab = hf_config["vocab_size"]
     flags = config.megatron
     padded = flags.padded_vocab_size or padded_vocab_size(vocab, flags.make_vocab_size_divisible_by, tp)
-    delta = read_decoder(hf_config).delta
-    sizes = Sizes(core.num_query_groups, core.kv_channels, vocab=vocab, padded_vocab=padded, delta=delta)
+    decoder = read_decoder(hf_config)
+    sizes = Sizes(core.num_query_groups, core.kv_channels, vocab, padded, decoder.delta, decoder.wide)
     if has_tower is None:
         has_tower = sees_images(config)
     stages = core.virtual_pipeline_model_parallel_size

@@ -18,7 +18,8 @@ from slime.models import Decoder, Layer
 def layer_spec(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
     """Returns the spec of a layer. Modules that are not replaced are Megatron's local modules."""
     spec: ModuleSpec = get_gpt_layer_local_spec(normalization=core.normalization)
-    spec.module, spec.params = DecoderLayer, {"post_norms": decoder.post_norms}
+    spec.module = DecoderLayer
+    spec.params = {"post_norms": decoder.post_norms, "scaled": decoder.layer_scale}
     modules = spec.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm if decoder.pre_norms else IdentityOp
     modules.self_attention = KINDS[layer.kind](core, decoder, layer)

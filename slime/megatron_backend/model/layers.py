@@ -103,13 +103,23 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has
     """Megatron's layer. With full recomputation, it keeps no tensors inside and is Megatron's layer unchanged.
 
     `post_norms`: the outputs of attention and MLP have norms, before they are added to the residual stream. Without
-    norms of their inputs (`Decoder.pre_norms`), the products read the residual stream.
+    norms of their inputs (`Decoder.pre_norms`), the products read the residual stream. `scaled`: the
+    frozen factor `layer_scalar` multiplies the output.
     """
 
     def __init__(
-        self, config: TransformerConfig, *args: Any, post_norms: bool = False, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        post_norms: bool = False,
+        scaled: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
+        self.layer_scalar: Tensor | None = None
+        if scaled:
+            del self.layer_scalar
+            self.register_buffer("layer_scalar", torch.ones(1))
         if post_norms:
             self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
             self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
@@ -119,7 +129,7 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has
         # this class replaces --recompute-modules layernorm; Megatron's own code needs Transformer Engine
         self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
         if config.recompute_granularity != "full" and isinstance(self.input_layernorm, RMSNorm):
-            for name in ("linear_qkv", "in_proj"):
+            for name in ("linear_qkv", "linear_qk", "in_proj"):
                 if isinstance(first := getattr(self.self_attention, name, None), NormedLinear):
                     defer(self.input_layernorm, first)
             if (
@@ -132,6 +142,8 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has
         if self.is_moe_layer:
             self.mlp.prepare(packed_seq_params)
         hidden, context = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if self.layer_scalar is not None:
+            hidden = hidden * self.layer_scalar
         return add_deep(hidden, packed_seq_params, self.layer_number - 1), context
 
 

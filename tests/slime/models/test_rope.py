@@ -20,6 +20,7 @@ CASES = {
     "linear": {"rope_type": "linear", "factor": 2.5},
     "llama3": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 8192},
     "llama3-short": {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 64},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
     "yarn-factor-given": {
         "rope_type": "yarn",

@@ -99,7 +99,10 @@ def live_tensors(
     files = _file_names(model, update)
     known = {*update, *files}
     shared = "shared_expert" if any(".shared_expert." in name for name in update) else "shared_experts"
+    visited = set[int]()
     for path, module in model.named_modules(remove_duplicate=False):
+        again = id(module) in visited
+        visited.add(id(module))
         found: Iterable[tuple[str, object, torch.Tensor | Quantized]]
         if has_experts(module):
             found = expert_tensors(path, module, known, files)
@@ -107,7 +110,16 @@ def live_tensors(
             path = hf_path(path, shared)
             found = _module_tensors(path, module, packed.get(path.rpartition(".")[2]), update)
         for name, holder, value in found:
-            yield files.get(name, name), holder, value
+            name = _source(files.get(name, name), update)
+            if name in update or not again:  # else another path of a module that was visited under its name
+                yield name, holder, value
+
+
+def _source(name: str, update: Collection[str]) -> str:
+    """Returns the name of the tensor that a live tensor holds. A projection without values in files holds the keys
+    twice."""
+    keys = name.replace(".v_proj.", ".k_proj.")
+    return keys if name not in update and keys in update else name
 
 
 def _module_tensors(
@@ -126,6 +138,9 @@ def _module_tensors(
             parts = [leaf]
         for part, holder, value in _pieces(module, kind, parameter, parts):
             yield ".".join(filter(None, [parent, part, kind])), holder, value
+    for kind, buffer in module.named_buffers(recurse=False):
+        if f"{path}.{kind}" in update:
+            yield f"{path}.{kind}", module, buffer
 
 
 def _pieces(

@@ -1,0 +1,73 @@
+"""Tests how Gemma 4's config.json is read: heads per kind of layer, and the parts that are not supported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime.config import Config
+from slime.models import read_decoder
+from slime.models.decoder import WideHeads
+from slime.rules.heads import check_attention
+
+HF: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size": 262144,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 1024,
+}
+WRITTEN = {i: {"head_dim": 512, "num_key_value_heads": 4} for i in ("05", "11")}
+"""How transformers writes the heads of layers without a window."""
+
+
+def test_layers_have_their_own_heads():
+    decoder = read_decoder(HF)
+    assert decoder.wide == WideHeads(groups=4, head_dim=512)
+    assert [layer.kind for layer in decoder.layers] == (["normed_values"] * 5 + ["keys_as_values"]) * 2
+    full, local = decoder.layers[5].attention, decoder.layers[0].attention
+    assert full.params == 5376 * 512 * (32 + 4 + 32) and local.params == 5376 * 256 * (32 + 16 + 16 + 32)
+    assert full.cache == 2 * 4 * 512 and local.cache == 2 * 16 * 256
+    assert [rope.size for rope in decoder.ropes] == [512, 256]
+    frequencies = decoder.ropes[0].frequencies()
+    assert (frequencies[:64] > 0).all() and not frequencies[64:].any()
+    published = {key: value for key, value in HF.items() if "global" not in key}
+    assert read_decoder({**published, "per_layer_config": WRITTEN}) == decoder
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"hidden_size_per_layer_input": 256},
+            "hidden_size_per_layer_input in config.json must be 0, got 256",
+        ),
+        ({"num_kv_shared_layers": 10}, "num_kv_shared_layers in config.json must be 0, got 10"),
+        ({"enable_moe_block": True}, "enable_moe_block in config.json must be False, got True"),
+        ({"attention_k_eq_v": False}, "attention_k_eq_v in config.json must be True, got False"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention in config.json must be None"),
+        (
+            {"per_layer_config": {"05": {"head_dim": 128}}},
+            "must give one size of heads to the layers without a",
+        ),
+    ],
+)
+def test_parts_that_are_not_supported(changed, message):
+    with pytest.raises(ValueError, match=message):
+        read_decoder({**HF, **changed})
+
+
+def test_ranks_share_the_fewer_heads():
+    check_attention(Config.from_flat({"tensor_model_parallel_size": 4}), read_decoder(HF))
+    with pytest.raises(ValueError, match="must divide the 4 key heads of layers without a window, got 8"):
+        check_attention(Config.from_flat({"tensor_model_parallel_size": 8}), read_decoder(HF))
