@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config.fields import Values, spelled
 from slime.hardware import HARDWARE
 from slime.models import family_for, read_decoder
@@ -13,6 +14,7 @@ from slime.models.latent import Latent
 from slime.plan.model_shape import Shape
 from slime.plan.scheme_bytes import attention_outputs
 from slime.records.errors import FlagError
+from slime.roles import get_roles
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -95,7 +97,8 @@ def _check_bitwise(c: Config) -> None:
 
 
 def check_fp8_model(c: Config, hf: Hf) -> None:
-    """Checks that the inputs of each product are whole groups of 128 on each trainer rank."""
+    """Checks that the inputs of each product are whole groups of 128 on each trainer rank, in each model of the
+    trainer."""
     if not c.megatron.has_fp8_blocks:
         return
     shape = Shape.of(hf)
@@ -107,6 +110,15 @@ def check_fp8_model(c: Config, hf: Hf) -> None:
             head,
             "leave --rlk-bitwise out: the trainer's blocks of queries, keys and values are others than the engine's",
         )
+    others = dict.fromkeys(role.shape(c) for role in get_roles(c))
+    others.pop(str(c.rollout.hf_checkpoint), None)
+    shapes = {"--hf-checkpoint": shape} | {name: Shape.of(read_hf_config(name)) for name in others}
+    for model, each in shapes.items():
+        _check_sizes(c, model, each)
+
+
+def _check_sizes(c: Config, model: str, shape: Shape) -> None:
+    """Checks the sizes of one model of the trainer."""
     for name, size, flag, ranks in product_inputs(c, shape):
         if size % (ranks * GROUP) == 0:
             continue
@@ -114,7 +126,7 @@ def check_fp8_model(c: Config, hf: Hf) -> None:
         fewer = next(fits, None)
         instead = "" if fewer is None else f", or use {flag} {fewer}"
         raise FlagError(
-            f"{name} of --hf-checkpoint",
+            f"{name} of {model}",
             f"be a multiple of {GROUP} on each trainer rank with {_BLOCKS}",
             size if ranks == 1 else f"{size} / {ranks} = {size / ranks:g}",
             f"leave --fp8-format and --fp8-recipe out{instead}",

@@ -121,6 +121,13 @@ def test_what_does_not_fit_fp8_is_an_error(
     assert message in found
 
 
+def test_a_teacher_whose_sizes_do_not_fit_is_an_error(tmp_path: Path) -> None:
+    write_model(tmp_path / "teacher", **{**SIZES, "hidden_size": 192})
+    teacher = f"--use-opd --opd-type megatron --opd-teacher-load {tmp_path / 'teacher'}"
+    with pytest.raises(ValueError, match=r"hidden_size of .*teacher must be a multiple of 128 .* got 192"):
+        parsed(tmp_path, f"{BLOCKS} {teacher}")
+
+
 @pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-30b-a3b", "deepseek-v3", "qwen2.5-0.5b", "glm-4.5-355b"])
 def test_published_sizes_are_whole_blocks(tmp_path: Path, name: str) -> None:
     architecture = ARCHITECTURES[name]

@@ -17,6 +17,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from rl_kernel import fp8
 from slime.megatron_backend.checkpoint.weights import export_hf
 from slime.megatron_backend.model.gpt import unwrap
+from slime.megatron_backend.model.moe.experts import GatedExperts
+from slime.megatron_backend.model.products.fp8 import Fp8Forward
+from slime.megatron_backend.model.products.linear import LAYERS
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
@@ -90,3 +93,55 @@ def test_logits_and_gradients_are_those_of_transformers_in_fp8(tmp_path: Path, k
     assert ours.keys() == theirs.keys()
     for name, gradient in ours.items():
         assert relative(gradient, theirs[name]) < 1e-3, name
+
+
+LATENT: dict[str, Any] = {
+    **{"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128},
+    **{"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
+}
+
+
+def test_latent_attention_computes_in_fp8(tmp_path: Path):
+    """The projection to latent keys and values has 160 outputs: its last block has 32 rows."""
+    tiny_checkpoint(tmp_path / "model", "deepseek_v3", **LATENT)
+    batch, plain = one_sequence(), loaded(tmp_path / "model")
+    model = loaded(tmp_path / "model", **BLOCKS)
+    found, want = packed_logits(model, batch), packed_logits(plain, batch)
+    assert 1e-3 < relative(found, want) < 0.2
+    for logits in (found, want):
+        sum_loss(logits, batch).backward()
+    for ours, theirs in zip(unwrap(model).parameters(), unwrap(plain).parameters(), strict=True):
+        assert relative(ours.main_grad, theirs.main_grad) < 0.5 or theirs.main_grad.norm() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "plain"),
+    [
+        ("deepseek_v3", LATENT, {"output_layer"}),
+        ("qwen3_next", SHAPES["qwen3_moe"], {"output_layer", "in_proj", "out_proj"}),
+    ],
+)
+def test_parts_that_keep_the_dtype_of_the_weights(
+    tmp_path: Path, kind: str, shape: dict[str, Any], plain: set[str]
+):
+    """The head and gated delta nets. Experts compute together, so their own layers are not called."""
+    tiny_checkpoint(tmp_path / "model", kind, **shape)
+    core = unwrap(loaded(tmp_path / "model", **BLOCKS))
+    kept, experts = set(), []
+    for name, module in core.named_modules():
+        if isinstance(module, GatedExperts):
+            experts.append(module.fp8_powers)
+            continue
+        called = isinstance(module, LAYERS) and ".local_experts." not in name
+        if called and not isinstance(module._forward_impl, Fp8Forward):
+            kept.add(name.rpartition(".")[2])
+    assert kept == plain and experts and set(experts) == {False}
+
+
+def test_the_first_and_last_layers_may_keep_the_dtype_of_the_weights(tmp_path: Path):
+    shape = {**SHAPES["qwen3"], "num_hidden_layers": 3}
+    tiny_checkpoint(tmp_path / "model", "qwen3", **shape)
+    overrides = {**BLOCKS["overrides"], "first_last_layers_bf16": True}
+    layers = unwrap(loaded(tmp_path / "model", overrides=overrides)).decoder.layers
+    found = [isinstance(layer.mlp.linear_fc1._forward_impl, Fp8Forward) for layer in layers]
+    assert found == [False, True, False]
