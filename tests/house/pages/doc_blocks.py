@@ -19,6 +19,7 @@ from house_tree import ROOT, files
 
 from slime.config.core_table import core_flags
 from slime.config.fields import spelled
+from slime.config.megatron_flags import HISTORICAL
 from slime.environments.hubs import find_environment
 from vime import cli
 from vime.backends import parse_config, public_rows
@@ -119,7 +120,7 @@ def blocks(language: str) -> list[Block]:
 @cache
 def flags_of_runs() -> frozenset[str]:
     """Returns the flags of `vime train`, Megatron's among them, and their --no- forms."""
-    flags = {row["flag"] for row in public_rows()} | {spelled(name) for name in core_flags()}
+    flags = {row["flag"] for row in public_rows()} | {spelled(name) for name in (*core_flags(), *HISTORICAL)}
     return frozenset(flags | {f"--no-{flag[2:]}" for flag in flags} | {"--config"})
 
 
