@@ -146,6 +146,7 @@ PARTS = {
     r"docs/hooks\.md": "a part of a function",
     r"docs/served-models\.md": "a part of a function",
     r"docs/python-api\.md": "needs a model; tests/e2e/examples/test_python_api.py runs such programs",
+    r"docs/testing\.md": "a file of tests; tests/vime/testing has such files",
 }
 """Pages with a Python block that is not a program, each with the reason. The test runs its imports and compiles
 it."""

@@ -196,10 +196,6 @@ def test_model_args_that_disagree(name, value, shown):
             "--fp8-format e4m3 --fp8-recipe blockwise does not",
         ),
         (
-            "--fp4-format e2m1",
-            "--fp4-format must be left out with --transformer-impl local, got e2m1; fp4 needs",
-        ),
-        (
             "--tp-comm-overlap",
             "--tp-comm-overlap must be left out with --transformer-impl local, got it; this overlap",
         ),
@@ -214,14 +210,14 @@ def test_what_needs_transformer_engine_is_refused_without(argv, flags, shown):
 
 
 def test_what_was_never_run_is_noted(argv):
-    flags = "--cuda-graph-impl local --cpu-offloading"
+    flags = "--cuda-graph-impl local --external-cuda-graph"
     said = [
         note.partition(":")[0]
         for note in parse_args([*argv, *flags.split()]).notes
         if "never run here" in note
     ]
     assert said == [flag for flag in flags.split() if flag.startswith("--")]
-    assert not parse_args([*argv, "--cuda-graph-impl", "none", "--no-cpu-offloading"]).notes
+    assert not parse_args([*argv, "--cuda-graph-impl", "none"]).notes
 
 
 def test_model_args_of_other_layouts():
