@@ -34,7 +34,7 @@ class Fp8Case:
         return x.to(dtype), weights.to(dtype), normal(self.rows, self.outputs).to(dtype)
 
     def ends(self, device: str = "cpu") -> Tensor | None:
-        """Returns the end of each expert's rows, int32 [E]."""
+        """Returns where each expert's rows end, int32 [E]."""
         if not self.shares:
             return None
         return torch.tensor(self.shares, device=device).cumsum(0, dtype=torch.int32)

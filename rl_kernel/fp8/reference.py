@@ -114,6 +114,6 @@ def weight_gradients(upstream: Tensor, x: Tensor, ends: Tensor | None, power_of_
 
 
 def expert_slices(ends: Tensor | None, x: Tensor) -> Sequence[slice]:
-    """Returns the rows of each expert, or all rows of x without `ends`. The host waits for `ends`."""
+    """Returns the rows per expert, or all rows of x without `ends`. The host waits for `ends`."""
     stops = [len(x)] if ends is None else ends.tolist()
     return [slice(first, last) for first, last in zip([0, *stops[:-1]], stops, strict=True)]

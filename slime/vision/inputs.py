@@ -28,7 +28,7 @@ class MediaFile:
     key: str
     """Digest of the content and of the processor's settings. It is the key of an engine's encoder cache too."""
     path: str
-    """File in the format safetensors, with the processor's tensors of this image."""
+    """File in the format safetensors, with the processor's tensors for the image."""
     tokens: int
     """Number of ids that the image has in the prompt."""
     grid: tuple[int, ...] = ()
@@ -67,17 +67,17 @@ class ImageInputs:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The digest of each image and video."""
+        """One digest per image and video."""
         return tuple(item.key for item in self.items)
 
     @property
     def grids(self) -> tuple[tuple[int, ...], ...]:
-        """The grid of each image and video."""
+        """One grid per image and video."""
         return tuple(item.grid for item in self.items)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
+        """The tensors' bytes."""
         return sum(item.bytes for item in self.items)
 
     def exist(self) -> bool:

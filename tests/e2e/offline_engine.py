@@ -100,8 +100,19 @@ def offline_engine(
     # For Kimi K2, vLLM changes the model_type of transformers' class, and later checkpoints would be saved under it.
     monkeypatch.setattr(DeepseekV3Config, "model_type", DeepseekV3Config.model_type)
     from vllm import LLM
+    from vllm.compilation import decorators
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor.models import registry
+
+    # vLLM's transformers backend would change classes of transformers, with which other tests of this process compute.
+    mark = decorators._support_torch_compile
+    monkeypatch.setattr(
+        decorators,
+        "_support_torch_compile",
+        lambda cls, *given, **named: (
+            cls if cls.__module__.startswith("transformers.") else mark(cls, *given, **named)
+        ),
+    )
 
     # vLLM inspects a model's class in a process that imports vLLM again. This process imports the class anyway.
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda function: function())

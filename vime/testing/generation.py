@@ -76,7 +76,7 @@ def check_agent(
         engine: the fixture `tiny_engine`.
         rows: lines of a prompt file, which the conversations take in turn.
         conversations: number of conversations.
-        parts: most samples of one conversation. An agent that changes earlier messages makes several.
+        parts: most samples per conversation. An agent that changes earlier messages makes several.
         flags: more flags of the run.
 
     Raises AssertionError as `check_generate` does, and if a conversation has more than `parts` samples. Then a later

@@ -45,7 +45,7 @@ def check_reward(
         reward: the function of --custom-rm-path, or its path. It may have the form of TRL or verl.
         samples: samples with prompt, response, label and metadata.
         expected: the values of `samples`, compared within 1e-6.
-        limit_s: the longest time of one call, in seconds.
+        limit_s: the longest time per call, in seconds.
         odd: responses with which each distinct label is scored, too. Their values must be finite numbers.
         group: True for a reward that gets all samples of a prompt (--group-rm).
         reward_key: the entry of a dict that is the reward (--reward-key).

@@ -1,4 +1,4 @@
-"""One optimizer step of the real trainer on given samples, in processes of its own."""
+"""One optimizer step of the real trainer on given samples, in separate processes."""
 
 from __future__ import annotations
 

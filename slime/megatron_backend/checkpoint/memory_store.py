@@ -39,7 +39,7 @@ _CHUNK_BYTES = 2**28
 
 @dataclass(frozen=True)
 class _Share:
-    """A part of a storage. Each rank of `group` (None: this rank alone) stores `size` bytes of it at `offset` of its
+    """A part of a storage. Each rank of `group` (None: this rank alone) stores `size` bytes at `offset` of its
     slot; the last ranks' bytes may be fewer."""
 
     whole: Tensor
@@ -176,7 +176,7 @@ def _iter_shares(state: State) -> Iterator[_Share]:
 
 
 def _gather(share: _Share) -> None:
-    """Completes `share.whole` from the parts of all ranks."""
+    """Completes `share.whole` from the ranks' parts."""
     mine = torch.zeros(share.size, dtype=torch.uint8, device=share.whole.device)
     mine[: share.mine().numel()].copy_(share.mine())
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(share.group))]

@@ -5,7 +5,7 @@
     snapshot's rules  <-- newest tokens --  partial groups                <-----  saves tokens, renews the lease
     filters, batch  <----- answer --------  ready groups                  <-----  answers
 
-The package straw (straw-queue) stores the groups and the leases. The manager owns the queue, and is a host of its own
-queue, too. Every other process reaches it through two small files (`mailbox`), so the shared folder is the only
+The package straw (straw-queue) stores the groups and the leases. The manager owns the queue, and works on it
+as a host, too. Every other process reaches it through two small files (`mailbox`), so the shared folder is the only
 connection between hosts. The stream (`slime.rollout.stream`) decides about every group, as without a queue.
 """

@@ -93,14 +93,14 @@ def make_private(path: Path) -> None:
 
 
 def write_plain(path: Path, fields: Mapping[str, object]) -> None:
-    """Replaces a file in one step, so that no reader sees a part of it."""
+    """Replaces a file in one step, so that no reader sees an incomplete file."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(json.dumps(fields), encoding="utf-8")
     os.replace(scratch, path)
 
 
 def read_plain(path: Path) -> Plain | None:
-    """Returns the content of a file of the queue. None without the file, or while a network disk shows a part of it."""
+    """Returns the content of a file of the queue. None without a complete file: a network disk may show a part."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -109,7 +109,7 @@ class Mailbox:
 
 
 class Postman:
-    """The owner's thread that performs the calls of all hosts."""
+    """The owner's thread that performs the hosts' calls."""
 
     def __init__(self, folder: QueueFolder, start: int, handle: Handle) -> None:
         self._folder, self._start, self._handle = folder, start, handle

@@ -49,7 +49,7 @@ class Storage:
         self._stores: list[SharedFilesystemStore] = []
 
     def make_store(self) -> SharedFilesystemStore:
-        """Returns a store with a writer of its own. Raises ValueError for a folder of another run."""
+        """Returns a store with its own writer. Raises ValueError for a folder of another run."""
         self.folder.store.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             backend = FilesystemBackend(self.folder.store, **self._backend)

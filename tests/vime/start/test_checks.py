@@ -129,8 +129,8 @@ WRONG: dict[str, tuple[Change, str]] = {
     ),
     "an unknown flag": (with_flags("--lrr 1"), "--lrr is not a known flag"),
     "a wrong model": (
-        written("model/config.json", json.dumps({"model_type": "qwen9"})),
-        "model_type in config.json must be one of",
+        written("model/config.json", json.dumps({"model_type": "qwen9"})),  # its tensors are those of Llama
+        "config.json must give hidden_size, got none",
     ),
     "two problems": (with_flags("--lrr 1 --prompt-data {dir}/none.jsonl"), "2 problems:"),
     "too little room": (with_flags("--run-dir {dir}/other"), "MiB of room for "),

@@ -37,7 +37,9 @@ def test_weights_have_vllms_scales_and_nearly_all_of_its_codes() -> None:
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     weight = draw(256, 384)
-    theirs, their_scales = per_block_cast_to_fp8(weight)
+    # A trainer of an earlier test redirects the device, which vLLM's compiled function would read.
+    with torch.compiler.set_stance("force_eager"):
+        theirs, their_scales = per_block_cast_to_fp8(weight)
     codes, scales = reference.quantize_blocks(weight)
     assert torch.equal(scales, their_scales)
     differing = (codes.view(torch.uint8) != theirs.view(torch.uint8)).sum().item()

@@ -130,11 +130,20 @@ NEWER = {
     "spec_decode_metrics": "outputs.py",
 }
 """Names that the oldest vLLM lacks, and that the code can do without."""
-_OF_OTHERS = {"__name__", "__wrapped__", "getLogger", "name", "tie_word_embeddings", "get_shape"}
+_OF_OTHERS = {
+    "__name__",
+    "__wrapped__",
+    "getLogger",
+    "index_topk",
+    "name",
+    "tie_word_embeddings",
+    "get_shape",
+}
 _OURS = {
     "adapter",
     "aux_output_connector",
     "piece",
+    "skipped_weights",
     "vllm_reasoning_parser",
     "vllm_tool_call_parser",
 }

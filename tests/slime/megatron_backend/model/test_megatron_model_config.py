@@ -74,7 +74,8 @@ def test_rope_theta_from_old_and_new_files(places):
         ),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-            "must be one of default, linear, llama3, yarn, got 'dynamic'; its frequencies change with the length",
+            "must be one of default, linear, llama3, proportional, yarn, got 'dynamic'; its frequencies change with "
+            "the length",
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "warp": 3}},

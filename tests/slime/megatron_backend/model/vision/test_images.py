@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from family_cases import CASES, MULTIMODAL
+from family_cases import CASES
 from megatron_cases import assert_gradients_equal, hf_gradients, make_config, sum_loss, tiny_checkpoint
 from safetensors.torch import load_file
 from tower_cases import KEYS, count_tokens, image_hidden, image_logits, make_samples, read_vision
@@ -17,11 +17,12 @@ from slime.data.sharing.prompts import sample_images, shared_prompts
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
 from slime.megatron_backend.model.gpt import build_model, output_weight, unwrap
 from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.model.vision.towers import TOWERS
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models import family_for
 from slime.models.vision import PREFIX
 
-MODELS = [name for name, case in CASES.items() if case.kind in MULTIMODAL]
+MODELS = [name for name, case in CASES.items() if case.kind in TOWERS]
 VOCAB = 99
 
 
