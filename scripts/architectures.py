@@ -181,7 +181,7 @@ ARCHITECTURES = {
     ),
     "olmo-3-7b": Architecture(
         *("olmo3", 4096, 11008, 32, (32, 32), 128, (100278, 100257), 5e5, 65536, False),
-        *("bfloat16", "config.json of allenai/Olmo-3-7B-Instruct", None, None),
+        *("bfloat16", "public descriptions of allenai/Olmo-3-7B-Instruct, not its config.json", None, None),
         olmo3(4096, {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}),
     ),
     "minimax-m2": Architecture(
@@ -196,7 +196,12 @@ ARCHITECTURES = {
     ),
     "gemma-4-31b": Architecture(
         *("gemma4_text", 5376, 21504, 60, (32, 16), 256, GEMMA3_VOCAB, 1e6, 262144, True),
-        *("bfloat16", "config.json of google/gemma-4-31B-it, without its vision tower", None, None),
+        *(
+            "bfloat16",
+            "public descriptions of google/gemma-4-31B-it, not its config.json; without its vision tower",
+            None,
+            None,
+        ),
         gemma4(1024, (4, 512)),
     ),
     "gemma-2-2b": Architecture(
@@ -242,13 +247,21 @@ ARCHITECTURES = {
     ),
     "deepseek-v3.2": Architecture(
         *("deepseek_v32", 7168, 18432, 61, (128, 128), 64, (129280, 128000), 1e4, 163840, False, "bfloat16"),
-        *("config.json of deepseek-ai/DeepSeek-V3.2, without its layer of prediction", None, (256, 8, 2048)),
+        *(
+            "public descriptions of deepseek-ai/DeepSeek-V3.2, not its config.json; without its layer of prediction",
+            None,
+            (256, 8, 2048),
+        ),
         latent(1536, (128, 128), 3, 1, 2.5, n_group=8, topk_group=4, **indexer(64)),
         deepseek_yarn(40.0),
     ),
     "glm-5": Architecture(
         *("glm_moe_dsa", 6144, 12288, 78, (64, 64), 64, (154880, 154820), 1e6, 202752, False, "bfloat16"),
-        *("config.json of zai-org/GLM-5, without its layer of prediction", None, (256, 8, 2048)),
+        *(
+            "slime's script for GLM-5, not its config.json; without its layer of prediction",
+            None,
+            (256, 8, 2048),
+        ),
         latent(2048, (192, 256), 3, 1, 2.5, rms_norm_eps=1e-5, indexer_rope_interleave=True, **indexer(32)),
     ),
     "moonlight-16b-a3b": Architecture(

@@ -80,7 +80,7 @@ VISION_ARCHITECTURES: dict[str, Architecture] = {
     ),
     "kimi-k2.5": Architecture(
         *("kimi_k25", 7168, 18432, 61, (64, 64), 64, (163840, 163584), 5e4, 262144, False),
-        *("bfloat16", "config.json of moonshotai/Kimi-K2.5, in bfloat16"),
+        *("bfloat16", "public descriptions of moonshotai/Kimi-K2.5, not its config.json; in bfloat16"),
         experts=(384, 8, 2048),
         more=latent(1536, (128, 128), 1, 1, 2.827, rms_norm_eps=1e-5, model_type="deepseek_v3"),
         rotary=deepseek_yarn(64.0),

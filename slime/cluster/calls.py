@@ -26,6 +26,10 @@ def log_path(config: Config, name: str) -> Path:
     return Path(config.logging.run_dir).resolve() / "logs" / f"{name}.log"
 
 
+DIED = "its process died without an error: it was killed, ran out of memory, or crashed"
+"""Reason of an error if Ray has reported no cause."""
+
+
 class ActorError(RuntimeError):
     """Raised when a call of an actor fails. The message has the actor's name and the actor's error. `log` is the
     actor's log file. `details` is the remote traceback, or Ray's report on a process that died.
@@ -41,8 +45,7 @@ class ActorError(RuntimeError):
         if isinstance(error, RayTaskError):
             reason = add_location(f"{type(error.cause).__name__}: {error.cause}", str(error))
             return cls(name, reason, log, str(error))
-        reason = "its process died without an error: it was killed, ran out of memory, or crashed"
-        return cls(name, reason, log, str(error), died=True)
+        return cls(name, DIED, log, str(error), died=True)
 
 
 _DEATH_S = 3.0  # after a first failure, the time for Ray to report a dead process

@@ -250,7 +250,7 @@ def longest_sample(c: Config) -> int:
 
 def micro_batch_tokens(c: Config) -> int | None:
     """Returns the most tokens of a micro-batch on one rank, or None if no length has a limit. A sample that is longer
-    than --max-tokens-per-gpu is a micro-batch of its own."""
+    than --max-tokens-per-gpu is alone in its micro-batch."""
     if c.data.use_dynamic_batch_size:
         return max(c.data.max_tokens_per_gpu or 0, longest_sample(c))
     prompt, response = c.rollout.rollout_max_prompt_len, c.rollout.rollout_max_response_len

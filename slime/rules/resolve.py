@@ -107,6 +107,8 @@ def _device(c: argparse.Namespace) -> None:
         c.device = "cuda" if _has_gpu() else "cpu"
     if c.device == "cpu":
         c.distributed_backend = "gloo"
+    if c.engine_standby_s is None:  # no GPU has run the process that waits
+        c.engine_standby_s = 60.0 if c.device == "cpu" else 0.0
     by_flag = {"float32": c.fp32, "float16": c.fp16, "bfloat16": c.bf16}
     c.params_dtype = next(
         (k for k, on in by_flag.items() if on), "float32" if c.device == "cpu" else "bfloat16"

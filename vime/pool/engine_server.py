@@ -145,7 +145,7 @@ class Standby:
     """Keeps a process that has imported the modules of an engine's server, on this host. An engine that is replaced
     becomes this process, so its start does not wait for the imports. All threads may call every method.
 
-    The process starts `after_s` seconds after the last start of an engine. With 0, there is none.
+    The process starts `after_s` seconds after the last start of an engine. With 0, no process starts.
     """
 
     def __init__(self, after_s: float) -> None:

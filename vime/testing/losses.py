@@ -39,7 +39,7 @@ def check_loss(loss: Hook | str, **flags: object) -> Trained:
         model = write_tiny_model(folder / "model")
         settings = {"loss_type": "custom_loss", "custom_loss_function_path": f"{__name__}.probe", **flags}
         run_ranks(_train_both, 2, (path, model, folder, make_samples(), settings))
-        slopes = torch.load(folder / "slopes.pt", weights_only=True)
+        slopes = torch.load(folder / "slopes.pt", weights_only=True)  # ok: tensors and numbers only
         one, two = read_result(folder, 1), read_result(folder, 2)
     for value, slope, norm in slopes:
         assert math.isfinite(value) and math.isfinite(norm), (

@@ -129,5 +129,5 @@ def train_once(
 def read_result(folder: Path, ranks: int | None = None) -> Trained:
     """Returns the result that `train_once` has written."""
     (file,) = folder.glob(f"step-{ranks or '*'}.pt")
-    metrics, weights = torch.load(file, weights_only=True)
+    metrics, weights = torch.load(file, weights_only=True)  # ok: tensors and numbers only
     return Trained(metrics, weights)

@@ -18,7 +18,7 @@ from rl_kernel.fp8.reference import GROUP
 
 WARPS = 8
 _ROWS, _BLOCKS = 16, 4
-"""torch's products need multiples of so many rows, and of so many scales along K."""
+"""torch's products need a row count and a count of scales along K that are multiples of these numbers."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import psutil
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from slime.cluster.calls import Actor, ActorError, Ref
+from slime.cluster.calls import DIED, Actor, ActorError, Ref
 from slime.cluster.faults.node_calls import call_on_nodes
 from slime.cluster.watchdog import is_running
 from slime.protocols import TrainerLost
@@ -51,7 +51,7 @@ class RankLost(ActorError, TrainerLost):
 def is_loss(error: ActorError) -> bool:
     """Returns True if new ranks may succeed: the process died, or a collective failed. An error of memory is no loss,
     because it would come again."""
-    text = f"{error.reason}\n{error.details}"
+    text = error.details if error.reason == DIED else f"{error.reason}\n{error.details}"
     if _MEMORY.search(text):
         return False
     return error.died or bool(_BROKEN.search(text))

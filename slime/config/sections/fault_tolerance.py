@@ -34,9 +34,10 @@ class FaultToleranceConfig:
     )
     engine_start_timeout_s: float = flag(600.0, "maximum seconds until an engine is ready", range=SECONDS)
     engine_standby_s: float = flag(
-        60.0,
+        None,
         "seconds after the last start of an engine until a process imports the engine's modules in advance, so that "
-        "the next lost engine of the driver's host is replaced sooner; 0: no such process",
+        "the next lost engine of the driver's host is replaced sooner; 0: no such process (default: 60 on CPUs, 0 on "
+        "GPUs)",
         range=SECONDS_OR_ZERO,
     )
     rollout_snapshot_s: float = flag(

@@ -109,7 +109,7 @@ class RolloutConfig:
     rollout_queue_online_gc: bool = flag(False, "remove files of the queue whose groups are in a checkpoint")
     rollout_io_concurrency: int = flag(
         4,
-        "number of threads per process that read and write the queue, each with a file of its own",
+        "number of threads per process that read and write the queue, each with its own file",
         range=COUNT,
     )
     rollout_storage_profile: str = flag(

@@ -113,7 +113,7 @@ class MemoryStore:
         """Copies the state `kept` into the storages of `state`, and returns its record. Collective over data-parallel
         ranks."""
         assert self._newest is not None, f"{self._folder} has no state of rank {self._rank}"
-        stored = torch.load(self._newest.record_path(self._folder), weights_only=True)
+        stored = torch.load(self._newest.record_path(self._folder), weights_only=True)  # ok: tensors only
         assert stored["sizes"] == _sizes(state), "the ranks and their state are those of the save"
         with computing(self._threads):
             slot = self._open(self._rank, self._newest.slot, self._size)

@@ -1,4 +1,4 @@
-"""What the queue stores for a group: the task with its newest tokens, and the answer of a host. Both are JSON."""
+"""A group in the queue: the task with its newest tokens, and a host's answer. Both are JSON."""
 
 from __future__ import annotations
 

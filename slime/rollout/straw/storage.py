@@ -1,4 +1,4 @@
-"""Stores the content of groups with the package straw: every thread that writes has a writer, and so files, of its own.
+"""Stores the content of groups with the package straw: each writing thread has its own writer and files.
 
 The package stores records in large files that writers append to, and gives a reference to each record. A reference
 exists only for a complete record, so a killed writer leaves no half-written group that anybody reads.

@@ -13,7 +13,7 @@ import pytest
 import ray
 from local_ray import local_ray
 
-from slime.cluster.calls import ActorError
+from slime.cluster.calls import DIED, ActorError
 from slime.cluster.faults import lost
 from slime.cluster.faults.lost import AnswerWatch, RankLost, find_dead, is_loss
 from slime.cluster.watchdog import is_running
@@ -46,10 +46,10 @@ def test_only_lost_processes_and_connections_are_losses(reason: str, wanted: boo
 
 
 def test_a_process_that_was_killed_for_memory_is_no_loss() -> None:
-    log, reason = Path("trainer-0.log"), "its process died without an error"
-    assert is_loss(ActorError("trainer-0", reason, log, "The worker died unexpectedly", died=True))
+    log = Path("trainer-0.log")
+    assert is_loss(ActorError("trainer-0", DIED, log, "The worker died unexpectedly", died=True))
     details = "The actor was killed because the node was running low on memory"
-    assert not is_loss(ActorError("trainer-0", reason, log, details, died=True))
+    assert not is_loss(ActorError("trainer-0", DIED, log, details, died=True))
 
 
 @pytest.fixture(scope="module", autouse=True)

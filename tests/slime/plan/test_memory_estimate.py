@@ -149,7 +149,7 @@ def test_inputs_of_layers_on_the_host():
 
 
 def test_the_longest_sample_counts():
-    """A response of 8,192 tokens is a micro-batch of its own, shared by context-parallel ranks."""
+    """A response of 8,192 tokens is alone in its micro-batch, which is shared by context-parallel ranks."""
     small = items(config(max_tokens_per_gpu=1024))
     assert small == items(config(max_tokens_per_gpu=8192)) != items(config(max_tokens_per_gpu=9216))
     layout = {"actor_num_gpus_per_node": 2, "context_parallel_size": 2}

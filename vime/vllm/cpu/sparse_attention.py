@@ -1,6 +1,6 @@
 """Models with sparse latent attention (DeepSeek-V3.2, GLM-5) in engines on CPUs, where vLLM has no such attention.
 
-A query sees at most `index_topk` tokens. In a sequence of at most so many tokens it sees all previous tokens, as in
+A query sees at most `index_topk` tokens. In a sequence of at most `index_topk` tokens it sees all previous ones, as in
 DeepSeek-V3. The engine therefore runs vLLM's model of DeepSeek-V3 without indexers, and takes no longer sequences.
 """
 

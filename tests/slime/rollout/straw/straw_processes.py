@@ -1,4 +1,4 @@
-"""Runs a trainer's rollout manager and rollout hosts in processes of their own, with engine doubles, on one queue."""
+"""Runs a trainer's rollout manager and rollout hosts in separate processes, with engine doubles, on one queue."""
 
 from __future__ import annotations
 

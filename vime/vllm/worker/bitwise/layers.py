@@ -51,7 +51,7 @@ class _Product:
 
 class LinearMethod(_Product, UnquantizedLinearMethod):
     """Method of a linear layer. With `fp8_scales` of `EngineSettings`, the layer computes in fp8 as in the trainer: the
-    weight is rounded for each product, so an update needs no step of its own."""
+    weight is rounded for each product, so an update needs no separate step."""
 
     fp8_scales: ClassVar[str | None] = None
 
