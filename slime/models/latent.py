@@ -20,6 +20,8 @@ from slime.models.rows import ENDS, EXPERTS, HF, MG, MLP, NORMS, OUTPUT_BIAS, RO
 
 INDEXER = ".self_attention.indexer."
 """Part of the names of an indexer's parameters in Megatron. No run trains them."""
+MOST_SCORES = 2**26
+"""Most scores that an indexer, or the attention to its selection, computes at a time in a trainer, over all heads."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from slime.checkpoints.memory_files import SLOTS
 from slime.config import Config
 from slime.plan.loading_estimate import largest_slice, reads_whole, stored_bytes
 from slime.plan.memory_estimate import ACTIVATIONS, BYTES, Estimate
+from slime.plan.optimizer_state import saved_state
 from slime.plan.tower import CACHE_BYTES, run_tower
 from slime.plan.units import GIB, amount
 from slime.plan.update_estimate import compute_update_bytes
@@ -111,15 +112,17 @@ def _list_trainer_items(c: Config, e: Estimate, leaving: Collection[str]) -> Ite
     yield HostItem("files read", ranks * reads, f"{ranks} ranks x {amount(reads)}", (LOADING,))
     if c.checkpoint.save is not None and c.checkpoint.async_save:
         share = ranks / c.world_size
-        state = 0 if c.checkpoint.no_save_optim else 12
-        saved = e.shape.params * (BYTES[c.megatron.params_dtype] + state) * share
-        how = (
-            f"--async-save: {e.shape.params * share / 1e9:.3g} G x {BYTES[c.megatron.params_dtype] + state} B"
+        state = 0.0 if c.checkpoint.no_save_optim else saved_state(c, e.shape) / e.shape.params
+        each = BYTES[c.megatron.params_dtype] + state
+        saved, how = (
+            e.shape.params * each * share,
+            f"--async-save: {e.shape.params * share / 1e9:.3g} G x {each:.4g} B",
         )
         # The files are written while the next step runs.
         yield HostItem("checkpoint in flight", saved, how, (SAVING, GENERATING, HAND_OVER, TRAINING))
     if c.fault_tolerance.recover_from == "memory":
-        each = e.shape.params * (BYTES[c.megatron.params_dtype] + 12) * ranks / c.world_size
+        whole = e.shape.params * BYTES[c.megatron.params_dtype] + saved_state(c, e.shape)
+        each = whole * ranks / c.world_size
         copies = SLOTS * (2 if several_nodes(c) else 1)  # those of another node's ranks
         how = f"--recover-from memory: {copies} in /dev/shm x {amount(each)}"
         yield HostItem("states in memory", copies * each, how, (GENERATING, HAND_OVER, TRAINING, SAVING))

@@ -38,18 +38,18 @@ def loading(c: Config, hf: Hf) -> Iterator[Item]:
     others, models = [role.name for role in alike[1:]], len(alike)
     twice = f", for the {' and the '.join(others)} too" if others else ""
     kinds = list(rank_params(c, shape))
-    for kind, params, share, ranks, _ in kinds if not reads_whole(files) else ():
+    for kind, params, share, ranks, *_ in kinds if not reads_whole(files) else ():
         each = mean_file_bytes(shape, stored, experts=bool(kind))
         yield Item(f"{kind}weights read", models * params * each, f"{share} x {each:.4g} B{ranks}{twice}")
     size = BYTES[c.megatron.params_dtype]
     others_bytes = 0.0
     for role in (role for role in roles if role not in alike):
         own = list(rank_params(c, role_shape(c, role, shape), predicts=False))
-        for kind, params, share, ranks, _ in own:
+        for kind, params, share, ranks, *_ in own:
             yield Item(f"{kind}{role.name} read", params * stored, f"{share} x {stored} B{ranks}")
-        others_bytes += sum(params for _, params, _, _, _ in own) * size
+        others_bytes += sum(one.params for one in own) * size
     elements, name = largest_slice(c, shape, whole=reads_whole(files))
-    weights = sum(params for _, params, _, _, _ in kinds) * size * models + others_bytes
+    weights = sum(one.params for one in kinds) * size * models + others_bytes
     on_host = weights if c.cluster.device == "cpu" else 0.0
     how = f"{amount(on_host)} of weights + " if on_host else "weights go to the GPU; "
     yield Item(

@@ -20,8 +20,10 @@ from slime.operators import NATIVE, PROVIDER, VALUES, loss_head
 from slime.plan.adapter_params import adapter_params
 from slime.plan.layer_elements import count_stored_layers, expert_flight, layer_width
 from slime.plan.model_shape import Shape
+from slime.plan.optimizer_state import muon_step, optimizer_state
 from slime.plan.rank_params import rank_params
 from slime.plan.rounded_operands import rounded_bytes
+from slime.plan.selection_memory import selection_memory
 from slime.plan.stages import build_stages, micro_batch_group
 from slime.plan.tower import run_tower, tower_memory
 from slime.plan.trained_params import list_end_matrices, trained_params
@@ -128,9 +130,8 @@ def role_shape(c: Config, role: Role, policy: Shape) -> Shape:
 
 
 def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
-    """Yields the state of a role. Mixed precision keeps fp32 main weights and Adam's two fp32 moments."""
+    """Yields the state of a role: weights, gradients, and the optimizer's state (`optimizer_state`)."""
     size, grad = BYTES[c.megatron.params_dtype], _grad_bytes(c)
-    main = 0 if c.megatron.params_dtype == "float32" else 4
     kinds = list(
         rank_params(c, shape, predicts=None if role is POLICY else False, head=not role.has_values(c))
     )
@@ -139,7 +140,7 @@ def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
     of = role if role.trained else None
     if role.of_base(c):
         return
-    for kind, params, share, ranks, _ in kinds:
+    for kind, params, share, ranks, *_ in kinds:
         yield Item(f"{kind}{weights}", params * size, f"{share} x {size} B{ranks}", "parameters", of)
     if not role.trained:
         return
@@ -149,16 +150,17 @@ def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
         )
     )
     if c.lora.lora_rank:
-        for kind, params, share, ranks, _ in trained:
+        for kind, params, share, ranks, *_ in trained:
             yield Item(
                 f"{kind}{of_role}adapters", params * size, f"{share} x {size} B{ranks}", "parameters", of
             )
-    for kind, params, share, ranks, _ in trained:
+    for kind, params, share, ranks, *_ in trained:
         yield Item(f"{kind}{of_role}gradients", params * grad, f"{share} x {grad} B{ranks}", "gradients", of)
     left = on_device(c)
-    for kind, params, share, ranks, shards in trained:
-        how = f"{share} x {main + 8} B{ranks} / {shards} shards{_part(left)}"
-        yield Item(f"{kind}{of_role}optimizer", params * (main + 8) / shards * left, how, "optimizer", of)
+    for one in trained:
+        state, how = optimizer_state(c, one)
+        how = f"{how} / {one.shards} shards{_part(left)}"
+        yield Item(f"{one.kind}{of_role}optimizer", state / one.shards * left, how, "optimizer", of)
 
 
 def on_device(c: Config) -> float:
@@ -180,7 +182,7 @@ def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
     for role in get_roles(c):
         if role.trained:
             of_role = "" if role is POLICY else f"{role.name} "
-            for kind, params, share, ranks, shards in rank_params(
+            for kind, params, share, ranks, shards, _ in rank_params(
                 c,
                 shape,
                 predicts=None if role is POLICY else False,
@@ -226,16 +228,28 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
         if rounded:
             back += f" + {amount(rounded)} of operands in {form}"
         yield Item("layers, backward", kept.bytes + one + flight * size + rounded, back)
+        selecting, how = selection_memory(c, shape, tokens, size)
+        if selecting:
+            start = min(
+                one, 2 * tokens * shape.hidden * size
+            )  # recomputation rebuilds the layer's first norm
+            how = f"{amount(kept.bytes)} of {kept.name} + {amount(start)} of one layer + {how}"
+            yield Item("selection of tokens", kept.bytes + start + selecting, how)
         head, how = head_memory(c, shape, tokens)
         # Recomputation of layers starts only after the head.
         yield Item("head and loss", kept.bytes + head, f"{amount(kept.bytes)} of {kept.name} + {how}")
     rows = trained_params(Selection.of(c), shape, (), list_end_matrices(shape, first=True, last=False)).split
     yield Item("embedding gradient", rows * size / tp, f"{count(rows)} x {size} B / TP {tp}")
+    step, arithmetic = 0.0, []
     if _grad_bytes(c) < 4 and (left := on_device(c)):
-        kinds = list(rank_params(c, shape, trained=True))
-        how = " + ".join(f"{share} x 4 B{ranks} / {shards} shards" for _, _, share, ranks, shards in kinds)
-        step = sum(params * 4 / shards * left for _, params, _, _, shards in kinds)
-        yield Item("optimizer step", step, f"{how}, gradients in fp32")
+        for kind in rank_params(c, shape, trained=True):
+            step += kind.params * 4 / kind.shards * left
+            arithmetic.append(f"{kind.share} x 4 B{kind.ranks} / {kind.shards} shards, gradients in fp32")
+    if c.megatron.optimizer == "muon":
+        largest, how = muon_step(c, shape)
+        step, arithmetic = step + largest, [*arithmetic, how]
+    if step:
+        yield Item("optimizer step", step, " + ".join(arithmetic))
 
 
 def _grad_bytes(c: Config) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from slime.config import Config
 from slime.models import Layer
@@ -16,16 +17,32 @@ from slime.plan.trained_params import list_end_matrices, trained_params
 from slime.plan.units import count
 
 
+class RankParams(NamedTuple):
+    """Parameters on a rank, and the text of their arithmetic."""
+
+    kind: str
+    """Prefix of the items' names: "" or "expert "."""
+    params: float
+    """Parameters on the rank."""
+    share: str
+    """All parameters of the stage."""
+    ranks: str
+    """How ranks split `share`."""
+    shards: int
+    """Ranks that share the optimizer's state."""
+    ends: float
+    """Part of `params` in embedding and head."""
+
+
 def rank_params(
     c: Config, shape: Shape, *, predicts: bool | None = None, head: bool = True, trained: bool = False
-) -> Iterator[tuple[str, float, str, str, int]]:
-    """Yields a tuple for all parameters except experts, then one for experts, of the stage with the most parameters on
-    a rank. The tuple is (prefix of the items' names, parameters on a rank, all parameters, how they are split, ranks
-    that share their optimizer state). `predicts`: include the layers of multi-token prediction (default: if the run
-    trains them). `head`: include the matrix of a vocabulary; a value head is too small to count. `trained`: exclude
-    parameters that are frozen by name."""
+) -> Iterator[RankParams]:
+    """Yields a record for all parameters except experts, then one for experts, of the stage with the most parameters on
+    a rank. `predicts`: include the layers of multi-token prediction (default: if the run trains them). `head`: include
+    the matrix of a vocabulary; a value head is too small to count. `trained`: exclude parameters that are frozen by
+    name."""
     predicts = c.algorithm.enable_mtp_training if predicts is None else predicts
-    params, stage = stage_params(c, shape, predicts, head=head, trained=trained)
+    params, ends, stage = stage_params(c, shape, predicts, head=head, trained=trained)
     tp, ep, etp = (
         c.megatron.tensor_model_parallel_size,
         c.megatron.expert_model_parallel_size,
@@ -41,11 +58,13 @@ def rank_params(
     of = "on each" if c.lora.lora_rank and trained else f"of {' and '.join(names or ['routers'])}"
     whole = f" / TP {tp} (+ {count(params.whole)} {of})" if params.whole else f" / TP {tp}"
     shards = replicas if c.megatron.use_distributed_optimizer else 1
-    yield "", params.split / tp + params.whole, f"{count(params.split)}{stage}", whole, shards
+    share = f"{count(params.split)}{stage}"
+    yield RankParams("", params.split / tp + params.whole, share, whole, shards, ends / tp)
     if params.experts:
         shards = replicas * tp // (ep * etp) if c.megatron.use_distributed_optimizer else 1
         ranks = f" / EP {ep} / ETP {etp}"
-        yield "expert ", params.experts / (ep * etp), f"{count(params.experts)}{stage}", ranks, shards
+        share = f"{count(params.experts)}{stage}"
+        yield RankParams("expert ", params.experts / (ep * etp), share, ranks, shards, 0)
 
 
 def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
@@ -56,11 +75,11 @@ def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
 
 def stage_params(
     c: Config, shape: Shape, predicts: bool, *, head: bool = True, trained: bool = False
-) -> tuple[Params, str]:
-    """Returns the parameters of the largest pipeline stage, and its description. A tied head is a copy on the last
-    stage. With `predicts`, the last stage has the layers of multi-token prediction, and an embedding for them. Without
-    `head`, it has no matrix of the vocabulary. `trained`: count the stage's trained parameters only, with all layers of
-    multi-token prediction."""
+) -> tuple[Params, int, str]:
+    """Returns the parameters of the largest pipeline stage, those of its matrices of the vocabulary, and the stage's
+    description. A tied head is a copy on the last stage. With `predicts`, the last stage has the layers of multi-token
+    prediction, and an embedding for them. Without `head`, it has no matrix of the vocabulary. `trained`: count the
+    stage's trained parameters only, with all layers of multi-token prediction."""
     stages, vision = build_stages(c.megatron, shape.layers), run_tower(c, shape.hf)
     last = stages.ranks - 1
     tp, experts = (
@@ -68,23 +87,23 @@ def stage_params(
         c.megatron.expert_model_parallel_size * c.megatron.expert_tensor_parallel,
     )
 
+    def count_ends(rank: int, selection: Selection) -> Params:
+        names = list_end_matrices(shape, first=rank == 0, last=rank == last, head=head)
+        # layers of multi-token prediction on a later stage have a copy of the embedding
+        copies = 1 if predicts and rank == last and last and not shape.tied else 0
+        return trained_params(selection, shape, (), names) + shape.count_params((), copies)
+
     def of(rank: int, selection: Selection) -> Params:
-        layers, ends = (
-            stages.layers(rank),
-            list_end_matrices(shape, first=rank == 0, last=rank == last, head=head),
-        )
-        found = trained_params(selection, shape, layers, ends)
+        found = trained_params(selection, shape, stages.layers(rank), ()) + count_ends(rank, selection)
         if rank == 0 and vision is not None:
             found += Params(whole=trained_tower_params(selection, vision))
-        if predicts and rank == last:
-            copy = 0 if shape.tied or not last else 1  # a copy of the embedding
-            found += shape.predicting + shape.count_params((), copy)
-        return found
+        return found + shape.predicting if predicts and rank == last else found
 
     sizes = [of(rank, Selection()) for rank in range(stages.ranks)]
     on_rank = [size.split / tp + size.whole + size.experts / experts for size in sizes]
     largest = max(range(len(sizes)), key=on_rank.__getitem__)
     described = f" of stage {largest}" if last else ""
     if (lora := Lora.of(c)) is not None and trained:
-        return adapter_params(lora, shape.hf, stages.layers(largest)), described
-    return (of(largest, Selection.of(c)) if trained else sizes[largest]), described
+        return adapter_params(lora, shape.hf, stages.layers(largest)), 0, described
+    selection = Selection.of(c) if trained else Selection()
+    return of(largest, selection), count_ends(largest, selection).total, described

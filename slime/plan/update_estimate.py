@@ -24,7 +24,7 @@ _POSITION_BYTES = 2
 def compute_update_bytes(c: Config, shape: Shape) -> tuple[float, str]:
     """Returns the bytes that a rank of the largest pipeline stage sends in an update of all weights, and their
     arithmetic. Ranks with the same shard share the work."""
-    params, stage = stage_params(c, shape, c.algorithm.enable_mtp_training)
+    params, _, stage = stage_params(c, shape, c.algorithm.enable_mtp_training)
     tp, ep, etp = (
         c.megatron.tensor_model_parallel_size,
         c.megatron.expert_model_parallel_size,

@@ -11,6 +11,7 @@ from slime.config import Config
 from slime.config.problems import require_value
 from slime.plan.memory_estimate import BYTES
 from slime.plan.model_shape import Shape
+from slime.plan.optimizer_state import saved_state
 from slime.records.errors import FlagError
 from slime.roles.groups import on_one_host
 from slime.system.disk_space import require_free_bytes
@@ -25,7 +26,8 @@ def require_disk_space(c: Config) -> None:
     """
     if c.debug.debug_rollout_only:
         return
-    params = Shape.of(read_hf_config(c.rollout.hf_checkpoint)).params
+    shape = Shape.of(read_hf_config(c.rollout.hf_checkpoint))
+    params = shape.params
     weights_bytes = params * BYTES[c.megatron.params_dtype]
     copies = CHANNELS[c.weight_update.update_weight_transport].copies
     if c.data.num_rollout is not None:  # with --num-epoch, a plan has no number of rollouts
@@ -46,18 +48,15 @@ def require_disk_space(c: Config) -> None:
         folder = require_value(c.megatron.offload_train_disk_dir)
         require_free_bytes("--offload-train-disk-dir", folder, of_host, "Adam's main weights and moments")
     if c.checkpoint.save is not None:
-        moments_bytes = (
-            0 if c.checkpoint.no_save_optim else 12 * params
-        )  # main weights and two moments in fp32
-        require_free_bytes("--save", c.checkpoint.save, weights_bytes + moments_bytes, "a checkpoint")
+        state_bytes = 0 if c.checkpoint.no_save_optim else saved_state(c, shape)
+        require_free_bytes("--save", c.checkpoint.save, weights_bytes + state_bytes, "a checkpoint")
     if c.fault_tolerance.recover_from == "memory" and on_one_host(c) and not c.lora.lora_rank:
-        moments = (
-            8 if c.megatron.params_dtype == "float32" else 12
-        )  # float32 weights are their own main weights
-        _require_shared_memory(SLOTS * (weights_bytes + moments * params), Path(c.logging.run_dir))
+        main = 0 if c.megatron.params_dtype == "float32" else 4  # float32 weights are their own main weights
+        states = SLOTS * (weights_bytes + saved_state(c, shape, main))
+        _require_shared_memory(states, Path(c.logging.run_dir))
 
 
-def _require_shared_memory(needed: int, run_dir: Path) -> None:
+def _require_shared_memory(needed: float, run_dir: Path) -> None:
     """Raises ValueError unless /dev/shm has room for the states of --recover-from memory. A new run removes those of a
     killed run in `run_dir`."""
     left = (file for folder in left_weights(SHARED_MEMORY, run_dir) for file in folder.rglob("*"))

@@ -31,14 +31,12 @@ from slime.megatron_backend.model.attention import (
 )
 from slime.megatron_backend.model.attention_scores import Bucket, bucket_attention
 from slime.megatron_backend.model.latent.whole_linear import WholeLinear
-from slime.models.latent import Indexer
+from slime.models.latent import MOST_SCORES, Indexer
 
 Selection = list[Tensor | None]
 """Per bucket, the keys that each query sees: int32 [S, queries, topk]. None for a bucket whose queries see all
 previous keys."""
 
-_MOST_SCORES = 2**26
-"""Most scores that are computed at a time, over all heads."""
 _NORM_EPS = 1e-6
 """config.json has no value for the norm of the indexer's keys."""
 
@@ -81,17 +79,24 @@ def _select(bucket: Bucket, q: Tensor, k: Tensor, w: Tensor, topk: int) -> Tenso
     """Maps q [S, I, queries, D], k [S, 1, keys, D] and w [S, I, queries, 1] to keys, int32 [S, queries, topk]."""
     if bucket.keys <= topk:
         return None
-    found, keys = [], k.float().transpose(-1, -2)
+    found, keys = [], k.squeeze(1).float().transpose(-1, -2)
     for part, seen in _parts(bucket, q.shape[1], q.device):
-        scores = (w[:, :, part] * (q[:, :, part].float() @ keys).relu()).sum(1)
-        found.append(scores.masked_fill(~seen, -torch.inf).topk(topk, dim=-1).indices.to(torch.int32))
+        scores = _score(q[:, :, part].float(), keys, w[:, :, part]).masked_fill_(~seen, -torch.inf)
+        found.append(scores.topk(topk, dim=-1).indices.to(torch.int32))
     return torch.cat(found, dim=1)
+
+
+def _score(q: Tensor, keys: Tensor, w: Tensor) -> Tensor:
+    """Maps q [S, I, queries, D], keys [S, D, keys] and w [S, I, queries, 1] to scores [S, queries, keys], with one copy
+    of all heads' scores. One product per sequence has all heads: torch copies the keys for each head otherwise."""
+    of_heads = (q.flatten(1, 2) @ keys).unflatten(1, q.shape[1:3])
+    return of_heads.relu_().mul_(w).sum(1)
 
 
 def _parts(bucket: Bucket, heads: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
     """Yields parts of a bucket's queries, each with the keys that come no later: bool [S or 1, queries of the part,
     keys]."""
-    size = max(1, _MOST_SCORES // (bucket.runs * bucket.keys * heads))
+    size = max(1, MOST_SCORES // (bucket.runs * bucket.keys * heads))
     keys = torch.arange(bucket.keys, device=device)
     for first in range(0, bucket.queries, size):
         part = slice(first, min(first + size, bucket.queries))

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from family_cases import MSCALE, OLD, YARN
+from family_cases import OLD, YARN
+from latent_cases import DEEPSEEK
 from megatron_cases import hf_logits, make_config, packed_logits, sequences, tiny_checkpoint
 from rank_processes import on_ranks
 from safetensors.torch import load_file, save_file
@@ -25,39 +26,6 @@ from slime.plan.flops import ForwardFlops
 from slime.plan.model_shape import Shape
 
 BATCH = sequences(3)
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "vocab_size": 129280,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32}
-    | {"beta_slow": 1, **MSCALE},
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "first_k_dense_replace": 3,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 1,
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
-}
-"""config.json of deepseek-ai/DeepSeek-R1."""
 
 
 @pytest.fixture

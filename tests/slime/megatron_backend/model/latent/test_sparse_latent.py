@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from latent_cases import DEEPSEEK, GLM5, V32
 from megatron_cases import (
     become_gradients,
     hf_logits,
@@ -19,7 +20,6 @@ from megatron_cases import (
 )
 from megatron_cases import loaded as loaded_model
 from rank_processes import on_ranks
-from test_latent import DEEPSEEK
 from torch import Tensor
 
 from slime.data.token_slice import token_slice
@@ -40,39 +40,6 @@ from slime.plan.trained_params import trained_params
 from slime.rules.heads import indexer_notes
 
 BATCH = sequences(3)
-INDEX = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
-V32 = DEEPSEEK | INDEX | {"model_type": "deepseek_v32", "num_nextn_predict_layers": 0}
-GLM5: dict[str, Any] = {
-    "model_type": "glm_moe_dsa",
-    "hidden_size": 6144,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 78,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "vocab_size": 154880,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
-    "q_lora_rank": 2048,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 256,
-    "first_k_dense_replace": 3,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "index_topk": 2048,
-    "index_head_dim": 128,
-    "index_n_heads": 32,
-    "indexer_rope_interleave": True,
-    "num_nextn_predict_layers": 1,
-}
-"""Fields of the config.json of zai-org/GLM-5."""
 SHARED: dict[str, Any] = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -166,7 +133,7 @@ def test_parts_of_queries_change_nothing(tmp_path, single_rank, monkeypatch):
     _, model = tiny(tmp_path)
     with torch.no_grad():
         whole = packed_logits(model, BATCH)
-        monkeypatch.setattr(selection, "_MOST_SCORES", 12 * 16 * 5)  # five queries of the indexer at a time
+        monkeypatch.setattr(selection, "MOST_SCORES", 12 * 16 * 5)  # five queries of the indexer at a time
         torch.testing.assert_close(packed_logits(model, BATCH), whole, rtol=0, atol=1e-6)
 
 

@@ -1,0 +1,75 @@
+"""Compares the plan's memory of Muon with the state and the allocations of real optimizers on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from allocations import peak_bytes
+from megatron_cases import make_config, tiny_checkpoint
+from memory_cases import QWEN3_4B, config
+
+from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.model.muon import Matrix, Muon, MuonSettings
+from slime.megatron_backend.model.optimizer import build_optimizer
+from slime.plan.memory_estimate import estimate
+from slime.plan.model_shape import Shape
+from slime.plan.optimizer_state import muon_step, optimizer_state, saved_state
+from slime.plan.rank_params import rank_params
+
+MUON: dict[str, Any] = {"optimizer": "muon", "use_distributed_optimizer": False}
+ENDS = 151936 * 2560
+
+
+def plan_items(**flags: Any) -> dict[str, Any]:
+    found = estimate(config(**flags), QWEN3_4B)
+    return {item.name: item for item in (*found.kept, *found.work)}
+
+
+def test_the_plan_by_hand() -> None:
+    params = Shape.of(QWEN3_4B).params
+    found = plan_items(**MUON)
+    assert found["optimizer"].bytes == params * 8 + ENDS * 4  # Adam: 12 bytes per weight
+    assert (
+        found["optimizer"].arithmetic == "4.02 G x 8 B / TP 1 + 389 M of embedding and head x 4 B / 1 shards"
+    )
+    assert found["optimizer step"].bytes == 12 * 2 * 9728 * 2560
+    assert "optimizer step" not in plan_items()
+    assert saved_state(config(**MUON), Shape.of(QWEN3_4B)) == params * 8 + ENDS * 4
+    assert saved_state(config(), Shape.of(QWEN3_4B)) == params * 12
+
+
+@pytest.mark.usefixtures("single_rank")
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_the_state_is_that_of_the_optimizer(tmp_path: Path, kind: str) -> None:
+    """The plan does not count norms, and the number of steps."""
+    tiny_checkpoint(tmp_path, kind, vocab_size=128)
+    hf = load_hf_config(tmp_path)
+    c = make_config(**MUON)
+    model = build_model(hf, c)
+    optimizer, _ = build_optimizer(model, c, total_steps=1)
+    (chained,) = optimizer.chained_optimizers
+    state = sum(
+        value.nbytes
+        for weight, values in chained.optimizer.state.items()
+        for value in values.values()
+        if weight.dim() > 1 and value.dim()
+    )
+    planned = sum(optimizer_state(c, one)[0] for one in rank_params(c, Shape.of(hf), trained=True))
+    assert planned == state
+
+
+@pytest.mark.parametrize(("precision", "each"), [("medium", 12), ("highest", 12 + 8 / 4)])
+def test_a_step_adds_what_the_plan_counts(tmp_path: Path, precision: str, each: float) -> None:
+    settings = MuonSettings(0.95, True, 5, "spectral", 1.0, precision, "quintic", True, False)
+    weight = torch.nn.Parameter(torch.randn(1024, 256))
+    groups = [{"params": [weight], "lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}]
+    muon = Muon(groups, {weight: Matrix()}, settings)
+    weight.grad = torch.randn_like(weight)
+    assert peak_bytes(muon.step, tmp_path / "trace.json") == pytest.approx(each * weight.numel(), rel=0.01)
+    hf = QWEN3_4B | {"intermediate_size": 512, "hidden_size": 256}
+    c = config(**MUON, overrides={"muon_fp32_matmul_prec": precision})
+    assert muon_step(c, Shape.of(hf))[0] == each * weight.numel()
