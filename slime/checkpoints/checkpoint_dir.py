@@ -130,6 +130,17 @@ def is_hf_directory(directory: str | Path) -> bool:
     return isinstance(content, dict) and "model_type" in content
 
 
+def require_no_model(flag: str, folder: str | Path) -> None:
+    """Raises ValueError if the folder holds a Hugging Face model."""
+    if is_hf_directory(folder) or holds_hf_weights(folder):
+        raise FlagError(
+            flag,
+            "be a folder without a model",
+            f"{folder}, which holds one",
+            "name another folder, or a new one",
+        )
+
+
 def start_directory(config: Config) -> str:
     """Returns the directory of the first weights of a new run. It is --load if that is an HF directory, holds converted
     weights or, with --finetune, has a checkpoint. Otherwise it is --ref-load, then --hf-checkpoint. If --load equals

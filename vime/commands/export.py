@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from slime.algo.losses import SFT_ROLLOUT
+from slime.checkpoints.checkpoint_dir import require_no_model
 from slime.config.sections.checkpoint import HfFormat
 from vime.backends import parse_config
 
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
     """Reads --load, or --hf-checkpoint, and writes --output-dir. Raises ValueError if the checkpoint is missing or does
     not fit --hf-checkpoint."""
     options = parse_options(argv)
+    require_no_model("--output-dir", options.output_dir)
     # One rank without data or engines is the smallest complete configuration.
     step = () if options.iteration is None else ("--ckpt-step", str(options.iteration))
     load = () if options.load is None else ("--load", options.load)

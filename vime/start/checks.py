@@ -36,6 +36,7 @@ from vime.run.lock import require_free, written_folders
 from vime.run.temporary import SHARED_MEMORY, left_weights
 from vime.start.model_check import with_model_note
 from vime.start.run_start import check_start, finished
+from vime.start.written_models import check_written_models
 
 _SHAPE = "make_model.json"
 """Name of the note of scripts/make_model.py in a model's folder. "weights" is null for a model without weights, made
@@ -67,7 +68,7 @@ def check_run(
         problems.report()
         found.append(rollouts)
 
-    rules = (check_hooks, check_evaluation, inputs, check_start)
+    rules = (check_hooks, check_evaluation, inputs, check_start, check_written_models)
     config = parse_config(argv, rules, download=download)
     config = config.with_values(num_rollout=found[-1])
     here = not is_elsewhere(config) and not finished(config)
