@@ -15,7 +15,7 @@ from slime.checkpoints.memory_files import SLOTS
 from slime.config import Config
 from slime.plan.loading_estimate import largest_slice, reads_whole, stored_bytes
 from slime.plan.memory_estimate import ACTIVATIONS, BYTES, Estimate
-from slime.plan.optimizer_state import saved_state
+from slime.plan.step_memory.optimizer_state import saved_state
 from slime.plan.tower import CACHE_BYTES, run_tower
 from slime.plan.units import GIB, amount
 from slime.plan.update_estimate import compute_update_bytes

@@ -20,11 +20,11 @@ from slime.operators import NATIVE, PROVIDER, VALUES, loss_head
 from slime.plan.adapter_params import adapter_params
 from slime.plan.layer_elements import count_stored_layers, expert_flight, layer_width
 from slime.plan.model_shape import Shape
-from slime.plan.optimizer_state import muon_step, optimizer_state
 from slime.plan.rank_params import rank_params
 from slime.plan.rounded_operands import rounded_bytes
-from slime.plan.selection_memory import selection_memory
 from slime.plan.stages import build_stages, micro_batch_group
+from slime.plan.step_memory.optimizer_state import muon_step, optimizer_state
+from slime.plan.step_memory.selection_memory import selection_memory
 from slime.plan.tower import run_tower, tower_memory
 from slime.plan.trained_params import list_end_matrices, trained_params
 from slime.plan.units import GIB, amount, count

@@ -17,8 +17,8 @@ from slime.megatron_backend.model.muon import Matrix, Muon, MuonSettings
 from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.plan.memory_estimate import estimate
 from slime.plan.model_shape import Shape
-from slime.plan.optimizer_state import muon_step, optimizer_state, saved_state
 from slime.plan.rank_params import rank_params
+from slime.plan.step_memory.optimizer_state import muon_step, optimizer_state, saved_state
 
 MUON: dict[str, Any] = {"optimizer": "muon", "use_distributed_optimizer": False}
 ENDS = 151936 * 2560

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from allocations import peak_bytes
-from latent_cases import GLM5, V32
 from memory_cases import config
+from published_sizes import GLM5, V32
 
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.model.attention import RotaryAngles, packed_layout
 from slime.megatron_backend.model.latent import selection
 from slime.models.latent import Indexer
-from slime.plan import selection_memory
 from slime.plan.memory_estimate import estimate
 from slime.plan.model_shape import Shape
+from slime.plan.step_memory import selection_memory
 
 LENGTHS = ([2048], [700, 600, 500, 248])
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from family_cases import OLD, YARN
-from latent_cases import DEEPSEEK
 from megatron_cases import hf_logits, make_config, packed_logits, sequences, tiny_checkpoint
+from published_sizes import DEEPSEEK
 from rank_processes import on_ranks
 from safetensors.torch import load_file, save_file
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from latent_cases import DEEPSEEK, GLM5, V32
 from megatron_cases import (
     become_gradients,
     hf_logits,
@@ -19,6 +18,7 @@ from megatron_cases import (
     tiny_checkpoint,
 )
 from megatron_cases import loaded as loaded_model
+from published_sizes import DEEPSEEK, GLM5, V32
 from rank_processes import on_ranks
 from torch import Tensor
 
