@@ -5,7 +5,9 @@
     python benchmarks/fp8_products.py OUT.json --device cpu --rows 64       the reference, to try the script
 
 A row has the time of the product alone, with the rounding of its operands, and of bfloat16 (cuBLAS, or torch's grouped
-product). Each time is the median of `--repeats` calls between two events of the device. The errors are relative to the
+product). Weights are rounded once per optimizer step, so their rounding has its own row in the JSON. Each time is the
+median of `--repeats` calls between two events of the device. `host_us` are the host's times of a layer's forward and
+backward, with few rows. The errors are relative to the
 float64 product of the unrounded operands, and the last column compares the kernels with the reference of
 rl_kernel.fp8 on the first rows.
 """
@@ -21,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import grouped_mm
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, linear
 
+from rl_kernel import fp8
 from rl_kernel.fp8 import reference
 
 LAYERS = {"qkv": (6144, 2560), "o": (2560, 4096), "gate_up": (19456, 2560), "down": (2560, 9728)}
@@ -31,8 +34,12 @@ LAYERS = {"qkv": (6144, 2560), "o": (2560, 4096), "gate_up": (19456, 2560), "dow
 EXPERTS = {"experts_gate_up": (1536, 2048), "experts_down": (2048, 768)}
 """Product of the 128 experts of a Qwen3-30B-A3B layer -> outputs and inputs of each expert."""
 COUNT = 128
+HOST_CALLS = 200
 CHECKED = 256
 """Number of rows, and of rows and columns of a weight's gradient, whose errors are computed in float64."""
+
+PAUSE = 2_000_000
+"""Cycles that the device waits before a call, so that the launches of the host do not count: about 1 ms."""
 
 Call = Callable[[], Tensor]
 
@@ -55,6 +62,7 @@ class Timer:
             call()
             return (time.perf_counter() - start) * 1e3
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(PAUSE)
         begin.record()
         call()
         end.record()
@@ -74,16 +82,14 @@ def parts_on_gpu(x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | No
     spans = None if ends is None else RowGroups.from_ends(ends, len(x))
     rows, columns = quantize(x, spans, rows=True, columns=True, power_of_two=False)
     grad_rows, grad_columns = fast.round_upstream(upstream, ends, False)
-    blocks = quantize_blocks(weights, turned=False, power_of_two=False)
-    turned = quantize_blocks(weights, turned=True, power_of_two=False)
+    blocks, turned = quantize_blocks(weights, power_of_two=False)
     count, dtype = len(weights), x.dtype
-    assert rows is not None and columns is not None
-    triton = {
-        "forward": lambda: multiply_rows(rows, blocks, spans, count, dtype),
-        "input_gradient": lambda: multiply_rows(grad_rows, turned, spans, count, dtype),
-        "weight_gradient": lambda: multiply_columns(grad_columns, columns, spans, count, dtype),
+    assert rows is not None and columns is not None and blocks is not None and turned is not None
+    found = {
+        "forward_triton": lambda: multiply_rows(rows, blocks, spans, count, dtype),
+        "input_gradient_triton": lambda: multiply_rows(grad_rows, turned, spans, count, dtype),
+        "weight_gradient_triton": lambda: multiply_columns(grad_columns, columns, spans, count, dtype),
     }
-    found = {f"{name}_triton": call for name, call in triton.items()}
     if ends is None and library.library_refusal(x.device) is None:
         found |= {
             "forward_torch": lambda: library.multiply_rows(rows, blocks, dtype),
@@ -94,8 +100,7 @@ def parts_on_gpu(x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | No
         "round_rows": lambda: quantize(x, None, rows=True, columns=False, power_of_two=False),
         "round_columns": lambda: quantize(x, spans, rows=False, columns=True, power_of_two=False),
         "round_upstream": lambda: fast.round_upstream(upstream, ends, False),
-        "round_weight": lambda: quantize_blocks(weights, turned=False, power_of_two=False),
-        "round_turned_weight": lambda: quantize_blocks(weights, turned=True, power_of_two=False),
+        "round_weights": lambda: quantize_blocks(weights, power_of_two=False),
     }
     return {**found, **rounding}  # type: ignore[dict-item]  # a rounding returns operands
 
@@ -116,13 +121,14 @@ def plain(x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | None) -> 
 
 
 def whole(module: Any, x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | None) -> dict[str, Call]:
-    """Returns name -> the product with the rounding of its operands. The rounding of the output's gradient counts in
-    the gradient of the input."""
+    """Returns name -> the product with the rounding of its operands, except the weight's. The rounding of the output's
+    gradient counts in the gradient of the input."""
     rounded = module.round_upstream(upstream, ends, False)
+    kept = module.round_weights(weights, False)  # once per optimizer step
     return {
-        "forward": lambda: module.outputs(x, weights, ends, False),
+        "forward": lambda: module.outputs(x, kept, ends, False),
         "input_gradient": lambda: module.input_gradients(
-            module.round_upstream(upstream, ends, False), weights, ends, False
+            module.round_upstream(upstream, ends, False), kept, ends, False
         ),
         "weight_gradient": lambda: module.weight_gradients(rounded, x, ends, False),
     }
@@ -152,6 +158,32 @@ def errors(got: dict[str, Tensor], x: Tensor, weight: Tensor, upstream: Tensor, 
     }
 
 
+def host_time(shape: tuple[int, int]) -> dict[str, float]:
+    """Returns the host's time of a layer's forward and backward in fp8 and in bfloat16, and the launches, with
+    128 rows. The weight is rounded once, as in a step of several micro-batches."""
+    weight = nn.Parameter(torch.randn(*shape, device="cuda").bfloat16())
+    x = torch.randn(128, shape[1], device="cuda").bfloat16().requires_grad_()
+    upstream = torch.randn(128, shape[0], device="cuda").bfloat16()
+    found: dict[str, float] = {}
+    wait = torch.cuda.synchronize
+    for name, layer in (("fp8", fp8.linear), ("bf16", linear)):
+        with fp8.keep_rounded(gradients=True):
+            for calls in (5, HOST_CALLS):
+                wait()
+                start = time.perf_counter()
+                for _ in range(calls):
+                    layer(x, weight).backward(upstream)
+                    weight.grad = x.grad = None
+                found[f"{name}_us"] = (time.perf_counter() - start) / calls * 1e6
+            wait()
+            with torch.profiler.profile() as profile:
+                layer(x, weight).backward(upstream)
+                wait()
+        launches = (event.count for event in profile.key_averages() if "LaunchKernel" in event.key)
+        found[f"{name}_launches"] = sum(launches)
+    return found
+
+
 def compare(shape: tuple[int, int], asked: argparse.Namespace, experts: int) -> dict[str, Any]:
     torch.manual_seed(0)
     outputs, inputs = shape
@@ -178,6 +210,8 @@ def compare(shape: tuple[int, int], asked: argparse.Namespace, experts: int) -> 
     if not experts:
         results = {name: call() for name, call in calls.items()}
         found["errors"] = errors(results, x, weights[0], upstream, min(rows, CHECKED))
+        if asked.device == "cuda":
+            found["host"] = host_time(shape)
     flops = 2 * rows * outputs * inputs
     found["fp8_tflops"] = {name: flops / ms / 1e9 for name, ms in found["fp8_ms"].items()}
     found["bf16_tflops"] = {name: flops / ms / 1e9 for name, ms in found["bf16_ms"].items()}
@@ -210,6 +244,9 @@ def main() -> None:
         ratios = [found["bf16_ms"][key] / ms for key, ms in found["fp8_ms"].items()]
         line = f"{name} | " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
         if parts := found.get("parts_ms"):
+            line += " | rounding ms " + ", ".join(
+                f"{v:.3f}" for k, v in parts.items() if k.startswith("round")
+            )
             kinds = [kind for kind in ("torch", "triton") if f"forward_{kind}" in parts]
             alone = [
                 f"{kind} "
@@ -220,6 +257,9 @@ def main() -> None:
         if "errors" in found:
             worst = max(error["to_reference"] for error in found["errors"].values())
             line += f" | largest difference from the reference {worst:.1e}"
+        if host := found.get("host"):
+            line += f" | host us, launches: fp8 {host['fp8_us']:.0f}, {host['fp8_launches']}; bf16 "
+            line += f"{host['bf16_us']:.0f}, {host['bf16_launches']}"
         print(line, flush=True)
         asked.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

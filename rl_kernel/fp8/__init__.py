@@ -5,7 +5,24 @@ activation, or to 128 x 128 elements of a weight. `reference` defines the result
 kernels round, with the same bits, and torch (cuBLAS) or Triton multiplies.
 """
 
-from rl_kernel.fp8.layers import check_sizes, expert_gradients, expert_outputs, linear, refusal
+from rl_kernel.fp8.kept import keep_rounded
+from rl_kernel.fp8.layers import (
+    check_sizes,
+    expert_gradients,
+    expert_outputs,
+    linear,
+    refusal,
+    round_experts,
+)
 from rl_kernel.fp8.reference import GROUP
 
-__all__ = ["GROUP", "check_sizes", "expert_gradients", "expert_outputs", "linear", "refusal"]
+__all__ = [
+    "GROUP",
+    "check_sizes",
+    "expert_gradients",
+    "expert_outputs",
+    "keep_rounded",
+    "linear",
+    "refusal",
+    "round_experts",
+]

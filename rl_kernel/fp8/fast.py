@@ -6,6 +6,8 @@ torch's products run for one weight on a GPU that has them. Triton's run for the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -23,14 +25,31 @@ Upstream = tuple[Operand, Operand]
 """The output's gradient, rounded along its rows and its columns."""
 
 
+@dataclass(frozen=True)
+class RoundedWeights:
+    """The rounded weights of `experts` experts. One of both forms may be missing."""
+
+    plain: Operand | None
+    turned: Operand | None
+    experts: int
+    dtype: torch.dtype
+
+
+def round_weights(
+    weights: Tensor, power_of_two: bool, plain: bool = True, turned: bool = True
+) -> RoundedWeights:
+    """Rounds weights [E, N, K] for `outputs` (`plain`) and `input_gradients` (`turned`), in one pass over them."""
+    found = quantize_blocks(weights, plain=plain, turned=turned, power_of_two=power_of_two)
+    return RoundedWeights(*found, len(weights), weights.dtype)
+
+
 def outputs(
-    x: Tensor, weights: Tensor, ends: Tensor | None, power_of_two: bool, invariant: bool = False
+    x: Tensor, weights: RoundedWeights, ends: Tensor | None, power_of_two: bool, invariant: bool = False
 ) -> Tensor:
     """Computes `reference.outputs`. With `invariant`, a row's bits do not depend on the other rows."""
     rows, _ = quantize(x, None, rows=True, columns=False, power_of_two=power_of_two)
-    assert rows is not None
-    blocks = quantize_blocks(weights, turned=False, power_of_two=power_of_two)
-    return _multiply_rows(rows, blocks, ends, len(weights), x.dtype, invariant)
+    assert rows is not None and weights.plain is not None
+    return _multiply_rows(rows, weights.plain, ends, weights.experts, x.dtype, invariant)
 
 
 def round_upstream(upstream: Tensor, ends: Tensor | None, power_of_two: bool) -> Upstream:
@@ -41,10 +60,13 @@ def round_upstream(upstream: Tensor, ends: Tensor | None, power_of_two: bool) ->
     return rows, columns
 
 
-def input_gradients(upstream: Upstream, weights: Tensor, ends: Tensor | None, power_of_two: bool) -> Tensor:
-    """Computes `reference.input_gradients` in the dtype of the weights."""
-    blocks = quantize_blocks(weights, turned=True, power_of_two=power_of_two)
-    return _multiply_rows(upstream[0], blocks, ends, len(weights), weights.dtype)
+def input_gradients(
+    upstream: Upstream, weights: RoundedWeights, ends: Tensor | None, power_of_two: bool
+) -> Tensor:
+    """Computes `reference.input_gradients` in the dtype of the weights. Both operands are rounded already, so
+    `power_of_two` has no effect."""
+    assert weights.turned is not None
+    return _multiply_rows(upstream[0], weights.turned, ends, weights.experts, weights.dtype)
 
 
 def weight_gradients(upstream: Upstream, x: Tensor, ends: Tensor | None, power_of_two: bool) -> Tensor:

@@ -5,6 +5,8 @@ N rows, K inputs, M outputs, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -17,12 +19,14 @@ from torch.nn.functional import pad
 from rl_kernel.checks import FLOATS, check_tensor, invalid
 from rl_kernel.collectives import gather_stack
 from rl_kernel.fp8 import reference
+from rl_kernel.fp8.kept import rounded_for
 from rl_kernel.fp8.reference import GROUP
 from rl_kernel.invariant.ranks import start_sum
 
 _LEAST_CAPABILITY = (8, 9)
 
 
+@cache
 def refusal(device: torch.device) -> str | None:
     """Returns the reason why the layers cannot run on a device; None if they can."""
     if device.type == "cpu":
@@ -60,7 +64,7 @@ def linear(
 
     Returns:
         [..., M] in the dtype of x, differentiable in x and weight. Saves x and weight only; both are rounded again in
-        the backward pass. Gradients are rounded to x's dtype once.
+        the backward pass, but see `keep_rounded`. Gradients are rounded to x's dtype once.
 
     Raises:
         ValueError: wrong shape, dtype or device.
@@ -92,6 +96,7 @@ def _check(x: Tensor, weight: Tensor) -> None:
         raise invalid("x", "be on a device with fp8", x.device, f"{reason}; compute in bfloat16 there")
 
 
+@cache
 def _arithmetic(device: torch.device) -> ModuleType:
     """Returns the module with the functions of a device."""
     if device.type == "cpu":
@@ -116,7 +121,12 @@ class _Linear8(torch.autograd.Function):
         ctx.power_of_two, ctx.group, ctx.gather = power_of_two, group, gather
         if gather:
             x = gather_stack(x, group).flatten(0, 1)
-        found: Tensor = _arithmetic(x.device).outputs(x, weight[None], None, power_of_two, invariant)
+        arithmetic = _arithmetic(x.device)
+        rounded, kept = rounded_for(
+            weight, lambda turned: arithmetic.round_weights(weight[None], power_of_two, turned=turned)
+        )
+        ctx.rounded = rounded if kept else None
+        found: Tensor = arithmetic.outputs(x, rounded, None, power_of_two, invariant)
         return found
 
     @staticmethod
@@ -128,7 +138,8 @@ class _Linear8(torch.autograd.Function):
         rounded = arithmetic.round_upstream(upstream, None, power_of_two)
         grad, added, grad_weight = None, None, None
         if needs_x:
-            grad = arithmetic.input_gradients(rounded, weight[None], None, power_of_two)
+            weights = ctx.rounded or arithmetic.round_weights(weight[None], power_of_two, plain=False)
+            grad = arithmetic.input_gradients(rounded, weights, None, power_of_two)
             if ctx.group is not None:  # the sum over ranks overlaps with the product for the weight
                 grad, added = start_sum(grad, ctx.group, scatter=ctx.gather)
         if needs_weight:
@@ -140,34 +151,49 @@ class _Linear8(torch.autograd.Function):
         return grad, grad_weight, None, None, None, None
 
 
-def expert_outputs(x: Tensor, weights: Tensor, ends: Tensor, *, power_of_two: bool = False) -> Tensor:
+def round_experts(weights: Sequence[Tensor], power_of_two: bool) -> tuple[object, bool]:
+    """Rounds the weights of experts, E tensors [M, K], for `expert_outputs`. Returns the rounded weights, and whether
+    `keep_rounded` keeps them. Kept weights also serve `expert_gradients`."""
+    first, powers = weights[0], power_of_two
+    check_sizes("weight", tuple(first.shape))
+    arithmetic = _arithmetic(first.device)
+    return rounded_for(
+        first, lambda turned: arithmetic.round_weights(torch.stack(list(weights)), powers, turned=turned)
+    )
+
+
+def expert_outputs(x: Tensor, rounded: object, ends: Tensor, *, power_of_two: bool = False) -> Tensor:
     """Computes `linear(x[rows of e], weights[e])` of each expert e, without gradient.
 
-    x [N, K] has the rows of the experts one after another, weights [E, M, K], ends int32 [E] the end of each expert's
-    rows -> [N, M] in the dtype of x.
+    x [N, K] has the rows of the experts one after another, `rounded` the weights from `round_experts`, ends int32 [E]
+    the end of each expert's rows -> [N, M] in the dtype of x.
     """
-    _check(x, weights)
-    found: Tensor = _arithmetic(x.device).outputs(x, weights, ends, power_of_two)
+    check_tensor("x", x, None, FLOATS)
+    found: Tensor = _arithmetic(x.device).outputs(x, rounded, ends, power_of_two)
     return found
 
 
 def expert_gradients(
     upstream: Tensor,
     x: Tensor,
-    weights: Tensor,
+    weights: Sequence[Tensor],
     ends: Tensor,
     *,
+    rounded: object = None,
     power_of_two: bool = False,
     of_x: bool = True,
     of_weights: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Computes the gradients of `expert_outputs`: those of x [N, K] and of the weights [E, M, K], if they are wanted.
+    `rounded`: the weights from `round_experts` if they were kept.
 
     The groups of 128 rows for the gradient of a weight are those of its expert's rows alone.
     """
     arithmetic = _arithmetic(x.device)
-    rounded = arithmetic.round_upstream(upstream, ends, power_of_two)
-    return (
-        arithmetic.input_gradients(rounded, weights, ends, power_of_two) if of_x else None,
-        arithmetic.weight_gradients(rounded, x, ends, power_of_two) if of_weights else None,
-    )
+    gradient = arithmetic.round_upstream(upstream, ends, power_of_two)
+    d_x = None
+    if of_x:
+        if rounded is None:
+            rounded = arithmetic.round_weights(torch.stack(list(weights)), power_of_two, plain=False)
+        d_x = arithmetic.input_gradients(gradient, rounded, ends, power_of_two)
+    return d_x, arithmetic.weight_gradients(gradient, x, ends, power_of_two) if of_weights else None

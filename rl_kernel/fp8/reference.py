@@ -10,6 +10,7 @@ M rows, K inputs, N outputs, G groups of 128.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ GROUP = 128
 """Elements that share a scale, along a row or a column. The blocks of weights are GROUP x GROUP."""
 MOST = 448.0
 """Largest number of float8_e4m3fn."""
+Blocks: TypeAlias = list[tuple[Tensor, Tensor]]
+"""The codes and scales of each expert's weight, from `quantize_blocks`."""
 SMALLEST = 1e-10
 """Lower bound of the largest value of a group, as in vLLM. It avoids a division by zero."""
 
@@ -75,14 +78,23 @@ def product(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: to
     return total.to(dtype)
 
 
+def round_weights(weights: Tensor, power_of_two: bool, plain: bool = True, turned: bool = True) -> Blocks:
+    """Rounds weights [E, N, K]. Both products read one form here, so `plain` and `turned` have no effect."""
+    return [quantize_blocks(weight, power_of_two) for weight in weights]
+
+
+def _rounded(weights: Tensor | Blocks, power_of_two: bool) -> Blocks:
+    return round_weights(weights, power_of_two) if isinstance(weights, Tensor) else weights
+
+
 def outputs(
-    x: Tensor, weights: Tensor, ends: Tensor | None, power_of_two: bool, invariant: bool = True
+    x: Tensor, weights: Tensor | Blocks, ends: Tensor | None, power_of_two: bool, invariant: bool = True
 ) -> Tensor:
     """Computes `x[rows of e] @ weights[e].T` of each expert e: x [M, K], weights [E, N, K] -> [M, N] in the dtype of
     x. A row's bits never depend on the other rows, with or without `invariant`."""
     parts = [
-        product(quantize_rows(x[rows], power_of_two), quantize_blocks(weight, power_of_two), x.dtype)
-        for rows, weight in zip(expert_slices(ends, x), weights, strict=True)
+        product(quantize_rows(x[rows], power_of_two), blocks, x.dtype)
+        for rows, blocks in zip(expert_slices(ends, x), _rounded(weights, power_of_two), strict=True)
     ]
     return torch.cat(parts)
 
@@ -92,12 +104,15 @@ def round_upstream(upstream: Tensor, ends: Tensor | None, power_of_two: bool) ->
     return upstream
 
 
-def input_gradients(upstream: Tensor, weights: Tensor, ends: Tensor | None, power_of_two: bool) -> Tensor:
+def input_gradients(
+    upstream: Tensor, weights: Tensor | Blocks, ends: Tensor | None, power_of_two: bool
+) -> Tensor:
     """Computes `upstream[rows of e] @ weights[e]`: [M, N] and [E, N, K] -> [M, K]. Blocks of 128 x 128 have the same
     codes in the transposed weight."""
     parts = []
-    for rows, weight in zip(expert_slices(ends, upstream), weights, strict=True):
-        codes, scales = quantize_blocks(weight, power_of_two)
+    for rows, (codes, scales) in zip(
+        expert_slices(ends, upstream), _rounded(weights, power_of_two), strict=True
+    ):
         rounded = quantize_rows(upstream[rows], power_of_two)
         parts.append(product(rounded, (codes.T, scales.T), upstream.dtype))
     return torch.cat(parts)

@@ -227,9 +227,10 @@ def fp8_layers(batch: Batch) -> None:
     weights = torch.ones(2, FP8_OUTPUTS, FP8_INPUTS, dtype=BF16, device=DEVICE)
     ends = torch.tensor([batch.tokens // 2, batch.tokens], dtype=torch.int32, device=DEVICE)
     for given, stops in ((weights[:1], None), (weights, ends)):
-        fast.outputs(x, given, stops, False, True)
+        both = fast.round_weights(given, False)
+        fast.outputs(x, both, stops, False, True)
         rounded = fast.round_upstream(upstream, stops, False)
-        fast.input_gradients(rounded, given, stops, False)
+        fast.input_gradients(rounded, both, stops, False)
         fast.weight_gradients(rounded, x, stops, False)
 
 

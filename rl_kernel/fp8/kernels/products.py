@@ -7,6 +7,7 @@ tile does not depend on the shape, so a row of the result has the same bits for 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,7 +18,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rl_kernel.fp8.kernels.quantize import Operand, RowGroups
 from rl_kernel.fp8.reference import GROUP
 
-WARPS = 8
+
+@dataclass(frozen=True)
+class Launch:
+    """How a program of a product runs. `stages`: steps that are read ahead, by default those that fit the card.
+    `registers`: limit per thread."""
+
+    warps: int = 8
+    stages: int | None = None
+    registers: int | None = None
+
+
+DEFAULT = Launch()
 TOGETHER = 16
 """Number of tiles of rows that are computed before the next columns, so that the weight's tiles stay in the cache."""
 
@@ -43,11 +55,16 @@ def rows_kernel(
         inside = row < last
         b_scales = B_SCALES + (weight * broad + block) * b_stride
         total = tl.zeros((SIZE, SIZE), tl.float32)
+        scale = tl.load(A_SCALES + row, inside, other=0.0) * tl.load(b_scales)
         for step in range(0, K // SIZE):
             a = A.load([first, step * SIZE])
             b = B.load([(weight * broad + block) * SIZE, step * SIZE])
-            scale = tl.load(A_SCALES + tl.cast(step, tl.int64) * a_stride + row, inside, other=0.0)
-            total += tl.dot(a, b.T) * (scale * tl.load(b_scales + step))[:, None]
+            # the product does not wait for the scales of the next step
+            following = min(step + 1, K // SIZE - 1)
+            next_scale = tl.load(A_SCALES + tl.cast(following, tl.int64) * a_stride + row, inside, other=0.0)
+            next_scale *= tl.load(b_scales + following)
+            total += tl.dot(a, b.T) * scale[:, None]
+            scale = next_scale
         column = block * SIZE + lane
         tl.store(OUT + row[:, None] * N + column[None, :], total.to(OUT.dtype.element_ty), inside[:, None])
 
@@ -70,18 +87,26 @@ def columns_kernel(
     else:
         first, last = tl.load(STARTS + expert), tl.load(STARTS + expert + 1)
     total = tl.zeros((SIZE, SIZE), tl.float32)
+    begin = tl.cast(min(first, groups - 1), tl.int64)
+    a_scale, b_scale = tl.load(A_SCALES + begin * N + row), tl.load(B_SCALES + begin * K + column)
     for step in range(first, last):
         a = A.load([above * SIZE, step * SIZE])
         b = B.load([left * SIZE, step * SIZE])
-        a_scale = tl.load(A_SCALES + tl.cast(step, tl.int64) * N + row)
-        b_scale = tl.load(B_SCALES + tl.cast(step, tl.int64) * K + column)
+        following = tl.cast(min(step + 1, last - 1), tl.int64)  # the product does not wait for these scales
+        a_next, b_next = tl.load(A_SCALES + following * N + row), tl.load(B_SCALES + following * K + column)
         total += tl.dot(a, b.T) * a_scale[:, None] * b_scale[None, :]
+        a_scale, b_scale = a_next, b_next
     place = (expert * N + row)[:, None] * K + column[None, :]
     tl.store(OUT + place, total.to(OUT.dtype.element_ty))
 
 
 def multiply_rows(
-    left: Operand, right: Operand, spans: RowGroups | None, experts: int, dtype: torch.dtype
+    left: Operand,
+    right: Operand,
+    spans: RowGroups | None,
+    experts: int,
+    dtype: torch.dtype,
+    launch: Launch = DEFAULT,
 ) -> Tensor:
     """Computes `left @ right.T`: rows [M, K] and blocks [E * N, K] -> [M, N] in `dtype`."""
     count, inner = left.rows, left.codes.shape[1]
@@ -94,13 +119,19 @@ def multiply_rows(
                 _tiles(left), left.scales, _tiles(right), right.scales, out,
                 *((None, None, None) if spans is None else (spans.expert, spans.first, spans.last)),
                 count, width, inner, len(left.codes), right.scales.shape[0], tall,
-                TOGETHER=TOGETHER, SIZE=GROUP, num_warps=WARPS, num_stages=_stages(out.device),
+                TOGETHER=TOGETHER, SIZE=GROUP, num_warps=launch.warps, num_stages=launch.stages or _stages(out.device),
+                maxnreg=launch.registers,
             )  # fmt: skip
     return out
 
 
 def multiply_columns(
-    left: Operand, right: Operand, spans: RowGroups | None, experts: int, dtype: torch.dtype
+    left: Operand,
+    right: Operand,
+    spans: RowGroups | None,
+    experts: int,
+    dtype: torch.dtype,
+    launch: Launch = DEFAULT,
 ) -> Tensor:
     """Computes `left @ right.T` over each expert's groups: columns [N, G * 128] and [K, G * 128] -> [E, N, K] in
     `dtype`."""
@@ -112,7 +143,8 @@ def multiply_columns(
         columns_kernel[((height // GROUP) * (width // GROUP), experts)](
             _tiles(left), left.scales, _tiles(right), right.scales, out,
             None if spans is None else spans.starts, height, width, groups,
-            TOGETHER=TOGETHER, SIZE=GROUP, num_warps=WARPS, num_stages=_stages(out.device),
+            TOGETHER=TOGETHER, SIZE=GROUP, num_warps=launch.warps, num_stages=launch.stages or _stages(out.device),
+                maxnreg=launch.registers,
         )  # fmt: skip
     return out
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rl_kernel.fp8.reference import GROUP
 
-WARPS = 8
+WARPS, REGISTERS = 8, 80
+"""Warps of a program and registers of a thread: three programs run on a processor of an H100 at the same time."""
 _ROWS, _BLOCKS = 16, 4
 """torch's products need a row count and a count of scales along K that are multiples of these numbers."""
 
@@ -56,63 +57,92 @@ class RowGroups:
 
 
 @triton.jit
+def divide(x, divisor, reciprocal):
+    """Returns x / divisor rounded to nearest, in three instructions: a quotient and the correction by its remainder."""
+    quotient = x * reciprocal
+    return tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
+
+
+@triton.jit
 def scale_for(largest, POWER: tl.constexpr):
-    """Returns `scales_from(largest)`."""
-    scale = tl.math.div_rn(tl.maximum(largest, 1e-10), tl.full(largest.shape, 448.0, tl.float32))
+    """Returns `scales_from(largest)`. The division is exact for each float32."""
+    most, reciprocal = tl.full(largest.shape, 448.0, tl.float32), tl.full(largest.shape, 1 / 448, tl.float32)
+    scale = divide(tl.maximum(largest, 1e-10), most, reciprocal)
+    scale = tl.where(largest < float("inf"), scale, largest)  # the remainder of infinity is NaN
     if POWER:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     return scale
 
 
+@triton.jit
+def codes_for(x, scale, AXIS: tl.constexpr, FAST: tl.constexpr):
+    """Returns the codes of x with a scale per index of the other axis. FAST is exact for values of bfloat16, with any
+    reciprocal that is off by at most four units in the last place."""
+    wide = tl.broadcast_to(tl.expand_dims(scale, AXIS), x.shape)
+    if FAST:
+        bounded = tl.minimum(
+            scale, 3e38
+        )  # with an infinite scale, the remainder of a finite number would be NaN
+        reciprocal = 1.0 / scale
+        divisor = tl.broadcast_to(tl.expand_dims(bounded, AXIS), x.shape)
+        quotient = divide(x, divisor, tl.broadcast_to(tl.expand_dims(reciprocal, AXIS), x.shape))
+    else:
+        quotient = tl.math.div_rn(x, wide)
+    return quotient.to(tl.float8e4nv)
+
+
 @triton.jit(do_not_specialize=["M", "padded", "groups"])
 def quantize_kernel(
     X, CODES, SCALES, T_CODES, T_SCALES, FIRST, LAST, M, padded, stride, K, groups,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, POWER: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, POWER: tl.constexpr, FAST: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Rounds 128 x 128 elements in groups of a row (ROWS) and of a column (COLUMNS)."""
+    """Rounds 128 x 128 elements in groups of a row (ROWS) and of a column (COLUMNS). Offsets in a tile are int32, which
+    halves the registers of addresses."""
     group, part = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, SIZE)
     if FIRST is None:
-        row, last = group * SIZE + lane, M
+        first, last = group * SIZE, M
     else:
-        row, last = tl.load(FIRST + group) + lane, tl.load(LAST + group)
-    row = row.to(tl.int64)
-    column = (part * SIZE + lane).to(tl.int64)
-    inside = (row < last)[:, None]
-    x = tl.load(X + row[:, None] * stride + column[None, :], inside, other=0.0).to(tl.float32)
+        first, last = tl.load(FIRST + group), tl.load(LAST + group)
+    left, inside = part * SIZE, lane < last - first
+    start = tl.cast(first, tl.int64)
+    read = X + start * stride + left
+    x = tl.load(read + (lane[:, None] * stride + lane[None, :]), inside[:, None], other=0.0).to(tl.float32)
     if ROWS:
         scale = scale_for(tl.max(tl.abs(x), 1), POWER)
-        codes = tl.math.div_rn(x, tl.broadcast_to(scale[:, None], (SIZE, SIZE))).to(tl.float8e4nv)
-        tl.store(CODES + row[:, None] * K + column[None, :], codes, inside)
-        tl.store(SCALES + part.to(tl.int64) * padded + row, scale, row < last)
+        place = CODES + start * K + left
+        tl.store(place + (lane[:, None] * K + lane[None, :]), codes_for(x, scale, 1, FAST), inside[:, None])
+        tl.store(SCALES + tl.cast(part, tl.int64) * padded + first + lane, scale, inside)
     if COLUMNS:
         scale = scale_for(tl.max(tl.abs(x), 0), POWER)
-        codes = tl.math.div_rn(x, tl.broadcast_to(scale[None, :], (SIZE, SIZE))).to(tl.float8e4nv)
-        place = group.to(tl.int64) * SIZE + lane
-        tl.store(T_CODES + column[:, None] * (groups.to(tl.int64) * SIZE) + place[None, :], tl.trans(codes))
-        tl.store(T_SCALES + group.to(tl.int64) * K + column, scale)
+        wide = groups * SIZE
+        place = T_CODES + tl.cast(left, tl.int64) * wide + group * SIZE
+        tl.store(place + (lane[:, None] * wide + lane[None, :]), tl.trans(codes_for(x, scale, 0, FAST)))
+        tl.store(T_SCALES + tl.cast(group, tl.int64) * K + left + lane, scale)
 
 
 @triton.jit
 def blocks_kernel(
-    W, CODES, SCALES, N, K, scale_stride, TURNED: tl.constexpr, POWER: tl.constexpr, SIZE: tl.constexpr
-):
-    """Rounds a block of 128 x 128 elements of an expert's weight, and transposes it if TURNED."""
+    W, CODES, SCALES, T_CODES, T_SCALES, N, K, scale_stride, turned_stride,
+    POWER: tl.constexpr, FAST: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Rounds a block of 128 x 128 elements of an expert's weight. Writes it, and the transposed block."""
     block, part, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     lane = tl.arange(0, SIZE)
     row = (block * SIZE + lane).to(tl.int64)
     column = (part * SIZE + lane).to(tl.int64)
     start = expert * N * K
     w = tl.load(W + start + row[:, None] * K + column[None, :]).to(tl.float32)
-    scale = scale_for(tl.max(tl.max(tl.abs(w), 1, keep_dims=True), 0, keep_dims=True), POWER)
-    codes = tl.math.div_rn(w, tl.broadcast_to(scale, (SIZE, SIZE))).to(tl.float8e4nv)
-    if TURNED:
-        tl.store(CODES + start + column[:, None] * N + row[None, :], tl.trans(codes))
-        place = (expert * tl.num_programs(1) + part) * scale_stride + block
-    else:
+    largest = tl.max(tl.max(tl.abs(w), 1), 0)
+    scale = scale_for(tl.full((SIZE,), 0.0, tl.float32) + largest, POWER)
+    codes = codes_for(w, scale, 1, FAST)
+    one = tl.max(scale, 0)
+    if CODES is not None:
         tl.store(CODES + start + row[:, None] * K + column[None, :], codes)
-        place = (expert * tl.num_programs(0) + block) * scale_stride + part
-    tl.store(SCALES + place + tl.zeros((1, 1), tl.int32), scale)
+        tl.store(SCALES + (expert * tl.num_programs(0) + block) * scale_stride + part, one)
+    if T_CODES is not None:
+        tl.store(T_CODES + start + column[:, None] * N + row[None, :], tl.trans(codes))
+        tl.store(T_SCALES + (expert * tl.num_programs(1) + part) * turned_stride + block, one)
 
 
 def quantize(
@@ -135,7 +165,8 @@ def quantize(
                 x, *_pointers(by_row), *_pointers(by_column),
                 None if spans is None else spans.first, None if spans is None else spans.last,
                 count, padded, x.stride(0), width, groups,
-                ROWS=rows, COLUMNS=columns, POWER=power_of_two, SIZE=GROUP, num_warps=WARPS,
+                ROWS=rows, COLUMNS=columns, POWER=power_of_two, FAST=x.dtype == torch.bfloat16, SIZE=GROUP,
+                num_warps=WARPS, maxnreg=REGISTERS,
             )  # fmt: skip
     return by_row, by_column
 
@@ -149,18 +180,27 @@ def _pointers(operand: Operand | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if operand is None else (operand.codes, operand.scales)
 
 
-def quantize_blocks(weights: Tensor, *, turned: bool, power_of_two: bool) -> Operand:
-    """Rounds weights [E, N, K] in blocks of 128 x 128: codes [E * N, K], or those of the transposed weights [E * K, N]
-    if `turned`."""
+def quantize_blocks(
+    weights: Tensor, *, plain: bool = True, turned: bool = True, power_of_two: bool
+) -> tuple[Operand | None, Operand | None]:
+    """Rounds weights [E, N, K] in blocks of 128 x 128: codes [E * N, K] (`plain`), and those of the transposed weights
+    [E * K, N] (`turned`), in one pass over the weights."""
     experts, rows, width = weights.shape
-    out, inner = (width, rows) if turned else (rows, width)
-    codes = weights.new_empty(experts * out, inner, dtype=torch.float8_e4m3fn)
-    stride = -(-inner // (GROUP * _BLOCKS)) * _BLOCKS
-    scales = weights.new_zeros(experts * out // GROUP, stride, dtype=torch.float32)
+    straight = _empty_blocks(weights, experts * rows, width) if plain else None
+    across = _empty_blocks(weights, experts * width, rows) if turned else None
+    strides = (0 if each is None else each.scales.shape[0] for each in (straight, across))
     if experts:
         with torch.cuda.device_of(weights):
             blocks_kernel[(rows // GROUP, width // GROUP, experts)](
-                weights.contiguous(), codes, scales, rows, width, stride,
-                TURNED=turned, POWER=power_of_two, SIZE=GROUP, num_warps=WARPS,
+                weights.contiguous(), *_pointers(straight), *_pointers(across), rows, width, *strides,
+                POWER=power_of_two, FAST=weights.dtype == torch.bfloat16, SIZE=GROUP,
+                num_warps=WARPS, maxnreg=REGISTERS,
             )  # fmt: skip
-    return Operand(codes, scales.T, experts * out)
+    return straight, across
+
+
+def _empty_blocks(weights: Tensor, rows: int, inner: int) -> Operand:
+    codes = weights.new_empty(rows, inner, dtype=torch.float8_e4m3fn)
+    stride = -(-inner // (GROUP * _BLOCKS)) * _BLOCKS
+    make = weights.new_empty if stride * GROUP == inner else weights.new_zeros
+    return Operand(codes, make(rows // GROUP, stride, dtype=torch.float32).T, rows)

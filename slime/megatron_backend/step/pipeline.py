@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from rl_kernel.fp8 import keep_rounded
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.model.attention import packed_layout
 from slime.megatron_backend.model.gpt import get_parts, stage_output, unwrap
@@ -106,17 +107,18 @@ def _schedule(
         return output, loss
 
     # with `variable_seq_lengths`, stages send their shapes; the two sizes are required arguments but not used
-    results: list[T] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=list(
-            itertools.tee(batches, len(parts))
-        ),  # each micro-batch is packed once for all parts
-        model=parts,
-        num_microbatches=count,
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    with keep_rounded(gradients=not forward_only) if count > 1 else nullcontext():
+        results: list[T] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=list(
+                itertools.tee(batches, len(parts))
+            ),  # each micro-batch is packed once for all parts
+            model=parts,
+            num_microbatches=count,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
     return results
 
 

@@ -41,7 +41,8 @@ def test_rounded_bits_are_those_of_the_reference_never_run(case: Fp8Case, power_
     ):
         assert torch.equal(found.codes[: len(codes)].view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(found.scales[: len(scales)], scales)
-    blocks = quantize_blocks(weights[:1], turned=True, power_of_two=power_of_two)
+    _, blocks = quantize_blocks(weights[:1], power_of_two=power_of_two)
+    assert blocks is not None
     codes, scales = reference.quantize_blocks(weights[0], power_of_two)
     assert torch.equal(blocks.codes.view(torch.uint8), codes.T.contiguous().view(torch.uint8))
     assert torch.equal(blocks.scales.T[:, : len(scales)], scales.T)
@@ -52,9 +53,8 @@ def test_torch_and_triton_multiply_as_the_reference_never_run(case: Fp8Case) -> 
     x, weights, upstream = case.tensors(torch.bfloat16, "cuda")
     rows, columns = quantize(x, None, rows=True, columns=True, power_of_two=False)
     grad_rows, grad_columns = fast.round_upstream(upstream, None, False)
-    blocks = quantize_blocks(weights, turned=False, power_of_two=False)
-    turned = quantize_blocks(weights, turned=True, power_of_two=False)
-    assert rows is not None and columns is not None
+    blocks, turned = quantize_blocks(weights, power_of_two=False)
+    assert rows is not None and columns is not None and blocks is not None and turned is not None
     wanted = (
         reference.outputs(x[:TOP], weights, None, False),
         reference.input_gradients(upstream[:TOP], weights, None, False),
@@ -83,16 +83,17 @@ def test_products_of_experts_are_those_of_one_expert_never_run(case: Fp8Case) ->
     x, weights, upstream = case.tensors(torch.bfloat16, "cuda")
     ends = case.ends("cuda")
     assert ends is not None
-    out = fp8.expert_outputs(x, weights, ends)
-    d_x, d_weights = fp8.expert_gradients(upstream, x, weights, ends)
+    out = fp8.expert_outputs(x, fp8.round_experts(list(weights), False)[0], ends)
+    d_x, d_weights = fp8.expert_gradients(upstream, x, list(weights), ends)
     assert d_x is not None and d_weights is not None
     for expert, rows in enumerate(reference.expert_slices(ends, x)):
         one = slice(expert, expert + 1)
-        alone = fast.outputs(x[rows], weights[one], None, False, True)
+        weight = fast.round_weights(weights[one], False)
+        alone = fast.outputs(x[rows], weight, None, False, True)
         rounded = fast.round_upstream(upstream[rows], None, False)
         assert torch.equal(out[rows], alone)
         if len(alone):
-            assert largest_error(d_x[rows], fast.input_gradients(rounded, weights[one], None, False)) < CLOSE
+            assert largest_error(d_x[rows], fast.input_gradients(rounded, weight, None, False)) < CLOSE
             want = fast.weight_gradients(rounded, x[rows], None, False)[0]
             assert largest_error(d_weights[expert], want) < CLOSE
         else:
@@ -113,9 +114,10 @@ def test_the_host_does_not_wait_never_run(shares: tuple[int, ...]) -> None:
     ends = case.ends("cuda")
 
     def step() -> None:
-        fast.outputs(x, weights, ends, False)
+        both = fast.round_weights(weights, False)
+        fast.outputs(x, both, ends, False)
         rounded = fast.round_upstream(upstream, ends, False)
-        fast.input_gradients(rounded, weights, ends, False)
+        fast.input_gradients(rounded, both, ends, False)
         fast.weight_gradients(rounded, x, ends, False)
 
     step()

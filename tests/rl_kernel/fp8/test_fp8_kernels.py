@@ -42,8 +42,8 @@ def test_kernels_round_to_the_bits_of_the_reference(case, power_of_two):
     )
     want, scales = reference.quantize_columns(x, power_of_two)
     assert torch.equal(codes(columns.codes), codes(want)) and torch.equal(columns.scales, scales)
-    for turned in (False, True):
-        found = quantize_blocks(weights, turned=turned, power_of_two=power_of_two)
+    forms = quantize_blocks(weights, power_of_two=power_of_two)
+    for turned, found in zip((False, True), forms, strict=True):
         pairs = [reference.quantize_blocks(weight, power_of_two) for weight in weights]
         pairs = [(code.T, scale.T) if turned else (code, scale) for code, scale in pairs]
         assert torch.equal(codes(found.codes), codes(torch.cat([code for code, _ in pairs]).contiguous()))
@@ -56,14 +56,14 @@ def test_kernels_round_to_the_bits_of_the_reference(case, power_of_two):
 def test_products_are_those_of_the_reference(case, dtype):
     x, weights, upstream = case.tensors(dtype, DEVICE)
     ends = case.ends(DEVICE)
-    rounded = fast.round_upstream(upstream, ends, False)
+    rounded, both = fast.round_upstream(upstream, ends, False), fast.round_weights(weights, False)
     for name, given in (
-        ("outputs", (x, weights)),
-        ("input_gradients", (rounded, weights)),
+        ("outputs", (x, both)),
+        ("input_gradients", (rounded, both)),
         ("weight_gradients", (rounded, x)),
     ):
         got = getattr(fast, name)(*given, ends, False)
-        plain = (upstream, given[1]) if given[0] is rounded else given
+        plain = (upstream if given[0] is rounded else x, weights if given[1] is both else x)
         want = getattr(reference, name)(*(tensor.float() for tensor in plain), ends, False)
         assert got.dtype == dtype and got.shape == want.shape
         largest = want.abs().max().item() if want.numel() else 0.0
@@ -82,9 +82,10 @@ def test_groups_of_experts_by_hand():
 
 def test_a_row_has_the_same_bits_alone_and_in_a_batch():
     x, weights, _ = CASES[2].tensors(torch.bfloat16, DEVICE)
-    whole = fast.outputs(x, weights, None, False, True)
+    rounded = fast.round_weights(weights, False)
+    whole = fast.outputs(x, rounded, None, False, True)
     for row in (0, 77, 129):
-        assert torch.equal(fast.outputs(x[row : row + 1], weights, None, False, True)[0], whole[row])
+        assert torch.equal(fast.outputs(x[row : row + 1], rounded, None, False, True)[0], whole[row])
 
 
 def test_a_value_that_is_not_finite_stays_not_finite():

@@ -96,6 +96,7 @@ class _Scaled(FunctionCtx):
     """The values that the forward pass of `Fp8Product` keeps."""
 
     power_of_two: bool
+    rounded: object
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
 
@@ -111,7 +112,9 @@ class Fp8Product(torch.autograd.Function):
     def forward(ctx: _Scaled, power_of_two: bool, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, ends, *weights)
         ctx.power_of_two = power_of_two
-        return fp8.expert_outputs(x, torch.stack(weights), ends, power_of_two=power_of_two)
+        rounded, kept = fp8.round_experts(weights, power_of_two)
+        ctx.rounded = rounded if kept else None
+        return fp8.expert_outputs(x, rounded, ends, power_of_two=power_of_two)
 
     @staticmethod
     @once_differentiable
@@ -119,7 +122,8 @@ class Fp8Product(torch.autograd.Function):
         x, ends, *weights = ctx.saved_tensors
         _, needs_x, _, *needs_weights = ctx.needs_input_grad
         d_x, d_weights = fp8.expert_gradients(
-            *(upstream, x, torch.stack(weights), ends),
+            *(upstream, x, weights, ends),
+            rounded=ctx.rounded,
             power_of_two=ctx.power_of_two,
             of_x=needs_x,
             of_weights=any(needs_weights),
