@@ -32,7 +32,7 @@ from rl_kernel.fp8 import reference
 LAYERS = {"qkv": (6144, 2560), "o": (2560, 4096), "gate_up": (19456, 2560), "down": (2560, 9728)}
 """Product of a Qwen3-4B layer -> outputs and inputs."""
 EXPERTS = {"experts_gate_up": (1536, 2048), "experts_down": (2048, 768)}
-"""Product of the 128 experts of a Qwen3-30B-A3B layer -> outputs and inputs of each expert."""
+"""Product of the 128 experts of a Qwen3-30B-A3B layer -> outputs and inputs per expert."""
 COUNT = 128
 HOST_CALLS = 200
 CHECKED = 256

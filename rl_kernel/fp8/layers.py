@@ -163,7 +163,7 @@ def round_experts(weights: Sequence[Tensor], power_of_two: bool) -> tuple[object
 
 
 def expert_outputs(x: Tensor, rounded: object, ends: Tensor, *, power_of_two: bool = False) -> Tensor:
-    """Computes `linear(x[rows of e], weights[e])` of each expert e, without gradient.
+    """Computes `linear(x[rows of e], weights[e])` per expert e, without gradient.
 
     x [N, K] has the rows of the experts one after another, `rounded` the weights from `round_experts`, ends int32 [E]
     the end of each expert's rows -> [N, M] in the dtype of x.

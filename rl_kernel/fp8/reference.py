@@ -21,13 +21,13 @@ GROUP = 128
 MOST = 448.0
 """Largest number of float8_e4m3fn."""
 Blocks: TypeAlias = list[tuple[Tensor, Tensor]]
-"""The codes and scales of each expert's weight, from `quantize_blocks`."""
+"""The codes and scales per expert, from `quantize_blocks`."""
 SMALLEST = 1e-10
 """Lower bound of the largest value of a group, as in vLLM. It avoids a division by zero."""
 
 
 def scales_from(largest: Tensor, power_of_two: bool = False) -> Tensor:
-    """Returns the scales of groups, fp32, from the largest absolute value of each: `largest / 448`, or the next power
+    """Returns the scales of groups, fp32, from the largest absolute value per group: `largest / 448`, or the next power
     of two that is not smaller."""
     # torch multiplies by the reciprocal of a number on a GPU, which may round differently; it divides by a tensor
     scales = largest.float().clamp(min=SMALLEST) / largest.new_full((), MOST, dtype=torch.float32)
@@ -90,7 +90,7 @@ def _rounded(weights: Tensor | Blocks, power_of_two: bool) -> Blocks:
 def outputs(
     x: Tensor, weights: Tensor | Blocks, ends: Tensor | None, power_of_two: bool, invariant: bool = True
 ) -> Tensor:
-    """Computes `x[rows of e] @ weights[e].T` of each expert e: x [M, K], weights [E, N, K] -> [M, N] in the dtype of
+    """Computes `x[rows of e] @ weights[e].T` per expert e: x [M, K], weights [E, N, K] -> [M, N] in the dtype of
     x. A row's bits never depend on the other rows, with or without `invariant`."""
     parts = [
         product(quantize_rows(x[rows], power_of_two), blocks, x.dtype)

@@ -21,7 +21,7 @@ from slime.plan.adapter_params import adapter_params
 from slime.plan.layer_elements import count_stored_layers, expert_flight, layer_width
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params
-from slime.plan.rounded_operands import rounded_bytes
+from slime.plan.rounded_operands import kept_weights, rounded_bytes
 from slime.plan.stages import build_stages, micro_batch_group
 from slime.plan.step_memory.optimizer_state import muon_step, optimizer_state
 from slime.plan.step_memory.selection_memory import selection_memory
@@ -227,17 +227,20 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
         rounded, form = rounded_bytes(c, shape, tokens)
         if rounded:
             back += f" + {amount(rounded)} of operands in {form}"
-        yield Item("layers, backward", kept.bytes + one + flight * size + rounded, back)
+        weights = kept_weights(c, shape)
+        more = f" + {amount(weights)} of weights in {form}" if weights else ""
+        yield Item("layers, backward", kept.bytes + one + flight * size + rounded + weights, back + more)
         selecting, how = selection_memory(c, shape, tokens, size)
         if selecting:
             start = min(
                 one, 2 * tokens * shape.hidden * size
             )  # recomputation rebuilds the layer's first norm
             how = f"{amount(kept.bytes)} of {kept.name} + {amount(start)} of one layer + {how}"
-            yield Item("selection of tokens", kept.bytes + start + selecting, how)
+            yield Item("selection of tokens", kept.bytes + start + selecting + weights, how + more)
         head, how = head_memory(c, shape, tokens)
         # Recomputation of layers starts only after the head.
-        yield Item("head and loss", kept.bytes + head, f"{amount(kept.bytes)} of {kept.name} + {how}")
+        how = f"{amount(kept.bytes)} of {kept.name} + {how}{more}"
+        yield Item("head and loss", kept.bytes + head + weights, how)
     rows = trained_params(Selection.of(c), shape, (), list_end_matrices(shape, first=True, last=False)).split
     yield Item("embedding gradient", rows * size / tp, f"{count(rows)} x {size} B / TP {tp}")
     step, arithmetic = 0.0, []

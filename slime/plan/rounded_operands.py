@@ -9,6 +9,7 @@ from slime.config import Config
 from slime.config.fields import Values
 from slime.plan.layer_elements import expert_copies
 from slime.plan.model_shape import Shape
+from slime.plan.rank_params import rank_params
 
 
 @dataclass(frozen=True)
@@ -73,3 +74,12 @@ def rounded_bytes(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:
             tokens * expert_copies(c, shape) * (2 * width + shape.hidden) + experts * width * shape.hidden
         )
     return max(found) * form.bytes, form.name
+
+
+def kept_weights(c: Config, shape: Shape) -> float:
+    """Returns the bytes of the rounded weights that the trainer's own layers keep during the micro-batches of a step:
+    each weight of the layers in two forms."""
+    form = form_for(c.megatron.overrides)
+    if form is None or not form.has_layers:
+        return 0.0
+    return sum(2 * (part.params - part.ends) for part in rank_params(c, shape)) * form.bits / 8

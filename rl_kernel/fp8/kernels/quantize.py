@@ -42,11 +42,11 @@ class RowGroups:
     first: Tensor
     last: Tensor
     starts: Tensor
-    """[E + 1]: the first group of each expert, and the number of groups that are not empty."""
+    """[E + 1]: the first group per expert, and the number of groups that are not empty."""
 
     @classmethod
     def from_ends(cls, ends: Tensor, rows: int) -> RowGroups:
-        """Makes the groups from the end of each expert's rows, int32 [E]. The host does not wait for the device."""
+        """Makes the groups from where the rows of the experts end, int32 [E]. The host does not wait for the device."""
         begins = torch.cat((ends.new_zeros(1), ends[:-1]))
         groups = (ends - begins + GROUP - 1) // GROUP
         starts = torch.cat((ends.new_zeros(1), groups.cumsum(0, dtype=torch.int32)))

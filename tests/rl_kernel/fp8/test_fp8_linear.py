@@ -115,3 +115,33 @@ def test_sizes_that_are_not_whole_blocks_are_errors():
         fp8.linear(torch.zeros(2, 64), torch.zeros(128, 128))
     assert fp8.refusal(torch.device("cpu")) is None
     assert "has no kernels" in (fp8.refusal(torch.device("meta")) or "")
+
+
+def test_a_kept_weight_is_rounded_once_and_forgotten_at_the_end():
+    x, weights, upstream = CASES[3].tensors()
+    weight = torch.nn.Parameter(weights[0].clone())
+    want = fp8.linear(x, weights[0])
+    with fp8.keep_rounded(gradients=True):
+        assert torch.equal(fp8.linear(x, weight), want)
+        weight.data.mul_(3.0)  # the rounded weight stays, so this write has no effect before the end
+        leaf = x.clone().requires_grad_()
+        out = fp8.linear(leaf, weight)
+        out.backward(upstream)
+        assert torch.equal(out, want)
+        assert torch.equal(leaf.grad, reference.input_gradients(upstream, weights, None, False))
+        other = fp8.linear(x, weight.detach() * 1.0)  # not a parameter
+        assert not torch.equal(other, want)
+    assert torch.equal(fp8.linear(x, weight), other)
+
+
+def test_weights_of_experts_are_kept_together():
+    x, weights, upstream = CASES[4].tensors()
+    ends, parameters = CASES[4].ends(), [torch.nn.Parameter(weight.clone()) for weight in weights]
+    want = fp8.expert_outputs(x, fp8.round_experts(list(weights), False)[0], ends)
+    assert torch.equal(want, reference.outputs(x, weights, ends, False))
+    with fp8.keep_rounded(gradients=True):
+        rounded, kept = fp8.round_experts(parameters, False)
+        assert kept and fp8.round_experts(parameters, False)[0] is rounded
+        d_x, _ = fp8.expert_gradients(upstream, x, parameters, ends, rounded=rounded)
+    assert torch.equal(d_x, fp8.expert_gradients(upstream, x, list(weights), ends)[0])
+    assert not fp8.round_experts(parameters, False)[1]
