@@ -76,6 +76,7 @@ EXPERT_KEYS = {
         ("glm4_moe", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite", "glm_moe_dsa"),
         ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
+    "gemma4": ("num_experts", "top_k_experts", "moe_intermediate_size"),
     "minimax_m2": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
     "gpt_oss": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
 }

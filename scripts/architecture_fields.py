@@ -118,7 +118,7 @@ def gemma3(scalar: int, window: int, scaling: dict[str, Any] | None = None, **mo
 
 
 def gemma4(window: int, wide: tuple[int, int], **more: Any) -> dict[str, Any]:
-    """Fields of Gemma 4 without experts that are not columns of the table: the window, and (heads of keys, head size)
+    """Fields of Gemma 4 that are not columns of the table: the window, and (heads of keys, head size)
     of layers without a window."""
     both = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from architecture import Architecture
-from architecture_fields import deepseek_yarn, gemma3, latent
+from architecture_fields import deepseek_yarn, gemma3, gemma4, latent
 from architectures import GEMMA3_VOCAB, HUB, QWEN_LARGE_VOCAB, QWEN_VOCAB
 
 _IDS = {
@@ -39,7 +39,7 @@ def _axes(sections: list[int], *, alternating: bool) -> dict[str, Any]:
     return {"mrope_section": sections, **({"mrope_interleaved": True} if alternating else {})}
 
 
-WITHOUT_TOWER = ("kimi-k2.5",)
+WITHOUT_TOWER = ("gemma-4-26b-a4b", "kimi-k2.5")
 """Models whose tower the trainer does not build."""
 
 VISION_ARCHITECTURES: dict[str, Architecture] = {
@@ -77,6 +77,13 @@ VISION_ARCHITECTURES: dict[str, Architecture] = {
             "mm_tokens_per_image": 256,
             "vision_config": _SIGLIP,
         },
+    ),
+    "gemma-4-26b-a4b": Architecture(
+        *("gemma4", 2816, 2112, 30, (16, 8), 256, GEMMA3_VOCAB, 1e6, 262144, True),
+        *("bfloat16", "copies of text_config of google/gemma-4-26B-A4B-it in public tests of other programs"),
+        experts=(128, 8, 704),
+        more=gemma4(1024, (2, 512), enable_moe_block=True, pad_token_id=0),
+        vision={"vision_config": {}},
     ),
     "kimi-k2.5": Architecture(
         *("kimi_k25", 7168, 18432, 61, (64, 64), 64, (163840, 163584), 5e4, 262144, False),

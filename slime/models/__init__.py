@@ -9,7 +9,7 @@ from __future__ import annotations
 from slime.models.decoder import Attention, Decoder, DeltaNet, Experts, Hf, Layer
 from slime.models.families.gemma2 import GEMMA2
 from slime.models.families.gemma3 import GEMMA3, GEMMA3_TEXT
-from slime.models.families.gemma4 import GEMMA4_TEXT
+from slime.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
 from slime.models.families.glm4 import GLM4
 from slime.models.families.glm4_moe import GLM4_MOE
 from slime.models.families.gpt_oss import GPT_OSS
@@ -65,6 +65,7 @@ _ALL = (
     GEMMA2,
     GEMMA3,
     GEMMA3_TEXT,
+    GEMMA4,
     GEMMA4_TEXT,
     GLM4,
     GLM4_MOE,

@@ -159,6 +159,8 @@ class Experts:
     """A sigmoid that depends on the token multiplies the shared expert's output."""
     biases: bool = False
     """The router and both products of an expert have biases."""
+    parallel: bool = False
+    """Shared expert and routed experts read the residual stream, and each has norms of its own."""
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ STATUS: dict[str, SupportStatus] = {
     "gemma2": SupportStatus("Gemma", "gemma-2-2b"),
     "gemma3": SupportStatus("Gemma", "gemma-3-4b", steps=False),
     "gemma3_text": SupportStatus("Gemma", "gemma-3-1b", gpu=_TINY),
+    "gemma4": SupportStatus("Gemma", "gemma-4-26b-a4b", steps=False),
     "gemma4_text": SupportStatus("Gemma", "gemma-4-31b", steps=False),
     "glm4": SupportStatus("GLM", "glm-4-9b", gpu=_TINY),
     "glm4_moe": SupportStatus("GLM", "glm-4.5-air", gpu="GLM-4.5-Air, 2 of 46 layers, random weights (H200)"),

@@ -43,7 +43,8 @@ def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
     post = 2 * shape.post_norms  # the inputs of the post-norms
     if kind.sparse:
         shared = (3 if full or not kernel else 2) * shape.shared_ffn / tp
-        norms = 4 if keeps_outputs else 3
+        # parallel branches also keep the router's input, both products' inputs and outputs, less the usual input
+        norms = (4 if keeps_outputs else 3) + 4 * shape.parallel
         expert = shape.hidden + (4 if kernel else 5) * shape.expert_ffn / c.megatron.expert_tensor_parallel
         return (norms + post) * shape.hidden / split + attention + shared + expert_copies(c, shape) * expert
     norms, mlp = (4, 3) if keeps_outputs else (2, 2 if kernel else 3)

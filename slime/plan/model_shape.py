@@ -56,6 +56,8 @@ class Shape:
     """Width of the one shared expert."""
     post_norms: bool = False
     """The outputs of attention and MLP have norms."""
+    parallel: bool = False
+    """Shared expert and routed experts each have norms of their own."""
     state_dtype: str = ""
     """Dtype of the layers' state in an engine, "" for the engine's dtype."""
     predictions: tuple[Layer, ...] = ()
@@ -87,6 +89,7 @@ class Shape:
             expert_ffn=experts.width,
             shared_ffn=experts.shared,
             post_norms=decoder.post_norms,
+            parallel=experts.parallel,
             state_dtype=decoder.state_dtype,
             predictions=decoder.predictions,
         )

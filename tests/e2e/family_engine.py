@@ -43,6 +43,11 @@ def with_remote_config(directory: Path, kind: str) -> None:
     file.write_text(json.dumps(said | {"architectures": ["MiMoForCausalLM"]}))
 
 
+TEXT_ONLY: dict[str, dict[str, Any]] = {
+    **{kind: {"language_model_only": True} for kind in MULTIMODAL},
+    "gemma4": {"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}},  # its processor needs torchvision
+}
+"""Settings of vLLM for the text model of a checkpoint with a tower."""
 WITH_PROCESSOR = ("kimi_k25",)
 """Families whose vLLM model reads the checkpoint's tokenizer and image processor, without images too."""
 KIMI_CODE = """from transformers import AutoTokenizer
@@ -196,7 +201,7 @@ def check_engine(
     assert (before - after).abs().max() > max(0.01, 10 * tolerance)
     settings: dict[str, Any] = {"dtype": dtype or CASES[name].dtype}
     settings |= {"trust_remote_code": True} if CASES[name].kind in (*REMOTE_KINDS, *WITH_PROCESSOR) else {}
-    settings |= {"language_model_only": True} if CASES[name].kind in MULTIMODAL else {}
+    settings |= TEXT_ONLY.get(CASES[name].kind, {})
     if CASES[name].kind in WITH_PROCESSOR:
         settings["skip_tokenizer_init"] = False
         # After an import of numba, vLLM's worker on CPUs does not start: `_rebind_kernels` reads `vars` of every object

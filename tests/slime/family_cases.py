@@ -48,6 +48,23 @@ _HYBRID = {
 
 _AXES = {"rope_type": "default", "rope_theta": 1e4}
 
+_GEMMA4 = {
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "final_logit_softcapping": 3.0,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+_GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 48}
+
 TINY: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 32},  # not hidden / heads, as in the real Qwen3-0.6B
@@ -81,20 +98,8 @@ TINY: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "pad_token_id": None,
     },
-    "gemma4_text": {
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "global_head_dim": 64,
-        "num_global_key_value_heads": 2,
-        "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 0,
-        "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "final_logit_softcapping": 3.0,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    },
+    "gemma4_text": _GEMMA4,
+    "gemma4": {**_GEMMA4, "pad_token_id": 0},  # transformers puts it in the place of images
     "mimo": {"num_nextn_predict_layers": 1},
     "olmo3": {
         "sliding_window": 6,
@@ -182,6 +187,16 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         "pos_emb_height": 4,
         "pos_emb_width": 4,
     },
+    "gemma4": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 1,
+        "patch_size": 4,
+        "position_embedding_size": 16,
+    },
     "gemma3": {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -207,6 +222,9 @@ def multimodal(kind: str, text: dict[str, Any]) -> dict[str, Any]:
             "projection_hidden_size": MULTIMODAL[kind]["hidden_size"],
             "image_token_id": 99,  # outside the vocabulary: transformers has other embeddings for this token
         }
+    if kind == "gemma4":
+        ids = {f"{name}_token_id": 99 + i for i, name in enumerate(("image", "video", "audio"))}
+        return {"text_config": text, "vision_config": MULTIMODAL[kind], "tie_word_embeddings": tied, **ids}
     if kind == "gemma3":
         return {
             "text_config": text,
@@ -296,6 +314,8 @@ CASES: dict[str, FamilyCase] = {
     "gemma2": FamilyCase("gemma2", engine=True),
     "gemma3": FamilyCase("gemma3_text", engine=True),
     "gemma4": FamilyCase("gemma4_text", engine=True),
+    "gemma4-moe": FamilyCase("gemma4_text", _GEMMA4_MOE, engine=True),
+    "gemma4-published": FamilyCase("gemma4", _GEMMA4_MOE, engine=True),
     "gemma3-vl": FamilyCase("gemma3"),
     "qwen2-moe": FamilyCase("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine=True),
     # vLLM's CPU kernels of gated delta nets only have bfloat16.
@@ -343,6 +363,8 @@ ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": _ENGINE_SPARSE,
     "glm4_moe_lite": _ENGINE_LATENT | {"first_k_dense_replace": 1},
     "gpt_oss": {"intermediate_size": 64, "num_local_experts": 8},
+    "gemma4_text": {"moe_intermediate_size": 96},
+    "gemma4": {"moe_intermediate_size": 96},
     "qwen2_moe": _EXPERTS,
     "qwen3_next": {**_EXPERTS, **_STATE},
     "qwen3_5": _STATE,

@@ -67,6 +67,7 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
     config = transformers.AutoConfig.for_model(BUILT_AS.get(kind, kind), **values)
     torch.manual_seed(0)
     model: Any = load.from_config(config).eval()
+    model.get_input_embeddings().padding_idx = None  # a token with this id has a gradient
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

@@ -11,6 +11,7 @@ from slime.megatron_backend.model.activations import ACTIVATIONS
 from slime.megatron_backend.model.attention_kinds import KINDS
 from slime.megatron_backend.model.layers import MLPS, DecoderLayer, SharedExpert
 from slime.megatron_backend.model.moe.experts import experts_spec
+from slime.megatron_backend.model.moe.parallel_mlp import ParallelMLPLayer, ScaledRouter
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.models import Decoder, Layer
 
@@ -25,7 +26,10 @@ def layer_spec(core: TransformerConfig, decoder: Decoder, layer: Layer) -> Modul
     modules.self_attention = KINDS[layer.kind](core, decoder, layer)
     if layer.sparse and decoder.experts:
         gated = ACTIVATIONS[decoder.activation]
-        modules.mlp = experts_spec(SharedExpert, gated, biases=decoder.experts.biases)
+        kinds = {"layer": ParallelMLPLayer, "router": ScaledRouter} if decoder.experts.parallel else {}
+        modules.mlp = experts_spec(SharedExpert, gated, biases=decoder.experts.biases, **kinds)
+        if decoder.experts.parallel:
+            modules.pre_mlp_layernorm = IdentityOp  # the router reads the residual stream
     else:
         modules.mlp = MLPS[decoder.activation]
     return spec

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from slime.megatron_backend.model.activations import Gated, geglu, swiglu
-from slime.megatron_backend.model.norms import RMSNorm
+from slime.megatron_backend.model.norms import RMSNorm, mark_whole
 from slime.megatron_backend.model.vision.deep import add_deep
 
 
@@ -72,15 +72,15 @@ class SharedExpert(GatedMLP):
     """The shared expert of a sparse layer, with the interface that Megatron's layer needs. With `gate`, a sigmoid that
     depends on the token multiplies the output."""
 
-    def __init__(self, config: TransformerConfig, *, gate: bool, **unused: Any) -> None:
+    def __init__(self, config: TransformerConfig, *, gate: bool, gated: Gated, **unused: Any) -> None:
         narrow = copy(config)
         narrow.ffn_hidden_size = config.moe_shared_expert_intermediate_size
         super().__init__(narrow)
+        self.gated = gated
         self.gate_weight: nn.Parameter | None = None
         if gate:
             self.gate_weight = nn.Parameter(torch.empty(1, config.hidden_size))
-            weight: Any = self.gate_weight  # the mark is Megatron's: each rank has a part of the tokens
-            weight.sequence_parallel = config.sequence_parallel
+            mark_whole(self.gate_weight, config)
 
     # Megatron's layer needs only the tensor from a shared expert, and the pair from any other MLP
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]

@@ -20,6 +20,13 @@ Norm = Callable[[Tensor, Tensor, float], Tensor]
 """Maps (x, weight, eps) to the norm per row of x."""
 
 
+def mark_whole(parameter: nn.Parameter, config: TransformerConfig) -> None:
+    """Marks a parameter that each tensor-parallel rank has whole. With sequence parallelism, Megatron sums the gradient
+    of a marked parameter over these ranks, because they have different parts of the tokens."""
+    marked: Any = parameter  # the mark is Megatron's
+    marked.sequence_parallel = config.sequence_parallel
+
+
 class RMSNorm(nn.RMSNorm):
     """`x * rsqrt(mean(x ** 2) + eps) * weight` (Zhang and Sennrich 2019), or `* (1 + weight)` if the model's norms are
     centred at zero.
@@ -33,8 +40,7 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps)
-        weight: Any = self.weight  # the mark is Megatron's
-        weight.sequence_parallel = config.sequence_parallel
+        mark_whole(self.weight, config)
         self.zero_centred = config.layernorm_zero_centered_gamma
         self.deferred = False  # True: the next product computes this norm, see `defer`
         self.compute: Norm | None = None  # another operator with the same formula; None for torch's

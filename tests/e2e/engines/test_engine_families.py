@@ -16,10 +16,10 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
 SERVED = [name for name, case in CASES.items() if case.engine]
 SLOW = {
     *("qwen3-5-text", "qwen3-5-moe", "qwen3-5-moe-text", "llama-untied-yarn", "mistral", "kimi-k2"),
-    *("deepseek-plain-queries", "qwen2-moe", "gemma2", "deepseek-v32", "kimi-k2-5"),
+    *("deepseek-plain-queries", "qwen2-moe", "gemma2", "deepseek-v32", "kimi-k2-5", "gemma4-moe"),
 }
-"""Families that run in slow tests only. Their layers are those of qwen3-5, llama, deepseek, qwen3-next, gemma3 and
-gpt-oss, which run on each change."""
+"""Families that run in slow tests only. Their layers are those of qwen3-5, llama, deepseek, qwen3-next, gemma3,
+gemma4-published and gpt-oss, which run on each change."""
 MODELS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SERVED]
 
 

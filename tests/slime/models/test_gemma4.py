@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from make_model import build_config, build_model
 
 from slime.config import Config
-from slime.models import read_decoder
-from slime.models.decoder import WideHeads
+from slime.models import family_for, read_decoder
+from slime.models.decoder import Experts, WideHeads
+from slime.plan.model_shape import Shape
 from slime.rules.heads import check_attention
 
 HF: dict[str, Any] = {
@@ -54,6 +56,11 @@ def test_layers_have_their_own_heads():
         ),
         ({"num_kv_shared_layers": 10}, "num_kv_shared_layers in config.json must be 0, got 10"),
         ({"enable_moe_block": True}, "enable_moe_block in config.json must be False, got True"),
+        ({"num_experts": 8}, "config.json must give top_k_experts, got none"),
+        (
+            {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704, "enable_moe_block": False},
+            "enable_moe_block in config.json must be True, got False",
+        ),
         ({"attention_k_eq_v": False}, "attention_k_eq_v in config.json must be True, got False"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention in config.json must be None"),
         (
@@ -65,6 +72,29 @@ def test_layers_have_their_own_heads():
 def test_parts_that_are_not_supported(changed, message):
     with pytest.raises(ValueError, match=message):
         read_decoder({**HF, **changed})
+
+
+def test_experts_are_next_to_the_mlp():
+    """The card of the model has 25.2 B parameters, 3.8 B of them for a token with the embedding."""
+    config = build_config("gemma-4-26b-a4b")
+    hf = config.to_dict() | config.text_config.to_dict() | {"model_type": "gemma4"}
+    decoder, shape = read_decoder(hf), Shape.of(hf)
+    assert decoder.experts == Experts(128, 8, 704, shared=2112, parallel=True) and all(decoder.sparse)
+    assert decoder.wide == WideHeads(groups=2, head_dim=512)
+    assert f"{shape.params / 1e9:.1f}" == "25.2"
+    assert f"{(shape.active + shape.vocab * shape.hidden) / 1e9:.1f}" == "3.8"
+    text = build_model(config.text_config, 0, "meta").num_parameters()
+    assert 0 < text - shape.params < 1e-4 * text
+    family = family_for(hf)
+    assert family.predicted(hf)[0] == "model.vision_tower."
+    row, names = family.find("decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight")
+    assert names == ("model.language_model.layers.3.experts.5.gate_up_proj",) and row.is_expert
+
+
+def test_null_embeddings_per_layer_mean_none():
+    assert read_decoder({**HF, "hidden_size_per_layer_input": None}) == read_decoder(HF)
+    with pytest.raises(ValueError, match="config.json must give hidden_size_per_layer_input, got none"):
+        read_decoder({name: value for name, value in HF.items() if name != "hidden_size_per_layer_input"})
 
 
 def test_ranks_share_the_fewer_heads():

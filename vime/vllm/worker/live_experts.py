@@ -72,7 +72,7 @@ def expert_tensors(
         return
     gates, ups = w13[:, :width], w13[:, padded : padded + width]
     if f"{parent}.gate_up_proj" in update:
-        stack = _Stack(local_experts(module, len(w13)), module.moe_config.moe_parallel_config)
+        stack = _Stack(local_experts(module, len(w13)), module.moe_config.moe_parallel_config, w13.shape[2])
         yield f"{parent}.gate_up_proj", replace(stack, parts=2), torch.cat((gates, ups), 1).transpose(1, 2)
         yield f"{parent}.down_proj", replace(stack, axis=1), w2[:, :, :width].transpose(1, 2)
         return
@@ -118,14 +118,20 @@ class _SecondBias:
 @dataclass(frozen=True)
 class _Stack:
     """A tensor [E, inputs, outputs] with all experts of a layer, as files of Qwen3-VL have it: gate before up along the
-    outputs. A rank has the experts with the indices `experts`, and its piece of `axis`, in each of `parts`."""
+    outputs. A rank has the experts with the indices `experts`, and its piece of `axis`, in each of `parts`.
+
+    Files of Gemma 4 have [E, outputs, inputs]. The place of H = `hidden` shows the form, and a tensor with equal sizes
+    has the first form."""
 
     experts: list[int]
     ranks: Any
+    hidden: int
     parts: int = 1
     axis: int = 2
 
     def piece(self, full: torch.Tensor) -> torch.Tensor:
+        if full.shape[3 - self.axis] != self.hidden:
+            full = full.transpose(1, 2)
         pieces = (part.chunk(self.ranks.tp_size, self.axis) for part in full.chunk(self.parts, self.axis))
         return torch.cat([each[self.ranks.tp_rank] for each in pieces], self.axis)[self.experts]
 

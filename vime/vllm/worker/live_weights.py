@@ -108,25 +108,26 @@ def live_tensors(
             found = expert_tensors(path, module, known, files)
         else:
             path = hf_path(path, shared)
-            found = _module_tensors(path, module, packed.get(path.rpartition(".")[2]), update)
+            found = _module_tensors(path, module, packed.get(path.rpartition(".")[2]), update, known)
         for name, holder, value in found:
-            name = _source(files.get(name, name), update)
+            name = _source(name, known)
+            name = files.get(name, name)
             if name in update or not again:  # else another path of a module that was visited under its name
                 yield name, holder, value
 
 
-def _source(name: str, update: Collection[str]) -> str:
+def _source(name: str, known: Collection[str]) -> str:
     """Returns the name of the tensor that a live tensor holds. A projection without values in files holds the keys
     twice."""
     keys = name.replace(".v_proj.", ".k_proj.")
-    return keys if name not in update and keys in update else name
+    return keys if name not in known and keys in known else name
 
 
 def _module_tensors(
-    path: str, module: Any, fused: list[str] | None, update: Collection[str]
+    path: str, module: Any, fused: list[str] | None, update: Collection[str], known: Collection[str]
 ) -> Iterator[tuple[str, object, torch.Tensor | Quantized]]:
-    """Yields the tensors of a module without experts, whose path in files is `path`. `fused`: the names in files of the
-    parts that vLLM fuses in the module."""
+    """Yields the tensors of a module without experts, whose path is `path`. `fused`: the names in files of the parts
+    that vLLM fuses in the module. `known`: the names in `update`, and vLLM's names."""
     if hasattr(module, "W_UK_T"):
         yield f"{path}.kv_b_proj.weight", module.kv_b_proj, _read_latent_attention(module)
     parent, _, leaf = path.rpartition(".")
@@ -139,7 +140,7 @@ def _module_tensors(
         for part, holder, value in _pieces(module, kind, parameter, parts):
             yield ".".join(filter(None, [parent, part, kind])), holder, value
     for kind, buffer in module.named_buffers(recurse=False):
-        if f"{path}.{kind}" in update:
+        if f"{path}.{kind}" in known:
             yield f"{path}.{kind}", module, buffer
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from slime.megatron_backend.model.norms import mark_whole
 
 
 class WholeLinear(nn.Linear):
@@ -17,8 +18,7 @@ class WholeLinear(nn.Linear):
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__(inputs, outputs, bias=bias)
         for parameter in self.parameters():
-            marked: Any = parameter  # the mark is Megatron's
-            marked.sequence_parallel = config.sequence_parallel
+            mark_whole(parameter, config)
         self._forward_impl: Callable[..., Tensor] = linear
         """Computes the product, as in Megatron's layers."""
 

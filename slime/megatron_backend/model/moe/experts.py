@@ -46,6 +46,7 @@ from slime.megatron_backend.model.moe.grouped_product import (
     Rounding,
     expert_ends,
 )
+from slime.megatron_backend.model.norms import mark_whole
 from slime.models import Decoder, Experts
 from slime.rules.experts import check_expert_layout, check_expert_settings, check_expert_width
 
@@ -172,8 +173,7 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
         self.router_replay = _Choice(_own_topk)
         if biases:
             self.bias = nn.Parameter(torch.empty(self.num_experts, dtype=self.weight.dtype))
-            bias: Any = self.bias  # Megatron's mark: each rank has a part of the tokens
-            bias.sequence_parallel = self.config.sequence_parallel
+            mark_whole(self.bias, self.config)
 
     def gating(self, input: Tensor) -> Tensor:
         """Maps [..., H] to fp32 logits [..., E]."""
@@ -306,17 +306,23 @@ class ExpertLayer(MoELayer):  # type: ignore[misc]  # megatron-core has no types
             self.token_dispatcher.prepare(layout)
 
 
-def experts_spec(shared: type, gated: Gated, *, biases: bool) -> ModuleSpec:
-    """Returns the MLP slot of a layer with experts: `ExpertLayer`, `Router`, `GatedExperts`, and `shared` as the shared
-    expert if the model has one. `gated` is the experts' activation."""
+def experts_spec(
+    shared: type,
+    gated: Gated,
+    *,
+    biases: bool,
+    layer: type[ExpertLayer] = ExpertLayer,
+    router: type[Router] = Router,
+) -> ModuleSpec:
+    """Returns the MLP slot of a layer with experts: `layer`, `router`, `GatedExperts`, and `shared` as the shared
+    expert if the model has one. `gated` is the activation of both."""
     first, second = (BiasedFirst, BiasedSecond) if biases else (ColumnParallelLinear, RowParallelLinear)
     products = MLPSubmodules(linear_fc1=first, linear_fc2=second)
-    router = functools.partial(Router, biases=biases)
     return ModuleSpec(
-        module=ExpertLayer,
+        module=layer,
         submodules=MoESubmodules(
             experts=ModuleSpec(module=GatedExperts, submodules=products, params={"gated": gated}),
-            router=router,
-            shared_experts=shared,
+            router=functools.partial(router, biases=biases),
+            shared_experts=ModuleSpec(module=shared, params={"gated": gated}),
         ),
     )

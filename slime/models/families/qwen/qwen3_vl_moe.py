@@ -30,8 +30,8 @@ ROWS = (
     Row(_MG_EXPERT + "linear_fc1.weight", (_HF_EXPERT + "gate_up_proj",), GateUpTensor()),
     Row(_MG_EXPERT + "linear_fc2.weight", (_HF_EXPERT + "down_proj",), Direct(axis=1)),
 )
-_STACK = re.compile(r"(.*\.mlp\.experts)\.((?:gate_up|down)_proj)")
-_ONE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(.*)")
+_STACK = re.compile(r"(.*\.experts)\.((?:gate_up|down)_proj)")
+_ONE = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
 def read(hf: Hf) -> Decoder:
@@ -44,10 +44,10 @@ def read(hf: Hf) -> Decoder:
 
 class ExpertTensors:
     """The tensors of a checkpoint, with every expert's tensors under its number: `experts.3.gate_up_proj` [2 F, H] and
-    `experts.3.down_proj` [H, F]."""
+    `experts.3.down_proj` [H, F]. `may_turn`: a stack may be [E, inputs, outputs]."""
 
-    def __init__(self, files: Tensors, hf: Hf) -> None:
-        self._files, self._count = files, expert_count(hf)
+    def __init__(self, files: Tensors, hf: Hf, *, may_turn: bool = True) -> None:
+        self._files, self._count, self._may_turn = files, expert_count(hf), may_turn
         self._hidden, self._width = int(hf["hidden_size"]), int(hf["moe_intermediate_size"])
 
     def names(self) -> set[str]:
@@ -65,14 +65,15 @@ class ExpertTensors:
         stack = self._files.get(f"{one[1]}.{one[3]}")
         fused = one[3] == "gate_up_proj"
         turned = (self._hidden, 2 * self._width) if fused else (self._width, self._hidden)
-        return Qwen3VlExpert(stack, int(one[2]), turned=tuple(stack.shape[1:]) == turned)
+        is_turned = self._may_turn and tuple(stack.shape[1:]) == turned
+        return StackedExpert(stack, int(one[2]), turned=is_turned)
 
     def find_file(self, name: str) -> str:
         return self._files.find_file(_ONE.sub(r"\1.\3", name))
 
 
 @dataclass(frozen=True)
-class Qwen3VlExpert:
+class StackedExpert:
     """One expert, [outputs, inputs], in a stack [E, outputs, inputs] or, if it is `turned`, [E, inputs, outputs]."""
 
     stack: Stored
@@ -93,11 +94,12 @@ class Qwen3VlExpert:
         return self.stack[self.expert, *reversed(both)].T
 
 
-def stacked(name: str, tensor: Tensor, hf: Hf) -> Written:
-    """Reverses `ExpertTensors` for the published form."""
+def stacked(name: str, tensor: Tensor, hf: Hf, *, turned: bool = True) -> Written:
+    """Reverses `ExpertTensors` for stacks [E, inputs, outputs], or [E, outputs, inputs] if they are not `turned`."""
     if not (one := _ONE.fullmatch(name)):
         return Written(name, tensor)
-    return Written(f"{one[1]}.{one[3]}", tensor.T, int(one[2]), expert_count(hf), keeps_order=True)
+    expert = tensor.T if turned else tensor
+    return Written(f"{one[1]}.{one[3]}", expert, int(one[2]), expert_count(hf), keeps_order=True)
 
 
 QWEN3_VL_MOE = Family(
