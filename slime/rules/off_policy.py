@@ -117,6 +117,7 @@ def mismatch_notes(c: Config) -> Iterator[str]:
         theirs = facts.dtype
     else:
         return
+    trainer = "products in fp8" if c.megatron.has_fp8_blocks else trainer
     yield (
         f"{facts.project} computes with {theirs}, the trainer with {trainer}: their probabilities of a token differ. "
         "--use-tis --tis-mode mask --tis-clip 5 --tis-clip-low 0.5 (IcePop) trains without the tokens that differ "
