@@ -102,6 +102,8 @@ def top_kernels(trainer: MegatronTrainer, arguments: argparse.Namespace, hf_conf
 
 def train(rank: int, arguments: argparse.Namespace, given: list[str], folder: str) -> None:
     """Trains `--steps` steps on one rank. Rank 0 prints every step's timers and writes them to rows.json."""
+    if arguments.ranks > 1:
+        torch.set_num_threads(1)  # as Ray does for an actor; else the ranks share all cores
     config = config_of(arguments, given, folder)
     hf_config = read_hf_config(config.rollout.hf_checkpoint)
     store = f"file://{folder}/store"
