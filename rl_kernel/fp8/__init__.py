@@ -14,6 +14,7 @@ from rl_kernel.fp8.layers import (
     refusal,
     round_experts,
 )
+from rl_kernel.fp8.ranks import multiply, row_parallel_linear
 from rl_kernel.fp8.reference import GROUP
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "expert_outputs",
     "keep_rounded",
     "linear",
+    "multiply",
     "refusal",
     "round_experts",
+    "row_parallel_linear",
 ]

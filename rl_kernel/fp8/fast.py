@@ -52,6 +52,13 @@ def outputs(
     return _multiply_rows(rows, weights.plain, ends, weights.experts, x.dtype, invariant)
 
 
+def multiply(x: Tensor, weights: RoundedWeights, dtype: torch.dtype, power_of_two: bool) -> Tensor:
+    """Computes `outputs` of one expert in `dtype`, with `invariant`. float32 is the unrounded sum."""
+    rows, _ = quantize(x, None, rows=True, columns=False, power_of_two=power_of_two)
+    assert rows is not None and weights.plain is not None
+    return multiply_rows(rows, weights.plain, None, 1, dtype)
+
+
 def round_upstream(upstream: Tensor, ends: Tensor | None, power_of_two: bool) -> Upstream:
     """Rounds the output's gradient along both axes, in one pass over it."""
     spans = None if ends is None else RowGroups.from_ends(ends, len(upstream))

@@ -97,7 +97,7 @@ def _check(x: Tensor, weight: Tensor) -> None:
 
 
 @cache
-def _arithmetic(device: torch.device) -> ModuleType:
+def arithmetic_for(device: torch.device) -> ModuleType:
     """Returns the module with the functions of a device."""
     if device.type == "cpu":
         return reference
@@ -121,7 +121,7 @@ class _Linear8(torch.autograd.Function):
         ctx.power_of_two, ctx.group, ctx.gather = power_of_two, group, gather
         if gather:
             x = gather_stack(x, group).flatten(0, 1)
-        arithmetic = _arithmetic(x.device)
+        arithmetic = arithmetic_for(x.device)
         rounded, kept = rounded_for(
             weight, lambda turned: arithmetic.round_weights(weight[None], power_of_two, turned=turned)
         )
@@ -134,7 +134,7 @@ class _Linear8(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        arithmetic, power_of_two = _arithmetic(x.device), ctx.power_of_two
+        arithmetic, power_of_two = arithmetic_for(x.device), ctx.power_of_two
         rounded = arithmetic.round_upstream(upstream, None, power_of_two)
         grad, added, grad_weight = None, None, None
         if needs_x:
@@ -156,7 +156,7 @@ def round_experts(weights: Sequence[Tensor], power_of_two: bool) -> tuple[object
     `keep_rounded` keeps them. Kept weights also serve `expert_gradients`."""
     first, powers = weights[0], power_of_two
     check_sizes("weight", tuple(first.shape))
-    arithmetic = _arithmetic(first.device)
+    arithmetic = arithmetic_for(first.device)
     return rounded_for(
         first, lambda turned: arithmetic.round_weights(torch.stack(list(weights)), powers, turned=turned)
     )
@@ -169,7 +169,7 @@ def expert_outputs(x: Tensor, rounded: object, ends: Tensor, *, power_of_two: bo
     the end of each expert's rows -> [N, M] in the dtype of x.
     """
     check_tensor("x", x, None, FLOATS)
-    found: Tensor = _arithmetic(x.device).outputs(x, rounded, ends, power_of_two)
+    found: Tensor = arithmetic_for(x.device).outputs(x, rounded, ends, power_of_two)
     return found
 
 
@@ -189,7 +189,7 @@ def expert_gradients(
 
     The groups of 128 rows for the gradient of a weight are those of its expert's rows alone.
     """
-    arithmetic = _arithmetic(x.device)
+    arithmetic = arithmetic_for(x.device)
     gradient = arithmetic.round_upstream(upstream, ends, power_of_two)
     d_x = None
     if of_x:

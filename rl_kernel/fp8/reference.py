@@ -99,6 +99,11 @@ def outputs(
     return torch.cat(parts)
 
 
+def multiply(x: Tensor, weights: Blocks, dtype: torch.dtype, power_of_two: bool) -> Tensor:
+    """Computes `outputs` of one expert in `dtype`. float64 is the unrounded sum."""
+    return product(quantize_rows(x, power_of_two), weights[0], dtype)
+
+
 def round_upstream(upstream: Tensor, ends: Tensor | None, power_of_two: bool) -> Tensor:
     """Returns the output's gradient in the form that both gradients read. Here, each rounds the gradient itself."""
     return upstream

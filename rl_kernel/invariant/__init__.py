@@ -10,28 +10,47 @@ Reasons and limits: docs/design/bitwise.md.
 
 from rl_kernel.invariant.autograd import with_value
 from rl_kernel.invariant.causal import attention, packed_attention, paged_attention
+from rl_kernel.invariant.experts import choose_experts, expert_slots, expert_weights, router_logits, sum_slots
 from rl_kernel.invariant.head import log_softmax, target_log_probs
-from rl_kernel.invariant.layers import add_rms_norm, angles, linear, rms_norm, rotate, swiglu
+from rl_kernel.invariant.layers import (
+    Multiply,
+    add_rms_norm,
+    angles,
+    linear,
+    plain_product,
+    rms_norm,
+    rotate,
+    swiglu,
+    unrounded,
+)
 from rl_kernel.invariant.ranks import column_parallel_linear, linear_over_ranks, own_rows, row_parallel_linear
 from rl_kernel.invariant.selfcheck import broken, refusal
 
 __all__ = [
+    "Multiply",
     "add_rms_norm",
     "angles",
     "attention",
     "broken",
+    "choose_experts",
     "column_parallel_linear",
+    "expert_slots",
+    "expert_weights",
     "linear",
     "linear_over_ranks",
     "log_softmax",
     "own_rows",
     "packed_attention",
     "paged_attention",
+    "plain_product",
     "refusal",
     "rms_norm",
     "rotate",
+    "router_logits",
     "row_parallel_linear",
+    "sum_slots",
     "swiglu",
     "target_log_probs",
+    "unrounded",
     "with_value",
 ]

@@ -7,6 +7,7 @@ N rows, K inputs, M outputs, F half of the gated width, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,20 @@ def product(
         return kernels.linear(x, weight, bias, dtype=dtype)
     total = exact.product(x, weight)
     return (total if bias is None else total + bias.double()).to(dtype)
+
+
+Multiply = Callable[[Tensor, Tensor, torch.dtype], Tensor]
+"""Maps x [N, K], a weight [M, K] and the dtype of the result to [N, M]."""
+
+
+def plain_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Computes `product` as a `Multiply`."""
+    return product(x, weight, dtype=dtype)
+
+
+def unrounded(x: Tensor) -> torch.dtype:
+    """Returns the dtype of unrounded sums on the device of x."""
+    return torch.float32 if x.is_cuda else torch.float64
 
 
 class _Linear(torch.autograd.Function):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_kernel.collectives import gather_stack
-from rl_kernel.invariant.layers import product
+from rl_kernel.invariant.layers import Multiply, plain_product, product, unrounded
 
 Context = Any
 """Torch's record of a call. This module sets its attributes, which have no types."""
@@ -27,14 +27,16 @@ Gather = Callable[[Tensor], Tensor]
 """Maps this rank's [N, M] to [R, n, M]: the n rows that this rank needs, from all ranks in rank order. Collective."""
 
 
-def linear_over_ranks(x: Tensor, weight: Tensor, gather: Gather) -> Tensor:
+def linear_over_ranks(
+    x: Tensor, weight: Tensor, gather: Gather, multiply: Multiply = plain_product
+) -> Tensor:
     """Returns `sum(x_r @ weight_r.T for r in ranks)`: x [N, K], weight [M, K] -> [n, M] in the dtype of x, for the n
-    rows that `gather` returns. Without gradient.
+    rows that `gather` returns. `multiply` is the product. Without gradient.
 
     The sum has the bits of (((p_0 + p_1) + p_2) + ...) of unrounded products, rounded once. `gather` must move bits
     unchanged.
     """
-    parts = gather(product(x, weight, dtype=torch.float32 if x.is_cuda else torch.float64))
+    parts = gather(multiply(x, weight, unrounded(x)))
     total = parts[0]
     for part in parts[1:]:
         total = total + part

@@ -12,10 +12,11 @@ from torch import Tensor
 from rl_kernel.dispatch import machine_refusal
 from rl_kernel.invariant import layers
 from rl_kernel.invariant.causal import attention
+from rl_kernel.invariant.experts import choose_experts, expert_slots, expert_weights, router_logits, sum_slots
 from rl_kernel.invariant.head import log_softmax
 from rl_kernel.invariant.ranks import linear_over_ranks
 
-ROWS, WIDTH, OUTPUTS, HEADS, GROUPS, SIZE = 37, 96, 80, 4, 2, 32
+ROWS, WIDTH, OUTPUTS, HEADS, GROUPS, SIZE, EXPERTS = 37, 96, 80, 4, 2, 32, 6
 TALL, INNER = 304, 512
 """Rows and outputs, and inputs, of a product whose tiles have several parts each."""
 
@@ -51,7 +52,11 @@ def _operators(device: torch.device | str, dtype: torch.dtype) -> dict[str, tupl
         ),
         "log_softmax": (draw(ROWS, OUTPUTS, as_dtype=torch.float32) * 8, log_softmax),
     }
-    query_rows = _queries if torch.device(device).type == "cpu" else _packed_queries
+    on_host = torch.device(device).type == "cpu"
+    if on_host:
+        shapes = ((EXPERTS, WIDTH), (EXPERTS, 2 * SIZE, WIDTH), (EXPERTS, WIDTH, SIZE))
+        found["experts"] = (rows, _experts(*(draw(*shape) for shape in shapes)))
+    query_rows = _queries if on_host else _packed_queries
     found["attention"] = (torch.arange(ROWS, device=device), query_rows(draw))
     return found
 
@@ -64,6 +69,18 @@ def _by_two_ranks(x: Tensor, weight: Tensor) -> Tensor:
         first_weight,
         lambda part: torch.stack((part, layers.product(second, second_weight, dtype=part.dtype))),
     )
+
+
+def _experts(router: Tensor, first: Tensor, second: Tensor) -> Rows:
+    """Returns a layer of experts."""
+
+    def layer(x: Tensor) -> Tensor:
+        logits = router_logits(x, router)
+        ids = choose_experts(logits, 2)
+        slots = expert_slots(x, ids, expert_weights(logits, ids, normalised=True), first, second)
+        return sum_slots(slots[None], x.dtype)
+
+    return layer
 
 
 def _queries(draw: Callable[..., Tensor]) -> Rows:

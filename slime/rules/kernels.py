@@ -12,7 +12,7 @@ from slime.config.sections.kernels import BITWISE_OPERATORS, OPERATORS
 from slime.config.sections.weight_update import EACH
 from slime.hardware import HARDWARE
 from slime.hooks import MissingHookError, load_function
-from slime.models import Decoder
+from slime.models import Decoder, Experts
 from slime.records.errors import FlagError
 
 PROVIDER = "--selected-logprob-provider"
@@ -89,6 +89,7 @@ def _check_bitwise(c: Config) -> None:
         "--lora-rank": (0, c.lora.lora_rank or 0),
         "--max-staleness": (0, c.rollout.max_staleness),
         "--partial-rollout": (False, c.rollout.partial_rollout),
+        "--use-rollout-routing-replay": (False, c.off_policy.use_rollout_routing_replay),
         "--flush-cache-interval": (EACH, c.weight_update.flush_cache_interval),
     }
     for name, (wanted, got) in wants.items():
@@ -140,7 +141,8 @@ def check_bitwise_model(c: Config, decoder: Decoder) -> None:
         return
     on_gpu, size = c.cluster.device == "cuda", decoder.head_dim
     parts = {
-        "experts": decoder.experts is not None,
+        "experts on a GPU": decoder.experts is not None and on_gpu,
+        **_uncomputed_experts(decoder.experts),
         f"{decoder.activation} activations": decoder.activation != "swiglu",
         "norms that multiply by 1 + weight": decoder.zero_centred,
         "scaled embeddings": decoder.embedding_scale != 1,
@@ -159,6 +161,41 @@ def check_bitwise_model(c: Config, decoder: Decoder) -> None:
             "have a model whose every part rl_kernel.invariant computes",
             f"one with {', '.join(found)}",
             "leave --rlk-bitwise out for this model",
+        )
+    if decoder.experts is not None:
+        _check_bitwise_experts(c, decoder.experts)
+
+
+def _uncomputed_experts(experts: Experts | None) -> dict[str, bool]:
+    """Returns the features of experts that no operator of --rlk-bitwise computes: name -> True if the model has it."""
+    if experts is None:
+        return {}
+    return {
+        "sigmoid scores of experts": experts.score != "softmax" or experts.bias or experts.groups is not None,
+        "a shared expert": experts.shared > 0,
+        "biases of experts": experts.biases,
+    }
+
+
+def _check_bitwise_experts(c: Config, experts: Experts) -> None:
+    """Checks that an engine's and a trainer's ranks split the width of an expert in the same way, and that a rank has
+    all tokens of its experts."""
+    tp, etp = c.megatron.tensor_model_parallel_size, c.megatron.expert_tensor_parallel
+    parts = 1 if c.engine.engine_facts.expert_parallel else tp
+    if parts != etp:
+        raise FlagError(
+            "--expert-tensor-parallel-size",
+            "be the number of parts of an expert in an engine with --rlk-bitwise",
+            f"{etp} and {parts}",
+            f"give --expert-tensor-parallel-size {parts}, or change --vllm-enable-expert-parallel",
+        )
+    if (ranks := c.megatron.expert_model_parallel_size * etp) > experts.topk:
+        raise FlagError(
+            "--expert-model-parallel-size",
+            f"share the experts of a layer among at most {experts.topk} ranks with --rlk-bitwise, as many as a token "
+            "has experts",
+            ranks,
+            "use fewer ranks, or leave --rlk-bitwise out",
         )
 
 

@@ -103,6 +103,7 @@ def engine_facts(backend_args: Mapping[str, Any]) -> EngineFacts:
         media_limits=_media_limits(backend_args.get("limit_mm_per_prompt")),
         data_parallel_size=backend_args.get("data_parallel_size") or 1,
         pipeline_parallel_size=backend_args.get("pipeline_parallel_size") or 1,
+        expert_parallel=bool(backend_args.get("enable_expert_parallel")),
         flag_of=FLAG_NAMES,
     )
 

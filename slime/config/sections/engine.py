@@ -43,6 +43,8 @@ class EngineFacts:
     """Kind of media -> largest number that a prompt may have in the engine. Other kinds have no limit."""
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    expert_parallel: bool = False
+    """True if the ranks of an engine have whole experts, instead of a part of each expert."""
     flag_of: dict[str, str] = field(default_factory=dict)
     """Field -> the flag that sets it."""
 

@@ -16,13 +16,22 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 import rl_kernel.invariant as invariant
+from rl_kernel import fp8
 from slime import operators
 from slime.config import Config
 from slime.config.sections.kernels import BITWISE_OPERATORS
+from slime.megatron_backend.bitwise.experts import (
+    find_difference,
+    use_activation,
+    use_experts,
+    use_router,
+    use_sums,
+)
 from slime.megatron_backend.model.attention import (
     PackedAttention,
     PackedLayout,
@@ -31,6 +40,7 @@ from slime.megatron_backend.model.attention import (
 from slime.megatron_backend.model.gpt import HiddenGPTModel
 from slime.megatron_backend.model.layers import DecoderLayer, GatedMLP, NormedLinear
 from slime.megatron_backend.model.model_config import params_dtype
+from slime.megatron_backend.model.moe.experts import ExpertLayer, GatedExperts, Router
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.megatron_backend.model.products.fp8 import Fp8Forward
 from slime.models.rope import Rope
@@ -65,9 +75,9 @@ def use_invariant(
         )
     operators.require_promise("trainer", next(parts[0].parameters()).device, dtype)
     for _, module in named:
-        name, give = _INSTALLERS[type(module)]
-        if name in chosen:
-            give(module)
+        for name, give in _INSTALLERS[type(module)].items():
+            if name in chosen:
+                give(module)
 
 
 def _outputs(
@@ -89,6 +99,12 @@ def _forward_row_parallel(module: RowParallelLinear, input: Tensor) -> tuple[Ten
     """Replaces the forward of Megatron's row-parallel layers, which call their sum over ranks by name."""
     if module.tp_group.size() == 1:
         output = invariant.linear(input, module.weight)
+    elif isinstance(module._forward_impl, Fp8Forward):
+        output = fp8.row_parallel_linear(
+            *(input, module.weight, module.tp_group),
+            scatter=module.sequence_parallel,
+            power_of_two=module._forward_impl.power_of_two,
+        )
     else:
         output = invariant.row_parallel_linear(
             input, module.weight, module.tp_group, scatter=module.sequence_parallel
@@ -120,7 +136,7 @@ def _give_outputs(module: ColumnParallelLinear) -> None:
 
 
 def _give_sum(module: RowParallelLinear) -> None:
-    if not isinstance(module._forward_impl, Fp8Forward):
+    if not isinstance(module._forward_impl, Fp8Forward) or module.tp_group.size() > 1:
         module.forward = partial(_forward_row_parallel, module)
 
 
@@ -140,28 +156,29 @@ def _give_angles(module: HiddenGPTModel) -> None:
     module.angles = _angles
 
 
-def _nothing(module: nn.Module) -> None: ...
-
-
-_INSTALLERS: dict[type, tuple[str | None, Callable[..., None]]] = {
-    NormedLinear: ("product", _give_outputs),
-    ColumnParallelLinear: ("product", _give_outputs),
-    RowParallelLinear: ("product", _give_sum),
-    RMSNorm: ("norm", _give_norm),
-    GatedMLP: ("activation", _give_activation),
-    PackedAttention: ("attention", _give_attention),
-    HiddenGPTModel: ("rotary", _give_angles),
+_INSTALLERS: dict[type, dict[str, Callable[..., None]]] = {
+    NormedLinear: {"product": _give_outputs},
+    ColumnParallelLinear: {"product": _give_outputs},
+    RowParallelLinear: {"product": _give_sum},
+    RMSNorm: {"norm": _give_norm},
+    GatedMLP: {"activation": _give_activation},
+    PackedAttention: {"attention": _give_attention},
+    HiddenGPTModel: {"rotary": _give_angles},
+    Router: {"product": use_router},
+    GatedExperts: {"product": use_experts, "activation": use_activation},
+    ExpertLayer: {"product": use_sums},
     # These modules pass tensors on, look rows up, or add the residual, which is rounded correctly. A row of the
     # embedding is on one rank, and the other ranks add zeros, so the order of the sum does not matter.
-    **dict.fromkeys(
-        (
+    # `GatedExperts` computes with the weights of the MLPs of its experts, which are not called.
+    **{
+        kind: {}
+        for kind in (
             *(LanguageModelEmbedding, VocabParallelEmbedding, TransformerBlock, DecoderLayer, SelfAttention),
-            *(IdentityOp, IdentityFuncOp, nn.ModuleList, nn.Dropout),
-        ),
-        (None, _nothing),
-    ),
+            *(IdentityOp, IdentityFuncOp, nn.ModuleList, nn.Dropout, MLP),
+        )
+    },
 }
-"""Exact class of a module -> (name of its operator, function that sets the operator)."""
+"""Exact class of a module -> names of its operators, with the functions that set them."""
 
 
 def _reason(module: nn.Module) -> str | None:
@@ -172,6 +189,8 @@ def _reason(module: nn.Module) -> str | None:
         return "centred at zero"
     if isinstance(module, RowParallelLinear) and not module.input_is_parallel:
         return "input of all ranks"
+    if isinstance(module, (Router, GatedExperts, ExpertLayer)):
+        return find_difference(module)
     if isinstance(module, PackedAttention):
         parts = {
             "sliding window": module.window is not None,

@@ -80,20 +80,14 @@ def check_fp8_flags(c: Config) -> None:
 
 
 def _check_bitwise(c: Config) -> None:
-    """Checks the settings of both flags that were not implemented together."""
-    if not c.kernels.rlk_bitwise:
-        return
-    for flag, value, wanted in (
-        ("--tensor-model-parallel-size", c.megatron.tensor_model_parallel_size, 1),
-        ("--first-last-layers-bf16", bool(c.megatron.overrides.get("first_last_layers_bf16")), False),
-    ):
-        if value != wanted:
-            raise FlagError(
-                flag,
-                f"be {'left out' if wanted is False else wanted} with {_BLOCKS} and --rlk-bitwise",
-                value,
-                "the engine rounds whole weights of every layer; or leave --rlk-bitwise out",
-            )
+    """Checks that all layers are in fp8 with --rlk-bitwise."""
+    if c.kernels.rlk_bitwise and c.megatron.overrides.get("first_last_layers_bf16"):
+        raise FlagError(
+            "--first-last-layers-bf16",
+            f"be left out with {_BLOCKS} and --rlk-bitwise",
+            "it",
+            "the engine rounds the weights of every layer; or leave --rlk-bitwise out",
+        )
 
 
 def check_fp8_model(c: Config, hf: Hf) -> None:

@@ -71,6 +71,9 @@ class GatheringDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # megatron
     `local`: the numbers of this rank's experts, which are consecutive. `router` holds the ids that it has chosen.
     """
 
+    rows: Tensor
+    """`expert_rows` of the tokens of all ranks, [R T', K]."""
+
     def __init__(
         self, local: list[int], router: Chooser, config: TransformerConfig, pg_collection: object
     ) -> None:
@@ -102,7 +105,7 @@ class GatheringDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # megatron
             )
         with torch.no_grad():
             everywhere = gather_from_sequence_parallel_region(ids.to(torch.int32), group=self.tp_ep_group)
-            self._rows, self._counts = expert_rows(everywhere, self._first, self._count)
+            self.rows, self._counts = expert_rows(everywhere, self._first, self._count)
             self._total = HostNumber(self._counts.sum())
         return hidden, weights
 
@@ -113,12 +116,12 @@ class GatheringDispatcher(MoETokenDispatcher):  # type: ignore[misc]  # megatron
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Maps [R T', H] to the rows of the local experts [C, H], rows per expert, weights [C]."""
-        rows, weights = rl_kernel.expert_dispatch(hidden_states, probs, self._rows, self._total.value())
+        rows, weights = rl_kernel.expert_dispatch(hidden_states, probs, self.rows, self._total.value())
         return rows, self._counts, weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Maps [C, H] to this rank's part per token sum, [R T', H]."""
-        return rl_kernel.expert_combine(hidden_states, self._rows)
+        return rl_kernel.expert_combine(hidden_states, self.rows)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Sums the ranks' parts: [R T', H] -> [T', H] of this rank's tokens."""

@@ -253,7 +253,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
         """Maps tokens [C, H] sorted by expert, number of tokens per expert [E] on any device, weights [C] to [C, H]."""
         tokens = permuted_local_hidden_states
         ends = expert_ends(tokens_per_expert, tokens.device)
-        gate_and_up = self._product(0, tokens, ends, [e.linear_fc1.weight for e in self.local_experts])
+        gate_and_up = self.product(0, tokens, ends, [e.linear_fc1.weight for e in self.local_experts])
         first, second = self.adapted
         if first is not None:
             gate_and_up = first(gate_and_up, tokens, ends)
@@ -264,7 +264,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
                 gate_and_up + torch.stack([e.linear_fc1.bias for e in self.local_experts])[expert_of]
             )
         gated = weighted(self.gated, gate_and_up, permuted_probs)
-        output = self._product(1, gated, ends, [e.linear_fc2.weight for e in self.local_experts])
+        output = self.product(1, gated, ends, [e.linear_fc2.weight for e in self.local_experts])
         if second is not None:
             output = second(output, gated, ends)
         if biased:
@@ -275,7 +275,9 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
             output = output + (bias[expert_of] * (permuted_probs[:, None] * share)).to(output.dtype)
         return output, None
 
-    def _product(self, index: int, x: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
+    def product(self, index: int, x: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
+        """Returns the first (`index` 0) or second product: [C, K], ends of the experts' rows, E weights [N, K] -> [C,
+        N]."""
         rounding = self.rounding[index]
         if self.fp8_powers is not None:
             product: Tensor = Fp8Product.apply(self.fp8_powers, x, ends, *weights)

@@ -60,7 +60,7 @@ class GroupedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx.saved_tensors, ctx.needs_input_grad, upstream, torch.stack)
+        return plain_gradients(ctx.saved_tensors, ctx.needs_input_grad, upstream)
 
 
 class _Rounded(FunctionCtx):
@@ -88,7 +88,7 @@ class RoundedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _Rounded, upstream: Tensor) -> tuple[Tensor | None, ...]:
         _, *needed = ctx.needs_input_grad
-        found = _gradients(ctx.saved_tensors, needed, upstream, lambda w: ctx.rounding(torch.stack(w)))
+        found = plain_gradients(ctx.saved_tensors, needed, upstream, lambda w: ctx.rounding(torch.stack(w)))
         return None, *found
 
 
@@ -119,26 +119,39 @@ class Fp8Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _Scaled, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, ends, *weights = ctx.saved_tensors
-        _, needs_x, _, *needs_weights = ctx.needs_input_grad
-        d_x, d_weights = fp8.expert_gradients(
-            *(upstream, x, weights, ends),
-            rounded=ctx.rounded,
-            power_of_two=ctx.power_of_two,
-            of_x=needs_x,
-            of_weights=any(needs_weights),
+        return None, *fp8_gradients(
+            ctx.saved_tensors, ctx.needs_input_grad[1:], upstream, ctx.power_of_two, ctx.rounded
         )
-        if d_weights is None:
-            return None, d_x, None, *(None for _ in weights)
-        _add_to_main_grads(weights, d_weights.unbind())
-        return None, d_x, None, *d_weights.unbind()
 
 
-def _gradients(
+def fp8_gradients(
     saved: Sequence[Tensor],
     needed: Sequence[bool],
     upstream: Tensor,
-    stack: Callable[[list[Tensor]], Tensor],
+    power_of_two: bool,
+    rounded: object = None,
+) -> tuple[Tensor | None, ...]:
+    """Returns `plain_gradients` of products in fp8. `rounded` has the rounded weights if they were kept."""
+    x, ends, *weights = saved
+    needs_x, _, *needs_weights = needed
+    d_x, d_weights = fp8.expert_gradients(
+        *(upstream, x, weights, ends),
+        rounded=rounded,
+        power_of_two=power_of_two,
+        of_x=needs_x,
+        of_weights=any(needs_weights),
+    )
+    if d_weights is None:
+        return d_x, None, *(None for _ in weights)
+    _add_to_main_grads(weights, d_weights.unbind())
+    return d_x, None, *d_weights.unbind()
+
+
+def plain_gradients(
+    saved: Sequence[Tensor],
+    needed: Sequence[bool],
+    upstream: Tensor,
+    stack: Callable[[list[Tensor]], Tensor] = torch.stack,
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of x, ends and the weights, which `saved` has. `stack` returns the weights of the forward
     pass, [E, N, K]."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
+from vime.vllm.worker.bitwise import experts
 from vime.vllm.worker.bitwise.attention import why_not_ours
-from vime.vllm.worker.bitwise.layers import LAYERS, OPERATORS, HeadMethod, LinearMethod
+from vime.vllm.worker.bitwise.layers import LAYERS, OPERATORS
+from vime.vllm.worker.bitwise.products import HeadMethod, LinearMethod
 
 _PASSES_ON = {
     "ModuleList",
@@ -17,6 +20,8 @@ _PASSES_ON = {
     *("LlamaForCausalLM", "LlamaModel", "LlamaDecoderLayer", "LlamaAttention", "LlamaMLP"),
     *("MistralForCausalLM", "MistralModel", "MistralDecoderLayer", "MistralAttention", "MistralMLP"),
     *("MiMoForCausalLM", "MiMoModel"),
+    *("Qwen3MoeForCausalLM", "Qwen3MoeModel", "Qwen3MoeDecoderLayer", "Qwen3MoeAttention", "Qwen3MoeMLP"),
+    "Qwen3MoeSparseMoeBlock",
     "ApplyRotaryEmb",  # a part of vLLM's rotary embedding, which our class does not call
 }
 """vLLM's classes that only call other modules. Their source was read."""
@@ -43,6 +48,10 @@ def _reason(module: nn.Module) -> str | None:
         if not isinstance(method, (LinearMethod, HeadMethod)):
             return f"{name} with {type(method).__name__}"
         return _other_sum(module) if isinstance(module, RowParallelLinear) else None
+    if isinstance(module, RoutedExperts):
+        return experts.why_not_ours(module)
+    if name == "MoERunner":
+        return None if module.shared_experts is None else "a shared expert"
     if isinstance(module, Attention):
         return why_not_ours(module.impl)
     if isinstance(module, LogitsProcessor):

@@ -8,13 +8,13 @@ vLLM's sum over ranks is exact in any order.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -30,42 +30,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 import rl_kernel.invariant as invariant
-from rl_kernel import fp8
 from slime.models.rope import Rope
-
-
-class _Product:
-    """Matrix product of a layer with our operator. The weight stays a plain matrix, which vLLM would pack on CPUs."""
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        pass
-
-    @classmethod
-    def multiply(cls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns the product with the engine's operator."""
-        return invariant.linear(x, weight, bias)
-
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.multiply(x, layer.weight, bias)
-
-
-class LinearMethod(_Product, UnquantizedLinearMethod):
-    """Method of a linear layer. With `fp8_scales` of `EngineSettings`, the layer computes in fp8 as in the trainer: the
-    weight is rounded for each product, so an update needs no separate step."""
-
-    fp8_scales: ClassVar[str | None] = None
-
-    @classmethod
-    def multiply(cls, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if cls.fp8_scales is None:
-            return invariant.linear(x, weight, bias)
-        out = fp8.linear(x, weight, power_of_two=cls.fp8_scales == "ue8m0", invariant=True)
-        return out if bias is None else out + bias
-
-
-class HeadMethod(_Product, UnquantizedEmbeddingMethod):
-    """Method of an embedding as the output layer. vLLM looks up the embedding's rows."""
-
+from vime.vllm.worker.bitwise.experts import InvariantExperts, compute_logits
+from vime.vllm.worker.bitwise.products import HeadMethod, LinearMethod, gather_ranks
 
 METHODS = {UnquantizedLinearMethod: LinearMethod, UnquantizedEmbeddingMethod: HeadMethod}
 """Maps vLLM's method of a layer to our method."""
@@ -86,13 +53,6 @@ def _with_our_method(base: type[nn.Module], **methods: object) -> type[nn.Module
     return type(f"Invariant{base.__name__}", (base,), {"__init__": __init__, **methods})
 
 
-def _gather_ranks(part: Tensor) -> Tensor:
-    """Gathers each rank's [N, M] into [R, N, M], bit for bit. The transfer is in float32, because vLLM's gather on CPUs
-    has no float64."""
-    gathered = tensor_model_parallel_all_gather(part.contiguous().view(torch.float32), dim=0)
-    return gathered.view(part.dtype).view(-1, *part.shape)
-
-
 def _sum_ranks(layer: RowParallelLinear, x: Tensor) -> object:
     """Replaces the forward of vLLM's row-parallel layer. The bias is added after the sum, as in the trainer."""
     if not isinstance(layer.quant_method, LinearMethod):
@@ -101,7 +61,7 @@ def _sum_ranks(layer: RowParallelLinear, x: Tensor) -> object:
     if layer.tp_size == 1:
         output = LinearMethod.multiply(x, weight)
     else:
-        output = invariant.linear_over_ranks(x, weight, _gather_ranks)
+        output = invariant.linear_over_ranks(x, weight, gather_ranks, LinearMethod.unrounded_product)
     if layer.bias is not None and not layer.skip_bias_add:
         output = output + layer.bias
     return (output, layer.bias if layer.skip_bias_add else None) if layer.return_bias else output
@@ -155,14 +115,17 @@ _PRODUCTS = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 _HEADS = (VocabParallelEmbedding, ParallelLMHead)
 LAYERS: dict[str, type] = {base.__name__: _with_our_method(base) for base in (*_PRODUCTS, *_HEADS)}
 LAYERS[RowParallelLinear.__name__] = _with_our_method(RowParallelLinear, forward=_sum_ranks)
+LAYERS[GateLinear.__name__] = _with_our_method(GateLinear, forward=compute_logits)
 OPERATORS: dict[str, type] = {
     "RMSNorm": InvariantNorm,
     "SiluAndMul": InvariantActivation,
     "RotaryEmbedding": InvariantRotary,
+    "UnquantizedFusedMoEMethod": InvariantExperts,
 }
 """Maps vLLM's class to our class."""
 _OPERATOR = {
-    **{base.__name__: "product" for base in _PRODUCTS},
+    **{base.__name__: "product" for base in (*_PRODUCTS, GateLinear)},
+    "UnquantizedFusedMoEMethod": "product",
     **{base.__name__: "head" for base in _HEADS},
     **{"RMSNorm": "norm", "SiluAndMul": "activation", "RotaryEmbedding": "rotary"},
 }

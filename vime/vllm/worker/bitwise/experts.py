@@ -1,0 +1,69 @@
+"""Defines vLLM's layers of experts with the operators of `rl_kernel.invariant.experts`.
+
+vLLM passes the router's logits to the method of the experts, which chooses the experts and computes their sum. Weights,
+their names and their loading stay vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+import rl_kernel.invariant as invariant
+from vime.vllm.worker.bitwise.products import LinearMethod, gather_ranks
+
+
+class InvariantExperts(UnquantizedFusedMoEMethod):
+    """Method of a layer of experts on CPUs. The weights stay plain: [E, 2 F, H], gate above up, and [E, H, F]."""
+
+    @property
+    def is_monolithic(self) -> bool:
+        """The method gets the router's logits."""
+        return True
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        pass
+
+    def apply_monolithic(
+        self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
+    ) -> Tensor:
+        """Maps x [T, H] and logits [T, E] to the sum of the experts' outputs [T, H]."""
+        ids = invariant.choose_experts(router_logits, layer.top_k)
+        weights = invariant.expert_weights(router_logits, ids, normalised=layer.renormalize)
+        local = ids if layer.expert_map is None else layer.expert_map[ids].long()
+        slots = invariant.expert_slots(
+            x, local, weights, layer.w13_weight, layer.w2_weight, LinearMethod.unrounded_product
+        )
+        if get_tensor_model_parallel_world_size() == 1:
+            return invariant.sum_slots(slots[None], x.dtype)
+        parts = gather_ranks(slots.flatten(0, 1)).unflatten(1, slots.shape[:2])
+        total = invariant.sum_slots(parts, x.dtype)
+        # vLLM sums the results of the ranks
+        return total if get_tensor_model_parallel_rank() == 0 else torch.zeros_like(total)
+
+
+def compute_logits(layer: Any, x: Tensor) -> Any:
+    """Replaces the forward of vLLM's router: x [T, H] -> fp32 logits [T, E]."""
+    logits = invariant.router_logits(x, layer.weight.data)
+    return (logits, None) if layer.return_bias else logits
+
+
+def why_not_ours(layer: nn.Module) -> str | None:
+    """Returns why a layer of experts does not compute with our operators, or None."""
+    experts: Any = layer
+    if not isinstance(experts.quant_method, InvariantExperts):
+        return f"experts with {type(experts.quant_method).__name__}"
+    parts = {
+        "sigmoid scores": experts.scoring_func != "softmax",
+        "groups of experts": experts.use_grouped_topk or experts.custom_routing_function is not None,
+        "router biases": experts.e_score_correction_bias is not None,
+        "experts with biases": experts.moe_config.has_bias,
+        "another activation": experts.activation.value != "silu",
+        "scaled weights": experts.routed_scaling_factor != 1,
+        "weights before the experts": experts.apply_router_weight_on_input,
+    }
+    return next((name for name, there in parts.items() if there), None)
