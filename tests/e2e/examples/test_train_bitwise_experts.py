@@ -1,4 +1,4 @@
-"""Tests whole runs of models with experts with --rlk-bitwise: every log-prob has the same bits in trainer and engine."""
+"""Tests whole runs of models with experts with --rlk-bitwise: log-probs have the same bits in trainer and engine."""
 
 from __future__ import annotations
 

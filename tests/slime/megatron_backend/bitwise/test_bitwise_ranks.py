@@ -14,10 +14,12 @@ from torch import Tensor
 from trainer_cases import exported, make_checkpoints, make_config, make_samples
 
 from slime import operators
+from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.step.heads import build_head
 from slime.megatron_backend.step.scorers import compute_column, make_log_probs
 from slime.megatron_backend.step.trainer import MegatronTrainer
-from slime.rules.kernels import check_kernels
+from slime.models import read_decoder
+from slime.rules.kernels import check_bitwise_model, check_kernels
 from vime.vllm.backend import engine_facts
 
 BITWISE = {"rlk_bitwise": True, "rlk_consistency": "strict"}
@@ -27,12 +29,15 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen3", {}),
     # This case has biases of queries, keys and values, and fewer key heads than ranks.
     "one group": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": False}),
+    "experts": ("qwen3_moe", {}),
 }
 CASES = {
     "tied tp": ("tied", TWO),
     "tied sp": ("tied", SEQUENCE),
     "one group tp": ("one group", TWO),
     "one group sp": ("one group", SEQUENCE),
+    "experts ep": ("experts", SEQUENCE | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
+    "experts etp": ("experts", SEQUENCE | {"expert_tensor_parallel_size": 2}),
 }
 ALONE, TOGETHER = [[i] for i in range(9)], [[8, 0, 3], [1, 2, 4, 5, 6, 7]]
 
@@ -99,7 +104,8 @@ def test_a_token_has_the_same_bits_in_every_packing(one, two, case):
     checkpoint, _ = CASES[case]
     for rank in two:
         assert equal(rank[case]["alone"], rank[case]["together"])
-        assert equal(rank[case]["alone"], two[0][f"{checkpoint} tp"]["alone"])
+        other = f"{checkpoint} tp"
+        assert equal(rank[case]["alone"], two[0][other if other in CASES else case]["alone"])
         for found, wanted in zip(rank[case]["alone"], one[checkpoint]["alone"], strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
@@ -121,7 +127,9 @@ def test_two_ranks_train_as_one_with_the_default_operators(one, two, case):
 def checked(folder: Path, engine: dict[str, Any], **flags: Any) -> None:
     """Applies the rules for an engine with these arguments of vLLM."""
     flags = {"colocate": False, "rollout_num_gpus": 2, "engine_facts": engine_facts(engine)} | flags
-    check_kernels(make_config(folder / "tied", **flags, **BITWISE))
+    c = make_config(folder / "tied", **flags, **BITWISE)
+    check_kernels(c)
+    check_bitwise_model(c, read_decoder(load_hf_config(folder / "experts" / "policy")))
 
 
 @pytest.mark.parametrize(
@@ -136,6 +144,16 @@ def checked(folder: Path, engine: dict[str, Any], **flags: Any) -> None:
         ({}, TWO | {"context_parallel_size": 2, "actor_num_gpus_per_node": 4}, "--context-parallel-size must be 1"),
         ({"pipeline_parallel_size": 2}, TWO, "--vllm-pipeline-parallel-size must be 1 with --rlk-bitwise, got 2"),
         ({"data_parallel_size": 2}, TWO, "--vllm-data-parallel-size must be 1 with --rlk-bitwise, got 2"),
+        (
+            {"enable_expert_parallel": True},
+            TWO | {"expert_tensor_parallel_size": 2},
+            "--expert-tensor-parallel-size must be the number of parts of an expert in an engine .*, got 2 and 1",
+        ),
+        (
+            {},
+            TWO | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            "--expert-tensor-parallel-size must be the number of parts of an expert in an engine .*, got 1 and 2",
+        ),
         ({"decode_context_parallel_size": 2}, TWO, "engines must have .* no context parallelism with --rlk-bitwise"),
     ],
 )  # fmt: skip

@@ -120,6 +120,7 @@ def test_a_token_that_cannot_be_compared_ends_the_run(trainer, samples):
     [
         ("gpt_oss", ["decoder.layers.0.self_attention.core_attention", "sliding window", "GatedExperts"]),
         ("gemma2", ["GeluMLP", "centred at zero", "capped logits"]),
+        ("glm4_moe", ["ExpertLayer, a shared expert", "Router, sigmoid scores"]),
     ],
 )
 def test_modules_without_an_operator_are_listed(tmp_path, kind, names):
@@ -142,13 +143,18 @@ def test_modules_without_an_operator_are_listed(tmp_path, kind, names):
     [
         ("qwen3", None),
         ("llama", None),
+        ("qwen3_moe", None),
+        ("qwen2_moe", "a shared expert"),
         (
             "gemma2",
             "geglu activations, norms .*, scaled embeddings, sliding windows, capped scores, capped logits",
         ),
-        ("gpt_oss", "experts, clipped_swiglu activations, sliding windows, sinks, rotary .* not plain"),
+        (
+            "gpt_oss",
+            "biases of experts, clipped_swiglu activations, sliding windows, sinks, rotary .* not plain",
+        ),
         ("glm4", "interleaved rotary pairs"),
-        ("deepseek_v3", "experts, another attention"),
+        ("deepseek_v3", "sigmoid scores of experts, a shared expert, another attention"),
     ],
 )
 def test_a_model_with_other_parts_is_refused_before_the_start(root, tmp_path, kind, parts):
@@ -196,6 +202,7 @@ def test_a_machine_whose_operators_break_their_promise_is_refused(monkeypatch):
         ),
         ({"context_parallel_size": 2}, "--context-parallel-size must be 1 with --rlk-bitwise, got 2"),
         ({"max_staleness": 1}, "--max-staleness must be 0 with --rlk-bitwise, got 1"),
+        ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay must be left out with --rlk-bitwise"),
         ({"partial_rollout": True}, "--partial-rollout must be left out with --rlk-bitwise, got True"),
         ({"fp32": False, "bf16": True}, "parameters must be float32 with --rlk-bitwise on --device cpu, got bfloat16"),
         ({}, "engines must have plain weights of the trainer's dtype, no drafts and no context"),

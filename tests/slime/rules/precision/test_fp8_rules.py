@@ -108,7 +108,7 @@ def test_first_and_last_layers_may_stay_in_16_bits(tmp_path: Path) -> None:
         (
             f"{BLOCKS} --rlk-bitwise --rlk-consistency strict --fp32 --first-last-layers-bf16",
             {},
-            "--first-last-layers-bf16 must be left out with --fp8-recipe blockwise and --rlk-bitwise, got True",
+            "--first-last-layers-bf16 must be left out with --fp8-recipe blockwise and --rlk-bitwise, got it",
         ),
     ],
 )

@@ -168,7 +168,9 @@ def test_classes_that_are_named_by_a_string_are_in_vllm(source: Path) -> None:
 
     folder = source / "model_executor"
     files = [*folder.glob("layers/*.py"), *folder.glob("layers/rotary_embedding/*.py")]
-    files += [folder / "models" / f"{name}.py" for name in ("qwen2", "qwen3", "llama", "mistral", "mimo")]
+    files += [*folder.glob("layers/fused_moe/*.py"), folder / "layers/fused_moe/router/gate_linear.py"]
+    models = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mimo")
+    files += [folder / "models" / f"{name}.py" for name in models]
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     known = set(re.findall(r"^class (\w+)", text, re.MULTILINE)) | set(
         re.findall(r"import \w+ as (\w+)", text)

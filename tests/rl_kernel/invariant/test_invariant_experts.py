@@ -1,0 +1,81 @@
+"""Tests layers of experts with the same bits in every batch, and on every number of ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+import rl_kernel.invariant as invariant
+
+TOKENS, HIDDEN, WIDTH, EXPERTS, TOPK = 41, 48, 32, 7, 3
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+X, ROUTER = draw(TOKENS, HIDDEN), draw(EXPERTS, HIDDEN, seed=1) / 4
+FIRST, SECOND = draw(EXPERTS, 2 * WIDTH, HIDDEN, seed=2) / 7, draw(EXPERTS, HIDDEN, WIDTH, seed=3) / 6
+
+
+def choose(x: Tensor, normalised: bool = True) -> tuple[Tensor, Tensor]:
+    logits = invariant.router_logits(x, ROUTER)
+    ids = invariant.choose_experts(logits, TOPK)
+    return ids, invariant.expert_weights(logits, ids, normalised=normalised)
+
+
+def compute(x: Tensor) -> Tensor:
+    ids, weights = choose(x)
+    return invariant.sum_slots(invariant.expert_slots(x, ids, weights, FIRST, SECOND)[None], x.dtype)
+
+
+def test_the_sum_is_that_of_plain_pytorch() -> None:
+    for normalised in (True, False):
+        ids, weights = choose(X, normalised)
+        scores = (X @ ROUTER.T).softmax(-1)
+        best, wanted = scores.topk(TOPK)
+        assert torch.equal(ids, wanted.sort().values)
+        share = scores.gather(1, ids) / (best.sum(1, keepdim=True) if normalised else 1)
+        torch.testing.assert_close(weights, share, rtol=0, atol=2e-7)
+    ids, weights = choose(X)
+    total = torch.zeros_like(X)
+    for token in range(TOKENS):
+        for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
+            gate, up = (FIRST[expert] @ X[token]).chunk(2)
+            total[token] += weight * (SECOND[expert] @ (silu(gate) * up))
+    torch.testing.assert_close(compute(X), total, rtol=0, atol=2e-6)
+
+
+def test_a_token_has_the_same_bits_alone_and_in_another_order() -> None:
+    whole = compute(X)
+    assert torch.equal(compute(X.flip(0)).flip(0), whole)
+    assert torch.equal(torch.cat([compute(row) for row in X.split(1)]), whole)
+    assert compute(X[:0]).shape == (0, HIDDEN)
+
+
+def test_ranks_with_some_of_the_experts_have_the_bits_of_one_rank() -> None:
+    """The ranks have 2, 0 and 5 experts. The order of the ranks does not matter, because their sum is exact."""
+    ids, weights = choose(X)
+    parts = []
+    for first, last in ((0, 2), (2, 2), (2, 7)):
+        mine = torch.where((ids >= first) & (ids < last), ids - first, -1)
+        parts.append(invariant.expert_slots(X, mine, weights, FIRST[first:last], SECOND[first:last]))
+    for order in ((0, 1, 2), (2, 1, 0)):
+        assert torch.equal(invariant.sum_slots(torch.stack([parts[i] for i in order]), X.dtype), compute(X))
+
+
+def test_equal_logits_choose_the_smaller_numbers() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    assert invariant.choose_experts(logits, 3).tolist() == [[0, 1, 3], [0, 1, 2]]
+
+
+def test_gradients_of_the_router_are_plain() -> None:
+    upstream = draw(TOKENS, TOPK, seed=4)
+    ids, _ = choose(X)
+    x, router = X.clone().requires_grad_(), ROUTER.clone().requires_grad_()
+    weights = invariant.expert_weights(invariant.router_logits(x, router), ids, normalised=True)
+    found = torch.autograd.grad(weights, (x, router), upstream)
+    plain = (x @ router.T).gather(1, ids).softmax(-1)
+    for mine, wanted in zip(found, torch.autograd.grad(plain, (x, router), upstream), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-6)
