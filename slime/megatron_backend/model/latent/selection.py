@@ -90,7 +90,8 @@ def _score(q: Tensor, keys: Tensor, w: Tensor) -> Tensor:
     """Maps q [S, I, queries, D], keys [S, D, keys] and w [S, I, queries, 1] to scores [S, queries, keys], with one copy
     of all heads' scores. One product per sequence has all heads: torch copies the keys for each head otherwise."""
     of_heads = (q.flatten(1, 2) @ keys).unflatten(1, q.shape[1:3])
-    return of_heads.relu_().mul_(w).sum(1)
+    total: Tensor = of_heads.relu_().mul_(w).sum(1)
+    return total
 
 
 def _parts(bucket: Bucket, heads: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
