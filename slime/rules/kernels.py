@@ -187,7 +187,7 @@ def _check_bitwise_experts(c: Config, experts: Experts) -> None:
             "--expert-tensor-parallel-size",
             "be the number of parts of an expert in an engine with --rlk-bitwise",
             f"{etp} and {parts}",
-            f"give --expert-tensor-parallel-size {parts}, or change --vllm-enable-expert-parallel",
+            f"give --expert-tensor-parallel-size {parts}, or change {c.engine.engine_facts.flag('expert_parallel')}",
         )
     if (ranks := c.megatron.expert_model_parallel_size * etp) > experts.topk:
         raise FlagError(

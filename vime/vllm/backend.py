@@ -81,6 +81,7 @@ FLAG_NAMES = {
     "media_limits": "--vllm-limit-mm-per-prompt",
     "data_parallel_size": "--vllm-data-parallel-size",
     "pipeline_parallel_size": "--vllm-pipeline-parallel-size",
+    "expert_parallel": "--vllm-enable-expert-parallel",
 }
 
 _CONTEXT_PARALLEL = ("prefill_context_parallel_size", "decode_context_parallel_size")

@@ -22,11 +22,13 @@ from slime.megatron_backend.model.moe.expert_dispatch import GatheringDispatcher
 from slime.megatron_backend.model.moe.experts import ExpertLayer, GatedExperts, Router
 from slime.megatron_backend.model.moe.grouped_product import fp8_gradients, plain_gradients
 
+Context = Any
+"""Torch's record of a call. This module sets its attributes, which have no types."""
 
-def use_router(module: Any) -> None:
+
+def use_router(module: Router) -> None:
     """Sets the operators of a `Router`."""
-    module.gating = partial(_gate, module)
-    module.routing = partial(_route, module)
+    module.__dict__.update(gating=partial(_gate, module), routing=partial(_route, module))
 
 
 def _gate(module: Router, input: Tensor) -> Tensor:
@@ -45,9 +47,9 @@ def _route(module: Router, logits: Tensor, padding_mask: Tensor | None = None) -
     return torch.zeros_like(logits).scatter(1, ids, weights), chosen
 
 
-def use_experts(module: Any) -> None:
+def use_experts(module: GatedExperts) -> None:
     """Sets the products of `GatedExperts`. Their outputs stay unrounded until `_Combine`."""
-    module.product = partial(_multiply, module)
+    module.__dict__["product"] = partial(_multiply, module)
 
 
 def use_activation(module: GatedExperts) -> None:
@@ -65,7 +67,7 @@ class _ExpertProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, powers: bool | None, wide: bool, x: Tensor, ends: Tensor, *weights: Tensor
+        ctx: Context, powers: bool | None, wide: bool, x: Tensor, ends: Tensor, *weights: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, ends, *weights)
         ctx.powers = powers
@@ -77,7 +79,7 @@ class _ExpertProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, upstream: Tensor) -> tuple[Tensor | None, ...]:
         upstream = upstream.to(ctx.saved_tensors[0].dtype)
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         if ctx.powers is None:
@@ -87,9 +89,9 @@ class _ExpertProduct(torch.autograd.Function):
 
 def use_sums(module: ExpertLayer) -> None:
     """Sets the sums of the experts' outputs."""
-    dispatcher: Any = module.token_dispatcher
-    dispatcher.combine_preprocess = partial(_combine, dispatcher, dtype=module.config.params_dtype)
-    dispatcher.token_combine = _pass_on
+    dispatcher = module.token_dispatcher
+    combine = partial(_combine, dispatcher, dtype=module.config.params_dtype)
+    dispatcher.__dict__.update(combine_preprocess=combine, token_combine=_pass_on)
 
 
 def _pass_on(hidden: Tensor) -> Tensor:
@@ -107,7 +109,9 @@ class _Combine(torch.autograd.Function):
     ranks: rows [R T, K] -> [T, H]. Collective, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, rows: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Context, y: Tensor, rows: Tensor, group: dist.ProcessGroup, dtype: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.group, ctx.count = group, len(y)
         slots = torch.cat((y, y.new_zeros(1, y.shape[1])))[rows.long()]  # row -1 is zero
@@ -116,7 +120,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, upstream: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
         if ctx.group.size() > 1:
             upstream = gather_stack(upstream, ctx.group).flatten(0, 1)

@@ -6,11 +6,11 @@ their names and their loading stay vLLM's.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 import rl_kernel.invariant as invariant
@@ -25,19 +25,18 @@ class InvariantExperts(UnquantizedFusedMoEMethod):
         """The method gets the router's logits."""
         return True
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
         pass
 
     def apply_monolithic(
-        self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
+        self, layer: RoutedExperts, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
     ) -> Tensor:
         """Maps x [T, H] and logits [T, E] to the sum of the experts' outputs [T, H]."""
         ids = invariant.choose_experts(router_logits, layer.top_k)
         weights = invariant.expert_weights(router_logits, ids, normalised=layer.renormalize)
         local = ids if layer.expert_map is None else layer.expert_map[ids].long()
-        slots = invariant.expert_slots(
-            x, local, weights, layer.w13_weight, layer.w2_weight, LinearMethod.unrounded_product
-        )
+        first, second = (layer.get_parameter(name) for name in ("w13_weight", "w2_weight"))
+        slots = invariant.expert_slots(x, local, weights, first, second, LinearMethod.unrounded_product)
         if get_tensor_model_parallel_world_size() == 1:
             return invariant.sum_slots(slots[None], x.dtype)
         parts = gather_ranks(slots.flatten(0, 1)).unflatten(1, slots.shape[:2])
@@ -46,15 +45,14 @@ class InvariantExperts(UnquantizedFusedMoEMethod):
         return total if get_tensor_model_parallel_rank() == 0 else torch.zeros_like(total)
 
 
-def compute_logits(layer: Any, x: Tensor) -> Any:
+def compute_logits(layer: GateLinear, x: Tensor) -> object:
     """Replaces the forward of vLLM's router: x [T, H] -> fp32 logits [T, E]."""
-    logits = invariant.router_logits(x, layer.weight.data)
+    logits = invariant.router_logits(x, layer.get_parameter("weight"))
     return (logits, None) if layer.return_bias else logits
 
 
-def why_not_ours(layer: nn.Module) -> str | None:
+def why_not_ours(experts: RoutedExperts) -> str | None:
     """Returns why a layer of experts does not compute with our operators, or None."""
-    experts: Any = layer
     if not isinstance(experts.quant_method, InvariantExperts):
         return f"experts with {type(experts.quant_method).__name__}"
     parts = {
