@@ -18,6 +18,8 @@ from slime.records.errors import FlagError
 PROVIDER = "--selected-logprob-provider"
 BITWISE_DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
 """--device -> the dtypes that rl_kernel.invariant computes on that device."""
+BITWISE_ROPES = ("default", "llama3")
+"""Kinds of rotary embeddings that engines compute with the trainer's angles."""
 BITWISE_SHARED_KIB = 227
 """KiB of a GPU's shared memory that the kernels of rl_kernel.invariant need (SHARED_BYTES of its product)."""
 
@@ -78,14 +80,14 @@ def _check_bitwise(c: Config) -> None:
                 "add --rlk-bitwise",
             )
         return
-    dtypes = BITWISE_DTYPES[c.cluster.device]
+    dtypes, on_gpu = BITWISE_DTYPES[c.cluster.device], c.cluster.device == "cuda"
     wants: dict[str, tuple[object, object]] = {
         "--rlk-consistency": ("strict" if whole else "audit", c.kernels.rlk_consistency),
         "--rollout-backend": ("vllm", c.engine.rollout_backend),
         PROVIDER: (None, c.kernels.selected_logprob_provider),
         "--custom-loss-function-path": (None, c.algorithm.custom_loss_function_path),
         "--rollout-external-engine-addrs": (None, c.rollout.rollout_external_engine_addrs),
-        "--context-parallel-size": (1, c.megatron.context_parallel_size),
+        **({"--context-parallel-size": (1, c.megatron.context_parallel_size)} if on_gpu else {}),
         "--lora-rank": (0, c.lora.lora_rank or 0),
         "--max-staleness": (0, c.rollout.max_staleness),
         "--partial-rollout": (False, c.rollout.partial_rollout),
@@ -146,12 +148,12 @@ def check_bitwise_model(c: Config, decoder: Decoder) -> None:
         f"{decoder.activation} activations": decoder.activation != "swiglu",
         "norms that multiply by 1 + weight": decoder.zero_centred,
         "scaled embeddings": decoder.embedding_scale != 1,
-        "sliding windows": any(layer.window is not None for layer in decoder.layers),
+        "sliding windows on a GPU": on_gpu and any(layer.window is not None for layer in decoder.layers),
         "another attention": any(layer.kind != "full" for layer in decoder.layers),
         "sinks": decoder.sinks,
         "capped scores": decoder.attention_cap is not None,
         "capped logits": decoder.logit_cap is not None,
-        "rotary frequencies that are not plain": any(rope.kind != "default" for rope in decoder.ropes),
+        "rotary frequencies of another kind": any(rope.kind not in BITWISE_ROPES for rope in decoder.ropes),
         "interleaved rotary pairs": any(rope.interleaved for rope in decoder.ropes),
         f"heads of {size} (no power of two)": on_gpu and size & (size - 1) != 0,
     }

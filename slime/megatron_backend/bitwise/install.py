@@ -44,6 +44,7 @@ from slime.megatron_backend.model.moe.experts import ExpertLayer, GatedExperts, 
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.megatron_backend.model.products.fp8 import Fp8Forward
 from slime.models.rope import Rope
+from slime.rules.kernels import BITWISE_ROPES
 
 
 def adaptation(config: Config) -> Callable[[Sequence[nn.Module]], None] | None:
@@ -62,18 +63,20 @@ def use_invariant(
     Raises ValueError with every module that has no operator, or with the operators that break their guarantee on this
     machine. In these cases the model is unchanged.
     """
+    device = next(parts[0].parameters()).device
+    on_gpu = device.type == "cuda"
     named = [(name, module) for part in parts for name, module in part.named_modules()]
     others = [
         f"{name} ({type(module).__name__}{', ' + reason if reason else ''})"
         for name, module in named
-        if (reason := _reason(module)) is not None
+        if (reason := _reason(module, on_gpu)) is not None
     ]
     if others:
         raise ValueError(
             "--rlk-bitwise must have every operator of the trainer from rl_kernel.invariant, got "
             f"{', '.join(others)}; leave --rlk-bitwise out for this model"
         )
-    operators.require_promise("trainer", next(parts[0].parameters()).device, dtype)
+    operators.require_promise("trainer", device, dtype)
     for _, module in named:
         for name, give in _INSTALLERS[type(module)].items():
             if name in chosen:
@@ -181,7 +184,7 @@ _INSTALLERS: dict[type, dict[str, Callable[..., None]]] = {
 """Exact class of a module -> names of its operators, with the functions that set them."""
 
 
-def _reason(module: nn.Module) -> str | None:
+def _reason(module: nn.Module, on_gpu: bool) -> str | None:
     """Returns why a module has no operator: "" for an unknown class, None for a module that has an operator."""
     if type(module) not in _INSTALLERS:
         return ""
@@ -193,7 +196,7 @@ def _reason(module: nn.Module) -> str | None:
         return find_difference(module)
     if isinstance(module, PackedAttention):
         parts = {
-            "sliding window": module.window is not None,
+            "sliding window on a GPU": on_gpu and module.window is not None,
             "capped scores": module.cap is not None,
             "sinks": module.sinks is not None,
         }
@@ -203,7 +206,9 @@ def _reason(module: nn.Module) -> str | None:
         parts = {
             "capped logits": described.logit_cap is not None,
             "scaled embedding": described.embedding_scale != 1,
-            "rotary frequencies that are not plain": any(rope.kind != "default" for rope in described.ropes),
+            "rotary frequencies of another kind": any(
+                rope.kind not in BITWISE_ROPES for rope in described.ropes
+            ),
             "interleaved rotary pairs": any(rope.interleaved for rope in described.ropes),
         }
         return next((name for name, there in parts.items() if there), None)

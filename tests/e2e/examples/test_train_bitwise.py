@@ -19,7 +19,12 @@ def world() -> Iterator[World]:
 
 
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-"""Unscaled rotary frequencies, which --rlk-bitwise requires."""
+"""Unscaled rotary frequencies."""
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+}
+"""Frequencies of Llama 3.1, whose waves of more than 16 tokens are stretched."""
 BITWISE = ("--colocate", "--rlk-bitwise", "--rlk-consistency", "strict")
 
 
@@ -65,6 +70,13 @@ def test_two_ranks_on_each_side_have_the_same_bits(world: World, flags: tuple[st
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["all_gather", "a2a"])
+def test_context_parallel_ranks_have_the_bits_of_an_engine_of_one(world: World, way: str) -> None:
+    flags = ("--actor-num-gpus-per-node", "2", "--context-parallel-size", "2", "--cp-comm-type", way)
+    assert compared(world, way, 2, *flags) > 400
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_twenty_steps_have_the_same_bits(world: World, ranks: int) -> None:
     """Each rollout has two optimizer steps and a temperature, so that old log-probs need a separate pass."""
@@ -77,10 +89,12 @@ def test_twenty_steps_have_the_same_bits(world: World, ranks: int) -> None:
     ("arch", "changes", "flags"),
     [
         ("mistral-tiny", {"sliding_window": None}, ()),
+        ("mistral-tiny", {"sliding_window": 9}, ()),
         ("mimo-tiny", {}, ("--trust-remote-code",)),
         ("llama-tiny", {"rope_scaling": None, "rope_parameters": PLAIN}, ()),
+        ("llama-tiny", {"rope_scaling": None, "rope_parameters": LLAMA3}, ()),
     ],
-    ids=["mistral", "mimo", "llama"],
+    ids=["mistral", "window", "mimo", "llama", "llama3"],
 )
 def test_other_families_have_the_same_bits(
     arch: str, changes: dict[str, object], flags: tuple[str, ...]

@@ -141,7 +141,6 @@ def checked(folder: Path, engine: dict[str, Any], **flags: Any) -> None:
             "--rollout-num-gpus-per-engine must equal --tensor-model-parallel-size with --rlk-bitwise, got 2 and 1",
         ),
         ({}, TWO | {"rollout_num_gpus_per_engine": 1}, "the same bits only if engine and trainer have equally many"),
-        ({}, TWO | {"context_parallel_size": 2, "actor_num_gpus_per_node": 4}, "--context-parallel-size must be 1"),
         ({"pipeline_parallel_size": 2}, TWO, "--vllm-pipeline-parallel-size must be 1 with --rlk-bitwise, got 2"),
         ({"data_parallel_size": 2}, TWO, "--vllm-data-parallel-size must be 1 with --rlk-bitwise, got 2"),
         (

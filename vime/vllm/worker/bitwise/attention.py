@@ -22,7 +22,6 @@ class PagedAttention(Paged, CPUAttentionBackendImpl):
 
     def other_differences(self) -> dict[str, bool]:
         return {
-            "a sliding window": self.sliding_window != -1,
             "capped scores": bool(self.logits_soft_cap),
             "a quantised cache": self.is_fp8_kv_cache,
         }
@@ -42,7 +41,8 @@ class PagedAttention(Paged, CPUAttentionBackendImpl):
         # of the work.
         for selected in (queries == 1, queries > 1):
             if (chosen := selected.nonzero()[:, 0]).numel():
-                rows, seen, valid = _padded(first[chosen], queries[chosen], keys[chosen])
+                window = None if self.sliding_window == -1 else self.sliding_window
+                rows, seen, valid = _padded(first[chosen], queries[chosen], keys[chosen], window)
                 table = metadata.block_table[chosen].long()
                 found = self._attend(query, kv_cache, table, rows, seen, valid)
                 output[rows[valid]] = found[valid].view(-1, *output.shape[1:])
@@ -59,15 +59,19 @@ class PagedAttention(Paged, CPUAttentionBackendImpl):
         return invariant.attention(heads, key, value, seen, self.scale).transpose(1, 2)
 
 
-def _padded(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _padded(
+    first: Tensor, queries: Tensor, keys: Tensor, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the row of each query [S, Q], a mask of the keys that it attends to [S, 1, Q, K], and a mask of the
     queries that exist [S, Q]. A request has `queries` tokens from row `first` on, which are the last of its `keys`
-    tokens."""
+    tokens. A query attends to the newest `window` keys up to itself, or to all of them."""
     query_index = torch.arange(int(queries.max()), device=first.device)
     key_index = torch.arange(int(keys.max()), device=first.device)
     there = query_index < queries[:, None]
     last = (keys - queries)[:, None] + query_index
     seen = (key_index <= last[..., None]) & there[..., None]
+    if window is not None:
+        seen &= key_index > last[..., None] - window
     return torch.where(there, first[:, None] + query_index, 0), seen[:, None], there
 
 

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -30,7 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 import rl_kernel.invariant as invariant
-from slime.models.rope import Rope
+from slime.models.rope import KINDS, Rope
 from vime.vllm.worker.bitwise.experts import InvariantExperts, compute_logits
 from vime.vllm.worker.bitwise.products import HeadMethod, LinearMethod, gather_ranks
 
@@ -81,7 +82,7 @@ class InvariantActivation(SiluAndMul):
         return invariant.swiglu(x)
 
 
-class InvariantRotary(RotaryEmbedding):
+class _TrainerAngles(RotaryEmbedding):
     """Rotary embedding with the trainer's angles, from the frequencies of `slime.models.rope.Rope`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -89,13 +90,17 @@ class InvariantRotary(RotaryEmbedding):
         # Computed on the host and for all positions, whatever the device on which vLLM builds the model.
         with torch.device("cpu"):
             positions = torch.arange(self.max_position_embeddings)
-            cos, sin = invariant.angles(positions, Rope(self.base, self.rotary_dim).frequencies())
+            cos, sin = invariant.angles(positions, self.read_rope().frequencies())
         self.register_buffer(
             "angles", torch.stack((cos, sin)).to(torch.get_default_device()), persistent=False
         )
 
     angles: Tensor
     """Cos and sin, fp32 [2, positions, 1, R / 2]."""
+
+    def read_rope(self) -> Rope:
+        """Returns the record of the embedding."""
+        return Rope(self.base, self.rotary_dim)
 
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
@@ -111,6 +116,19 @@ class InvariantRotary(RotaryEmbedding):
         return torch.cat((turned, heads[..., self.rotary_dim :]), -1).view(x.shape)
 
 
+class InvariantRotary(_TrainerAngles):
+    """Rotary embedding with plain frequencies."""
+
+
+class InvariantLlama3Rotary(_TrainerAngles, Llama3RotaryEmbedding):
+    """Rotary embedding with the frequencies of Llama 3.1."""
+
+    def read_rope(self) -> Rope:
+        numbers = (self.scaling_factor, self.low_freq_factor, self.high_freq_factor, self.orig_max_position)
+        settings = dict(zip(KINDS["llama3"][0], numbers, strict=True))
+        return Rope(self.base, self.rotary_dim, "llama3", settings)
+
+
 _PRODUCTS = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 _HEADS = (VocabParallelEmbedding, ParallelLMHead)
 LAYERS: dict[str, type] = {base.__name__: _with_our_method(base) for base in (*_PRODUCTS, *_HEADS)}
@@ -120,6 +138,7 @@ OPERATORS: dict[str, type] = {
     "RMSNorm": InvariantNorm,
     "SiluAndMul": InvariantActivation,
     "RotaryEmbedding": InvariantRotary,
+    "Llama3RotaryEmbedding": InvariantLlama3Rotary,
     "UnquantizedFusedMoEMethod": InvariantExperts,
 }
 """Maps vLLM's class to our class."""
@@ -127,7 +146,8 @@ _OPERATOR = {
     **{base.__name__: "product" for base in (*_PRODUCTS, GateLinear)},
     "UnquantizedFusedMoEMethod": "product",
     **{base.__name__: "head" for base in _HEADS},
-    **{"RMSNorm": "norm", "SiluAndMul": "activation", "RotaryEmbedding": "rotary"},
+    **{"RMSNorm": "norm", "SiluAndMul": "activation"},
+    **dict.fromkeys(("RotaryEmbedding", "Llama3RotaryEmbedding"), "rotary"),
 }
 """Maps vLLM's class to its name in slime's BITWISE_OPERATORS."""
 
