@@ -6,7 +6,7 @@ checkpoints, optimizer and export find them there, and the names of the base's p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,22 +77,30 @@ def add_adapters(parts: Sequence[Any], lora: Lora, seed: int) -> None:
     """
     check_targets(parts, lora)
     for inner in parts:
-        owners = _owners(inner)
-        inner.adapters = Adapters()
-        inner.adapters.lora = lora
-        for path, row, modules, weights in products(inner):
-            targets = [n for n, module in enumerate(modules) if lora.adapts(module.replace("{e}", "0"))]
-            if not targets:
-                continue
-            name = path.replace(".", "/")
-            adapter: AnyAdapter
-            if row.is_expert:
-                adapter = _expert_adapter(inner, lora, row, modules, weights, targets)
-            else:
-                adapter = _adapter(inner, lora, row, modules, weights[0], targets)
-            adapter.fill(seed, name)
-            inner.adapters[name] = adapter
-            _attach(owners[id(weights[0])], adapter, first="linear_fc1" in path)
+        owners = find_owners(inner)
+        weights = {path.replace(".", "/"): of_product[0] for path, _, _, of_product in products(inner)}
+        inner.adapters = make_adapters(inner, lora, seed)
+        for name, adapter in inner.adapters.of():
+            attach(owners[id(weights[name])], name, adapter.added, experts=isinstance(adapter, ExpertAdapter))
+
+
+def make_adapters(inner: nn.Module, lora: Lora, seed: int) -> Adapters:
+    """Returns adapters with their first values for a part of the model. The part does not call them yet (`attach`)."""
+    made = Adapters()
+    made.lora = lora
+    for path, row, modules, weights in products(inner):
+        targets = [n for n, module in enumerate(modules) if lora.adapts(module.replace("{e}", "0"))]
+        if not targets:
+            continue
+        name = path.replace(".", "/")
+        adapter: AnyAdapter
+        if row.is_expert:
+            adapter = _expert_adapter(inner, lora, row, modules, weights, targets)
+        else:
+            adapter = _adapter(inner, lora, row, modules, weights[0], targets)
+        adapter.fill(seed, name)
+        made[name] = adapter
+    return made
 
 
 def check_targets(parts: Sequence[Any], lora: Lora) -> None:
@@ -181,7 +189,7 @@ def _expert_adapter(
     return ExpertAdapter(lora, slots, targets, weights)
 
 
-def _owners(inner: nn.Module) -> dict[int, nn.Module]:
+def find_owners(inner: nn.Module) -> dict[int, nn.Module]:
     """Returns weight id -> module that computes with the weight. The weight of an expert maps
     to the module of the layer's experts."""
     found: dict[int, nn.Module] = {}
@@ -191,20 +199,20 @@ def _owners(inner: nn.Module) -> dict[int, nn.Module]:
     return found
 
 
-def _attach(owner: Any, adapter: AnyAdapter, *, first: bool) -> None:
-    """Makes `owner` add the adapter's output to its own output. `first`: the adapter belongs to the first product of
-    experts."""
-    if isinstance(adapter, ExpertAdapter):
-        owner.adapted[0 if first else 1] = adapter.added
+def attach(owner: Any, name: str, added: Callable[..., Tensor], *, experts: bool) -> None:
+    """Makes `owner`, the module of a product, return `added(output, input, ...)` in place of its output. `name` is the
+    product's name in `Adapters`. `experts`: the product is that of a layer's experts."""
+    if experts:
+        owner.adapted[0 if "linear_fc1" in name else 1] = added
         return
     if isinstance(owner, NormedLinear):
-        owner.adapted = adapter.added
+        owner.adapted = added
         return
 
     def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> object:
         if isinstance(output, tuple):
-            return adapter.added(output[0], inputs[0]), *output[1:]
-        return adapter.added(output, inputs[0])
+            return added(output[0], inputs[0]), *output[1:]
+        return added(output, inputs[0])
 
     owner.register_forward_hook(hook)
 
