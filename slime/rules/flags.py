@@ -93,6 +93,7 @@ READ_WITH: dict[tuple[str, ...], tuple[str, ...]] = {
     ("load",): ("no_load_optim", "no_load_rng"),
     ("use_dynamic_batch_size",): ("max_tokens_per_gpu",),
     ("record_memory_history",): ("memory_snapshot_num_steps", "memory_snapshot_dir"),
+    ("receipt",): ("receipt_key",),
     ("load_debug_rollout_data",): ("load_debug_rollout_data_subsample",),
     ("update_weight_mode=delta",): ("update_weight_delta_encoding", "update_weight_delta_checksum"),
     ("eval_interval",): (

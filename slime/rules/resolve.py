@@ -23,6 +23,7 @@ from slime.environments.flags import set_flags
 from slime.hardware import HARDWARE
 from slime.hooks import absolute
 from slime.models.lora import read_peft
+from slime.receipts.flags import fill_saved
 from slime.roles.served import teachers
 from slime.rollout.straw.flags import fill_queue, queue_notes
 from slime.rules.algorithm import compares_alone, makes_groups, unread_notes
@@ -68,6 +69,7 @@ def resolve(set_values: Values, notes: list[str] | None = None) -> Config:
     _trainer(draft, set_values)
     _kernels(draft)
     _run_dir(draft)
+    fill_saved(draft)
     fill_queue(draft)
     adjusted = tuple(vars(draft).pop("notes"))
     config = Config.from_flat(vars(draft))
@@ -91,13 +93,6 @@ def _hardware(c: argparse.Namespace, set_values: Values) -> None:
 
 
 def _debug(c: argparse.Namespace) -> None:
-    if c.dump_details:
-        c.save_debug_rollout_data = (
-            c.save_debug_rollout_data or f"{c.dump_details}/rollout_data/{{rollout_id}}.pt"
-        )
-        c.save_debug_train_data = (
-            c.save_debug_train_data or f"{c.dump_details}/train_data/{{rollout_id}}_{{rank}}.pt"
-        )
     if c.load_debug_rollout_data:
         c.debug_train_only = True
 

@@ -19,6 +19,7 @@ from slime.models.decoder import Hf
 from slime.models.selection import check_selection
 from slime.plan.stages import check_stages, micro_batch_group
 from slime.plan.trained_params import check_parameter_names
+from slime.receipts.flags import check_receipt
 from slime.records.errors import FlagError
 from slime.roles.groups import build_groups
 from slime.rollout.straw.flags import check_queue
@@ -372,6 +373,7 @@ TOGETHER: tuple[Rule, ...] = (
     check_memory_history,
     check_profile_steps,
     check_train_data_file,
+    check_receipt,
     check_files,
     check_curriculum,
     check_media,

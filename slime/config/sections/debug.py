@@ -31,6 +31,12 @@ class DebugConfig:
     dump_details: str | None = flag(
         None, "directory for the samples of each rollout, and for each rank's train data"
     )
+    receipt: bool = flag(
+        False,
+        "write hashes of each step's samples, code, flags, weights and results to receipt/ in the run directory, and "
+        "save what vime replay needs to compute the step again",
+    )
+    receipt_key: str | None = flag(None, "PEM file of the Ed25519 private key that signs the receipt")
     profile_steps: str | None = flag(
         None, "A:B traces the training of rollouts A to B-1 (PyTorch profiler, one file per rank and rollout)"
     )

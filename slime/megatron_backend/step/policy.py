@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +28,17 @@ from slime.megatron_backend.step.scorers import OldLogProbs
 from slime.types import TrainData
 
 
+class LogProbReader(Protocol):
+    """Reads the log-probs of training passes."""
+
+    def wants(self, data: TrainData, step_id: int) -> bool: ...
+
+    def add(self, data: TrainData, batch: MicroBatch, log_probs: Tensor) -> None: ...
+
+
 class PolicyTraining:
     """Training of the policy on a trainer rank. `old`: the scorer that may take its log-probs from the first step, or
-    None."""
+    None. `receipt`: the reader of --receipt."""
 
     def __init__(
         self,
@@ -40,10 +49,11 @@ class PolicyTraining:
         replay: Replay,
         audit: Audit,
         old: OldLogProbs | None,
+        receipt: LogProbReader | None = None,
     ) -> None:
         self.config, self.hooks, self.learner, self.batches = config, hooks, learner, batches
         self.replay, self.audit, self.old = replay, audit, old
-        self.kept = SampleRecorder(config, learner.info)
+        self.kept, self.receipt = SampleRecorder(config, learner.info), receipt
         self.first_rollout = config.critic.first_of_policy
         self.head = build_head(config, operators.loss_head(config)[0], learner.model, learner.info)
         ahead = None
@@ -96,8 +106,12 @@ class PolicyTraining:
 
     def _losses(self, data: RankData, batch: MicroBatch, output: Tensor, step_id: int) -> MicroBatchLoss:
         loss = micro_batch_loss(self.setup, data, batch, output, data.normalisers[step_id])
-        readers: list[Audit | OldLogProbs | SampleRecorder]
-        readers = [reader for reader in (self.audit, self.kept) if reader.wants(data, step_id)]
+        readers: list[LogProbReader | OldLogProbs]
+        readers = [
+            reader
+            for reader in (self.audit, self.kept, self.receipt)
+            if reader is not None and reader.wants(data, step_id)
+        ]
         if self.old is not None and self.old.wants(step_id):
             readers.append(self.old)
         if loss.log_probs is not None and readers:

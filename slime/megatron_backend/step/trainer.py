@@ -35,6 +35,7 @@ from slime.data.rank_data import RankData, rollout_means
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import reset_states
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.megatron_backend.receipts import ReceiptRecorder
 from slime.megatron_backend.step.audit import Audit
 from slime.megatron_backend.step.batches import Batches
 from slime.megatron_backend.step.heads import get_temperature
@@ -92,6 +93,10 @@ class MegatronTrainer:
         self.replay = Replay(config, self.info)
         self.batches = Batches(config, self.hf_config, self.info, self.replay, self.timers)
         self.scorers = build_scorers(config, self.hooks, self.models, self.info, self.batches, self.timers)
+        self.receipt: ReceiptRecorder | None = None
+        if config.debug.receipt:
+            self.receipt = ReceiptRecorder(config, self.info, name_group(config))
+            self.receipt.begin(self.models.learners, self.start_rollout_id)
         self.trainings = self._trainings()
         self.held_out: HeldOut | None = None
         steps, name = profiled_steps(config.debug.profile_steps), f"{name_group(config)}-{rank}"
@@ -111,7 +116,8 @@ class MegatronTrainer:
         if (policy := learners.get(POLICY.name)) is not None:
             old = next((scorer for scorer in self.scorers if isinstance(scorer, OldLogProbs)), None)
             audit = Audit(config, self.info, self.timers, get_temperature(config))
-            found.append(PolicyTraining(config, self.hooks, policy, self.batches, self.replay, audit, old))
+            parts = self.hooks, policy, self.batches, self.replay, audit, old, self.receipt
+            found.append(PolicyTraining(config, *parts))
         return found
 
     @property
@@ -163,6 +169,9 @@ class MegatronTrainer:
 
     def _score(self, rollout_id: int, data: RankData) -> None:
         """Moves the data to the device and fills the columns of this rank's roles."""
+        if self.receipt is not None:
+            with self.timers.measure("receipt"):
+                self.receipt.note_inputs(data)
         self.models.bring()
         with self.timers.measure("data_preprocess"):
             flags = self.config.algorithm
@@ -178,9 +187,14 @@ class MegatronTrainer:
         with self.timers.measure("advantages"):
             self.add_advantages(data)
         steps, more = self._train_roles(rollout_id, data)
+        if self.receipt is not None:
+            self.receipt.add_column(data)
         template = self.config.debug.save_debug_train_data
         if template is not None and POLICY.name in self.models:  # the policy's ranks have every column
             save_debug_train_data(template, rollout_id, self.info.rank, data)
+        if self.receipt is not None:
+            with self.timers.measure("receipt"):
+                self.receipt.finish(rollout_id, data, steps)
         self.replay.forget()
         self.batches.towers.clear()
         self.models.update_reference(rollout_id)
@@ -234,6 +248,9 @@ class MegatronTrainer:
             if self.config.megatron.reset_optimizer_states:
                 reset_states(training.learner.optimizer)
             found, of_rollout = training.train(rollout_id, data)
+            if self.receipt is not None:
+                with self.timers.measure("receipt"):
+                    self.receipt.note_state(training.learner)
             if training.learner is not self.models.main:  # the policy's weights are published first
                 training.learner.residence.release(*PARTS)
             steps = [step | of_step for step, of_step in zip(steps, found, strict=True)]
@@ -254,6 +271,8 @@ class MegatronTrainer:
         """Saves checkpoints under --save (and --save-hf) as iteration `rollout_id`. Collective."""
         with self.events.phase("save", device=str(self.info.device), rollout=rollout_id):
             self.outputs.save(rollout_id)
+            if self.receipt is not None:
+                self.receipt.note_checkpoint(rollout_id)
 
     def save_in_memory(self, rollout_id: int) -> None:
         """Writes the checkpoint of --recover-from memory after `rollout_id`. Collective."""
