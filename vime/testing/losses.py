@@ -14,8 +14,9 @@ from torch import Tensor
 from slime.hooks import Hook, load_function
 from slime.types import Sample, TrainData
 from vime.testing.paths import function_path
+from vime.testing.ranks import run_ranks
 from vime.testing.tiny_model import write_tiny_model
-from vime.testing.trainer import Trained, make_samples, read_result, run_ranks, train_once
+from vime.testing.trainer import Trained, make_samples, read_result, train_once
 
 STEP = 1e-3
 """Length in logits of the step of the finite difference, in the direction of the gradient."""

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, multiprocessing
+from torch import Tensor
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config.hook_calls import Hooks
 from slime.config.schema import Config
 from slime.data.train_data import make_rank_data
-from slime.hooks import Hook
 from slime.megatron_backend.checkpoint.weights import export_hf
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.rules.resolve import resolve
 from slime.types import Sample
+from vime.testing.ranks import run_ranks
 from vime.testing.tiny_model import BYTES
 
 GROUPS, PER_GROUP = 4, 2
@@ -78,22 +77,6 @@ def make_samples(seed: int = 0) -> list[Sample]:
                 )
             )
     return samples
-
-
-def run_ranks(work: Hook, ranks: int, values: tuple[object, ...]) -> None:
-    """Calls `work(rank, *values)` in `ranks` new processes, and waits for them. RuntimeError if one fails."""
-    try:
-        multiprocessing.start_processes(
-            _enter, args=(list(sys.path), work, values), nprocs=ranks, start_method="spawn"
-        )
-    except multiprocessing.ProcessRaisedException as error:
-        raise RuntimeError(f"a rank of the trainer failed: {error}") from None
-
-
-def _enter(rank: int, path: list[str], work: Hook, values: tuple[object, ...]) -> None:
-    sys.path[:] = path
-    torch.set_num_threads(1)
-    work(rank, *values)
 
 
 def make_config(model: Path, folder: Path, ranks: int, flags: Mapping[str, object]) -> Config:

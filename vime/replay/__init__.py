@@ -1,0 +1,1 @@
+"""`vime replay`: computes recorded steps of a run again, and checks receipts."""
