@@ -121,16 +121,17 @@ def plain(x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | None) -> 
 
 
 def whole(module: Any, x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | None) -> dict[str, Call]:
-    """Returns name -> the product with the rounding of its operands, except the weight's. The rounding of the output's
-    gradient counts in the gradient of the input."""
+    """Returns name -> the product with the rounding of its operands, except the weight's. The rounding of the input for
+    both products counts in the forward, that of the output's gradient in the gradient of the input."""
     rounded = module.round_upstream(upstream, ends, False)
+    _, columns = module.outputs_and_columns(x, module.round_weights(weights, False), ends, False)
     kept = module.round_weights(weights, False)  # once per optimizer step
     return {
-        "forward": lambda: module.outputs(x, kept, ends, False),
+        "forward": lambda: module.outputs_and_columns(x, kept, ends, False)[0],
         "input_gradient": lambda: module.input_gradients(
             module.round_upstream(upstream, ends, False), kept, ends, False
         ),
-        "weight_gradient": lambda: module.weight_gradients(rounded, x, ends, False),
+        "weight_gradient": lambda: module.weight_gradients(rounded, columns, ends, False, x.dtype),
     }
 
 
@@ -146,7 +147,7 @@ def errors(got: dict[str, Tensor], x: Tensor, weight: Tensor, upstream: Tensor, 
         "weight_gradient": upstream[:, :CHECKED].double().T @ x[:, :CHECKED].double(),
     }
     side = upstream[:, :CHECKED], x[:, :CHECKED]
-    rounded["weight_gradient"] = reference.weight_gradients(*side, None, False)[0]
+    rounded["weight_gradient"] = reference.weight_gradients(*side, None, False, x.dtype)[0]
     found = {
         "forward": got["forward"][:rows],
         "input_gradient": got["input_gradient"][:rows],

@@ -21,6 +21,8 @@ from rl_kernel.fp8.kernels import (
     quantize_blocks,
 )
 
+Columns = tuple[Tensor, Tensor]
+"""Codes and scales of values that are rounded along their columns."""
 Upstream = tuple[Operand, Operand]
 """The output's gradient, rounded along its rows and its columns."""
 
@@ -49,7 +51,18 @@ def outputs(
     """Computes `reference.outputs`. With `invariant`, a row's bits do not depend on the other rows."""
     rows, _ = quantize(x, None, rows=True, columns=False, power_of_two=power_of_two)
     assert rows is not None and weights.plain is not None
-    return _multiply_rows(rows, weights.plain, ends, weights.experts, x.dtype, invariant)
+    return _multiply_rows(rows, weights.plain, _groups(ends, len(x)), weights.experts, x.dtype, invariant)
+
+
+def outputs_and_columns(
+    x: Tensor, weights: RoundedWeights, ends: Tensor | None, power_of_two: bool, invariant: bool = False
+) -> tuple[Tensor, Columns]:
+    """Computes `reference.outputs_and_columns`, with one pass over x."""
+    spans = _groups(ends, len(x))
+    rows, columns = quantize(x, spans, rows=True, columns=True, power_of_two=power_of_two)
+    assert rows is not None and columns is not None and weights.plain is not None
+    out = _multiply_rows(rows, weights.plain, spans, weights.experts, x.dtype, invariant)
+    return out, (columns.codes, columns.scales)
 
 
 def multiply(x: Tensor, weights: RoundedWeights, dtype: torch.dtype, power_of_two: bool) -> Tensor:
@@ -61,8 +74,9 @@ def multiply(x: Tensor, weights: RoundedWeights, dtype: torch.dtype, power_of_tw
 
 def round_upstream(upstream: Tensor, ends: Tensor | None, power_of_two: bool) -> Upstream:
     """Rounds the output's gradient along both axes, in one pass over it."""
-    spans = None if ends is None else RowGroups.from_ends(ends, len(upstream))
-    rows, columns = quantize(upstream, spans, rows=True, columns=True, power_of_two=power_of_two)
+    rows, columns = quantize(
+        upstream, _groups(ends, len(upstream)), rows=True, columns=True, power_of_two=power_of_two
+    )
     assert rows is not None and columns is not None
     return rows, columns
 
@@ -73,30 +87,50 @@ def input_gradients(
     """Computes `reference.input_gradients` in the dtype of the weights. Both operands are rounded already, so
     `power_of_two` has no effect."""
     assert weights.turned is not None
-    return _multiply_rows(upstream[0], weights.turned, ends, weights.experts, weights.dtype)
+    rows = upstream[0]
+    return _multiply_rows(
+        rows, weights.turned, _groups(ends, rows.rows), weights.experts, weights.dtype, invariant=False
+    )
 
 
-def weight_gradients(upstream: Upstream, x: Tensor, ends: Tensor | None, power_of_two: bool) -> Tensor:
+def weight_gradients(
+    upstream: Upstream, x: Tensor | Columns, ends: Tensor | None, power_of_two: bool, dtype: torch.dtype
+) -> Tensor:
     """Computes `reference.weight_gradients`."""
-    spans = None if ends is None else RowGroups.from_ends(ends, len(x))
-    _, columns = quantize(x, spans, rows=False, columns=True, power_of_two=power_of_two)
-    left = upstream[1]
-    assert columns is not None
-    if ends is None and len(x) and library.library_refusal(x.device) is None:
-        return library.multiply_columns(left, columns, x.dtype)[None]
-    return multiply_columns(left, columns, spans, 1 if ends is None else len(ends), x.dtype)
+    rows, left = upstream
+    spans = _groups(ends, rows.rows)
+    if isinstance(x, Tensor):
+        _, right = quantize(x, spans, rows=False, columns=True, power_of_two=power_of_two)
+        assert right is not None
+    else:
+        right = Operand(*x, len(x[0]))
+    if spans is None and rows.rows and library.library_refusal(left.codes.device) is None:
+        return library.multiply_columns(left, right, dtype)[None]
+    return multiply_columns(left, right, spans, 1 if ends is None else len(ends), dtype)
 
 
 def _multiply_rows(
     rows: Operand,
     blocks: Operand,
-    ends: Tensor | None,
+    spans: RowGroups | None,
     experts: int,
     dtype: torch.dtype,
-    invariant: bool = False,
+    invariant: bool,
 ) -> Tensor:
-    if ends is not None:
-        return multiply_rows(rows, blocks, RowGroups.from_ends(ends, rows.rows), experts, dtype)
-    if invariant or not rows.rows or library.library_refusal(rows.codes.device) is not None:
+    if spans is not None or invariant or not rows.rows:
+        return multiply_rows(rows, blocks, spans, experts, dtype)
+    if library.library_refusal(rows.codes.device) is not None:
         return multiply_rows(rows, blocks, None, 1, dtype)
     return library.multiply_rows(rows, blocks, dtype)
+
+
+_latest: list[tuple[Tensor, int, RowGroups]] = []
+"""The arguments and the result of the last call of `_groups`: both products of experts have the same groups."""
+
+
+def _groups(ends: Tensor | None, rows: int) -> RowGroups | None:
+    if ends is None:
+        return None
+    if not _latest or _latest[0][0] is not ends or _latest[0][1] != rows:
+        _latest[:] = [(ends, rows, RowGroups.from_ends(ends, rows))]
+    return _latest[0][2]

@@ -63,24 +63,32 @@ def linear(
         gather: x is this rank's part of the first dimension of the input. Every rank gets all outputs.
 
     Returns:
-        [..., M] in the dtype of x, differentiable in x and weight. Saves x and weight only; both are rounded again in
-        the backward pass, but see `keep_rounded`. Gradients are rounded to x's dtype once.
+        [..., M] in the dtype of x, differentiable in x and weight. Saves the weight, and x rounded for the weight's
+        gradient. The weight is rounded again in the backward pass, but see `keep_rounded`. Gradients are rounded to x's
+        dtype once.
 
     Raises:
         ValueError: wrong shape, dtype or device.
 
     Deterministic. Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.
     """
-    check_tensor("weight", weight, ["M", x.shape[-1]], (x.dtype,), device=x.device)
-    outputs = len(weight)
-    if missing := -outputs % GROUP:
-        weight = pad(weight, (0, 0, 0, missing))
-    _check(x, weight)
-    out: Tensor = _Linear8.apply(
-        x.reshape(-1, x.shape[-1]), weight, power_of_two, invariant, group, gather and group is not None
+    key = (x.shape[-1], weight.shape, x.dtype, weight.dtype, x.device, weight.device)
+    if key not in _passed:
+        check_tensor("weight", weight, ["M", x.shape[-1]], (x.dtype,), device=x.device)
+        _check(x, (len(weight) + -len(weight) % GROUP, x.shape[-1]))
+        _passed.add(key)
+    gathers = gather and group is not None
+    if not (missing := -len(weight) % GROUP):
+        out: Tensor = _Linear8.apply(x, weight, power_of_two, invariant, group, gathers)
+        return out
+    padded: Tensor = _Linear8.apply(
+        x, pad(weight, (0, 0, 0, missing)), power_of_two, invariant, group, gathers
     )
-    out = out[:, :outputs] if missing else out
-    return out.reshape(-1, *x.shape[1:-1], outputs) if x.dim() > 1 else out.reshape(outputs)
+    return padded[..., :-missing]
+
+
+_passed: set[tuple[object, ...]] = set()
+"""The shapes, dtypes and devices that `linear` has checked."""
 
 
 def check_sizes(name: str, sizes: tuple[int, ...]) -> None:
@@ -89,9 +97,9 @@ def check_sizes(name: str, sizes: tuple[int, ...]) -> None:
         raise invalid(name, f"be a multiple of {GROUP} on both sides", list(sizes), "leave fp8 out")
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def _check(x: Tensor, sizes: tuple[int, int]) -> None:
     check_tensor("x", x, None, FLOATS)
-    check_sizes("weight", tuple(weight.shape[-2:]))
+    check_sizes("weight", sizes)
     if reason := refusal(x.device):
         raise invalid("x", "be on a device with fp8", x.device, f"{reason}; compute in bfloat16 there")
 
@@ -107,6 +115,8 @@ def arithmetic_for(device: torch.device) -> ModuleType:
 
 
 class _Linear8(torch.autograd.Function):
+    """Keeps x, rounded for the weight's gradient, until the backward. With `gather`, it keeps this rank's rows of x."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -117,25 +127,31 @@ class _Linear8(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         gather: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.power_of_two, ctx.group, ctx.gather = power_of_two, group, gather
-        if gather:
-            x = gather_stack(x, group).flatten(0, 1)
-        arithmetic = arithmetic_for(x.device)
+        arithmetic, lead = arithmetic_for(x.device), x.shape[:-1]
+        rows = x.reshape(-1, x.shape[-1])
         rounded, kept = rounded_for(
             weight, lambda turned: arithmetic.round_weights(weight[None], power_of_two, turned=turned)
         )
         ctx.rounded = rounded if kept else None
-        found: Tensor = arithmetic.outputs(x, rounded, None, power_of_two, invariant)
+        ctx.power_of_two, ctx.group, ctx.gather, ctx.lead = power_of_two, group, gather, lead
+        if ctx.needs_input_grad[1] and not gather:
+            out, columns = arithmetic.outputs_and_columns(rows, rounded, None, power_of_two, invariant)
+            ctx.save_for_backward(weight, *columns)
+        else:
+            ctx.save_for_backward(weight, rows)
+            if gather:
+                rows = gather_stack(rows, group).flatten(0, 1)
+            out = arithmetic.outputs(rows, rounded, None, power_of_two, invariant)
+        found: Tensor = out.view(-1, *lead[1:], out.shape[-1]) if len(lead) else out[0]
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        weight, *kept = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        arithmetic, power_of_two = arithmetic_for(x.device), ctx.power_of_two
-        rounded = arithmetic.round_upstream(upstream, None, power_of_two)
+        arithmetic, power_of_two = arithmetic_for(upstream.device), ctx.power_of_two
+        rounded = arithmetic.round_upstream(upstream.reshape(-1, upstream.shape[-1]), None, power_of_two)
         grad, added, grad_weight = None, None, None
         if needs_x:
             weights = ctx.rounded or arithmetic.round_weights(weight[None], power_of_two, plain=False)
@@ -143,11 +159,13 @@ class _Linear8(torch.autograd.Function):
             if ctx.group is not None:  # the sum over ranks overlaps with the product for the weight
                 grad, added = start_sum(grad, ctx.group, scatter=ctx.gather)
         if needs_weight:
-            if ctx.gather:  # gather again, so that only this rank's rows are kept from forward to backward
-                x = gather_stack(x, ctx.group).flatten(0, 1)
-            grad_weight = arithmetic.weight_gradients(rounded, x, None, power_of_two)[0]
+            # gather again, so that only this rank's rows are kept from forward to backward
+            x = gather_stack(kept[0], ctx.group).flatten(0, 1) if ctx.gather else tuple(kept)
+            grad_weight = arithmetic.weight_gradients(rounded, x, None, power_of_two, weight.dtype)[0]
         if added is not None:
             added.wait()
+        if grad is not None:
+            grad = grad.view(*ctx.lead, weight.shape[1])
         return grad, grad_weight, None, None, None, None
 
 
@@ -162,20 +180,27 @@ def round_experts(weights: Sequence[Tensor], power_of_two: bool) -> tuple[object
     )
 
 
-def expert_outputs(x: Tensor, rounded: object, ends: Tensor, *, power_of_two: bool = False) -> Tensor:
+def expert_outputs(
+    x: Tensor, rounded: object, ends: Tensor, *, power_of_two: bool = False, columns: bool = False
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Computes `linear(x[rows of e], weights[e])` per expert e, without gradient.
 
     x [N, K] has the rows of the experts one after another, `rounded` the weights from `round_experts`, ends int32 [E]
-    the end of each expert's rows -> [N, M] in the dtype of x.
+    the end of each expert's rows -> [N, M] in the dtype of x. With `columns`, also returns x rounded for the weights'
+    gradients.
     """
     check_tensor("x", x, None, FLOATS)
-    found: Tensor = arithmetic_for(x.device).outputs(x, rounded, ends, power_of_two)
-    return found
+    arithmetic = arithmetic_for(x.device)
+    if columns:
+        found: tuple[Tensor, tuple[Tensor, ...]]
+        found = arithmetic.outputs_and_columns(x, rounded, ends, power_of_two)
+        return found
+    return arithmetic.outputs(x, rounded, ends, power_of_two), ()
 
 
 def expert_gradients(
     upstream: Tensor,
-    x: Tensor,
+    x: Tensor | tuple[Tensor, ...],
     weights: Sequence[Tensor],
     ends: Tensor,
     *,
@@ -184,16 +209,18 @@ def expert_gradients(
     of_x: bool = True,
     of_weights: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Computes the gradients of `expert_outputs`: those of x [N, K] and of the weights [E, M, K], if they are wanted.
-    `rounded`: the weights from `round_experts` if they were kept.
+    """Computes the gradients of `expert_outputs`: those of x [N, K] and of the weights [E, M, K], if they are wanted. x
+    may be rounded already, by `expert_outputs`. `rounded`: the weights from `round_experts` if they were kept.
 
     The groups of 128 rows for the gradient of a weight are those of its expert's rows alone.
     """
-    arithmetic = arithmetic_for(x.device)
+    arithmetic = arithmetic_for(upstream.device)
     gradient = arithmetic.round_upstream(upstream, ends, power_of_two)
-    d_x = None
+    d_x = d_weights = None
     if of_x:
         if rounded is None:
             rounded = arithmetic.round_weights(torch.stack(list(weights)), power_of_two, plain=False)
         d_x = arithmetic.input_gradients(gradient, rounded, ends, power_of_two)
-    return d_x, arithmetic.weight_gradients(gradient, x, ends, power_of_two) if of_weights else None
+    if of_weights:
+        d_weights = arithmetic.weight_gradients(gradient, x, ends, power_of_two, weights[0].dtype)
+    return d_x, d_weights

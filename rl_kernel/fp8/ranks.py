@@ -65,5 +65,5 @@ class _RowParallel8(torch.autograd.Function):
             weights = arithmetic.round_weights(weight[None], powers, plain=False)
             grad = arithmetic.input_gradients(rounded, weights, None, powers)
         if needs_weight:
-            grad_weight = arithmetic.weight_gradients(rounded, x, None, powers)[0]
+            grad_weight = arithmetic.weight_gradients(rounded, x, None, powers, weight.dtype)[0]
         return grad, grad_weight, None, None, None

@@ -22,6 +22,8 @@ MOST = 448.0
 """Largest number of float8_e4m3fn."""
 Blocks: TypeAlias = list[tuple[Tensor, Tensor]]
 """The codes and scales per expert, from `quantize_blocks`."""
+Columns: TypeAlias = tuple[Tensor, ...]
+"""The codes and scales of `quantize_columns` per expert."""
 SMALLEST = 1e-10
 """Lower bound of the largest value of a group, as in vLLM. It avoids a division by zero."""
 
@@ -123,13 +125,27 @@ def input_gradients(
     return torch.cat(parts)
 
 
-def weight_gradients(upstream: Tensor, x: Tensor, ends: Tensor | None, power_of_two: bool) -> Tensor:
+def outputs_and_columns(
+    x: Tensor, weights: Tensor | Blocks, ends: Tensor | None, power_of_two: bool, invariant: bool = True
+) -> tuple[Tensor, Columns]:
+    """Computes `outputs`, and rounds x for `weight_gradients`."""
+    columns = [quantize_columns(x[rows], power_of_two) for rows in expert_slices(ends, x)]
+    out = outputs(x, weights, ends, power_of_two, invariant)
+    return out, tuple(tensor for pair in columns for tensor in pair)
+
+
+def weight_gradients(
+    upstream: Tensor, x: Tensor | Columns, ends: Tensor | None, power_of_two: bool, dtype: torch.dtype
+) -> Tensor:
     """Computes `upstream[rows of e].T @ x[rows of e]` from values that are rounded in groups of 128 of the expert's
-    rows: [M, N] and [M, K] -> [E, N, K] in the dtype of x."""
+    rows: [M, N] and [M, K] -> [E, N, K] in `dtype`. x may be rounded already, by `outputs_and_columns`."""
     parts = []
-    for rows in expert_slices(ends, x):
-        left, right = (quantize_columns(each[rows], power_of_two) for each in (upstream, x))
-        parts.append(product(left, right, x.dtype))
+    for expert, rows in enumerate(expert_slices(ends, upstream)):
+        if isinstance(x, Tensor):
+            codes, scales = quantize_columns(x[rows], power_of_two)
+        else:
+            codes, scales = x[2 * expert : 2 * expert + 2]
+        parts.append(product(quantize_columns(upstream[rows], power_of_two), (codes, scales), dtype))
     return torch.stack(parts)
 
 

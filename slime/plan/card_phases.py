@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from slime.config import Config
 from slime.plan.communicators import communicator_bytes, engine_communicator_bytes
-from slime.plan.memory_estimate import BYTES, Estimate, Item
+from slime.plan.memory_estimate import Estimate, Item
 from slime.plan.model_shape import Params, Shape
 from slime.plan.scheme_bytes import count_quantized
-from slime.plan.units import GIB, amount, count
+from slime.plan.units import BYTES, GIB, amount, count
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, SAVING, TRAINING
 
 BESIDES_GENERATING = 7.5 * GIB

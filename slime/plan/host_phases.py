@@ -14,10 +14,10 @@ from slime.checkpoints.hf_config import MAPPED_BYTES
 from slime.checkpoints.memory_files import SLOTS
 from slime.config import Config
 from slime.plan.loading_estimate import largest_slice, reads_whole, stored_bytes
-from slime.plan.memory_estimate import ACTIVATIONS, BYTES, Estimate
+from slime.plan.memory_estimate import ACTIVATIONS, Estimate
 from slime.plan.step_memory.optimizer_state import saved_state
 from slime.plan.tower import CACHE_BYTES, run_tower
-from slime.plan.units import GIB, amount
+from slime.plan.units import BYTES, GIB, amount
 from slime.plan.update_estimate import compute_update_bytes
 from slime.roles.groups import several_nodes
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, PHASES, SAVING, TRAINING

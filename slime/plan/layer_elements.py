@@ -13,6 +13,7 @@ from slime.models.decoder import Attention, choose_exchange
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import stage_layers
 from slime.plan.stages import build_stages, micro_batch_group
+from slime.plan.units import BYTES
 
 
 def count_stored_layers(c: Config, shape: Shape, width: Callable[[Layer], float]) -> tuple[float, float]:
@@ -40,6 +41,7 @@ def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
         c.cluster.device == "cuda" and c.kernels.rlk_fast != "off" and "swiglu" in c.kernels.rl_kernel_ops
     )
     attention = (kind.attention.kept + exchanged_elements(c, shape, kind.attention)) / tp
+    attention += rounded_inputs(c, shape, kind)
     post = 2 * shape.post_norms  # the inputs of the post-norms
     if kind.sparse:
         shared = (3 if full or not kernel else 2) * shape.shared_ffn / tp
@@ -49,6 +51,18 @@ def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
         return (norms + post) * shape.hidden / split + attention + shared + expert_copies(c, shape) * expert
     norms, mlp = (4, 3) if keeps_outputs else (2, 2 if kernel else 3)
     return (norms + post) * shape.hidden / split + attention + mlp * shape.ffn / tp
+
+
+def rounded_inputs(c: Config, shape: Shape, kind: Layer) -> float:
+    """Returns the elements of the weights' dtype that have the bytes of the rounded inputs of the dense products: the
+    outputs of the norms, unless sequence parallelism gathers them again, of attention (a quarter of what it keeps), and
+    of the MLP's activation. The rounded inputs of experts replace the inputs, which are larger."""
+    if not c.megatron.has_fp8_blocks:
+        return 0.0
+    tp, normed = c.megatron.tensor_model_parallel_size, 0 if c.megatron.sequence_parallel else shape.hidden
+    found = normed + kind.attention.kept / 4 / tp
+    found += shape.shared_ffn / tp if kind.sparse else normed + shape.ffn / tp
+    return found * (1 + 4 / 128) / BYTES[c.megatron.params_dtype]
 
 
 def exchanged_elements(c: Config, shape: Shape, attention: Attention) -> float:

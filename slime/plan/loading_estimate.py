@@ -14,11 +14,11 @@ from slime.checkpoints.hf_config import MAPPED_BYTES, with_own_quantization
 from slime.config import Config
 from slime.models import family_for
 from slime.models.decoder import Hf
-from slime.plan.memory_estimate import BYTES, Item, role_shape
+from slime.plan.memory_estimate import Item, role_shape
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params
 from slime.plan.scheme_bytes import count_quantized
-from slime.plan.units import amount, count
+from slime.plan.units import BYTES, amount, count
 from slime.roles import POLICY, get_roles
 
 

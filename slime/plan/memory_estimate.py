@@ -27,12 +27,9 @@ from slime.plan.step_memory.optimizer_state import muon_step, optimizer_state
 from slime.plan.step_memory.selection_memory import selection_memory
 from slime.plan.tower import run_tower, tower_memory
 from slime.plan.trained_params import list_end_matrices, trained_params
-from slime.plan.units import GIB, amount, count
+from slime.plan.units import BYTES, GIB, amount, count
 from slime.roles import POLICY, Role, get_roles
 from slime.weight_sync.registry import CHANNELS
-
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 ACTIVATIONS = "inputs of layers"
 """Name of the activations that are on the host."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 GIB = 2**30
 
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 
 def count(number: float) -> str:
     """Formats a number: 1234567 -> "1.23 M"."""

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 from slime.config import Config
 from slime.models.lora import sends_adapters
-from slime.plan.memory_estimate import BYTES
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import stage_params
-from slime.plan.units import amount, count
+from slime.plan.units import BYTES, amount, count
 from slime.weight_sync.registry import CHANNELS
 
 _CHANGED = 0.01

@@ -228,10 +228,10 @@ def fp8_layers(batch: Batch) -> None:
     ends = torch.tensor([batch.tokens // 2, batch.tokens], dtype=torch.int32, device=DEVICE)
     for given, stops in ((weights[:1], None), (weights, ends)):
         both = fast.round_weights(given, False)
-        fast.outputs(x, both, stops, False, True)
+        _, columns = fast.outputs_and_columns(x, both, stops, False, True)
         rounded = fast.round_upstream(upstream, stops, False)
         fast.input_gradients(rounded, both, stops, False)
-        fast.weight_gradients(rounded, x, stops, False)
+        fast.weight_gradients(rounded, columns, stops, False, BF16)
 
 
 STEPS: dict[str, Callable[[Batch], None]] = {

@@ -9,10 +9,9 @@ from slime.config import Config
 from slime.hardware import HARDWARE, Hardware
 from slime.models.selection import Selection
 from slime.plan.flops import ForwardFlops
-from slime.plan.memory_estimate import BYTES
 from slime.plan.model_shape import Shape
 from slime.plan.tower import run_tower, tower_token_flops, trained_tower_params
-from slime.plan.units import amount
+from slime.plan.units import BYTES, amount
 from slime.plan.update_estimate import update_lines
 from slime.roles.groups import RoleGroup, trainer_ranks
 from slime.weight_sync.registry import CHANNELS

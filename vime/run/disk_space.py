@@ -9,9 +9,9 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.checkpoints.memory_files import SLOTS
 from slime.config import Config
 from slime.config.problems import require_value
-from slime.plan.memory_estimate import BYTES
 from slime.plan.model_shape import Shape
 from slime.plan.step_memory.optimizer_state import saved_state
+from slime.plan.units import BYTES
 from slime.records.errors import FlagError
 from slime.roles.groups import on_one_host
 from slime.system.disk_space import require_free_bytes

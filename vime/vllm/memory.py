@@ -11,9 +11,9 @@ from slime.models.decoder import Hf
 from slime.plan.card_phases import BESIDES_GENERATING, BESIDES_TRAINER, engine_weights
 from slime.plan.fit import Need
 from slime.plan.memory_decision import TOO_SMALL, gpu
-from slime.plan.memory_estimate import BYTES, Item
+from slime.plan.memory_estimate import Item
 from slime.plan.model_shape import Shape
-from slime.plan.units import amount
+from slime.plan.units import BYTES, amount
 from slime.tracking.phases import LOADING
 from vime.pool.engine_flags import engine_tensor_parallel
 from vime.vllm.server import SCORED_TOKENS

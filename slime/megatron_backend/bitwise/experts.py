@@ -84,7 +84,8 @@ class _ExpertProduct(torch.autograd.Function):
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         if ctx.powers is None:
             return None, None, *plain_gradients(saved, needed, upstream)
-        return None, None, *fp8_gradients(saved, needed, upstream, ctx.powers)
+        x, ends, *weights = saved
+        return None, None, *fp8_gradients(x, ends, weights, needed, upstream, ctx.powers)
 
 
 def use_sums(module: ExpertLayer) -> None:

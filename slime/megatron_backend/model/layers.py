@@ -31,6 +31,8 @@ class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]  # megatron-core
 
     norm: Callable[[Tensor], Tensor] | None = None
     adapted: Callable[[Tensor, Tensor], Tensor] | None = None
+    rounds_input = False
+    """The product keeps a rounded copy of its input, and not the input."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         product = super().forward
@@ -39,7 +41,11 @@ class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]  # megatron-core
             output, bias = product(x, *args, **kwargs)
             return output if self.adapted is None else self.adapted(output, x), bias
 
-        return adapted(x) if self.norm is None else without_keeping(self.norm, x, adapted)
+        if self.norm is None:
+            return adapted(x)
+        if self.rounds_input and self.weight.requires_grad:
+            return adapted(self.norm(x))
+        return without_keeping(self.norm, x, adapted)
 
 
 class GatedMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
@@ -52,7 +58,8 @@ class GatedMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         gate_and_up, _ = self.linear_fc1(hidden_states)
-        if self.config.recompute_granularity == "full":
+        rounds = getattr(self.linear_fc2, "rounds_input", False) and self.linear_fc2.weight.requires_grad
+        if rounds or self.config.recompute_granularity == "full":
             output: tuple[Tensor, Tensor | None] = self.linear_fc2(self.gated(gate_and_up))
             return output
         return without_keeping(self.gated, gate_and_up, self.linear_fc2)

@@ -58,7 +58,7 @@ def test_torch_and_triton_multiply_as_the_reference_never_run(case: Fp8Case) -> 
     wanted = (
         reference.outputs(x[:TOP], weights, None, False),
         reference.input_gradients(upstream[:TOP], weights, None, False),
-        reference.weight_gradients(upstream[:, :128], x[:, :128], None, False)[0],
+        reference.weight_gradients(upstream[:, :128], x[:, :128], None, False, x.dtype)[0],
     )
     triton = (
         multiply_rows(rows, blocks, None, 1, x.dtype),
@@ -83,8 +83,8 @@ def test_products_of_experts_are_those_of_one_expert_never_run(case: Fp8Case) ->
     x, weights, upstream = case.tensors(torch.bfloat16, "cuda")
     ends = case.ends("cuda")
     assert ends is not None
-    out = fp8.expert_outputs(x, fp8.round_experts(list(weights), False)[0], ends)
-    d_x, d_weights = fp8.expert_gradients(upstream, x, list(weights), ends)
+    out, columns = fp8.expert_outputs(x, fp8.round_experts(list(weights), False)[0], ends, columns=True)
+    d_x, d_weights = fp8.expert_gradients(upstream, columns, list(weights), ends)
     assert d_x is not None and d_weights is not None
     for expert, rows in enumerate(reference.expert_slices(ends, x)):
         one = slice(expert, expert + 1)
@@ -94,7 +94,7 @@ def test_products_of_experts_are_those_of_one_expert_never_run(case: Fp8Case) ->
         assert torch.equal(out[rows], alone)
         if len(alone):
             assert largest_error(d_x[rows], fast.input_gradients(rounded, weight, None, False)) < CLOSE
-            want = fast.weight_gradients(rounded, x[rows], None, False)[0]
+            want = fast.weight_gradients(rounded, x[rows], None, False, x.dtype)[0]
             assert largest_error(d_weights[expert], want) < CLOSE
         else:
             assert not d_weights[expert].any()
@@ -115,10 +115,10 @@ def test_the_host_does_not_wait_never_run(shares: tuple[int, ...]) -> None:
 
     def step() -> None:
         both = fast.round_weights(weights, False)
-        fast.outputs(x, both, ends, False)
+        _, columns = fast.outputs_and_columns(x, both, ends, False)
         rounded = fast.round_upstream(upstream, ends, False)
         fast.input_gradients(rounded, both, ends, False)
-        fast.weight_gradients(rounded, x, ends, False)
+        fast.weight_gradients(rounded, columns, ends, False, x.dtype)
 
     step()
     torch.cuda.synchronize()

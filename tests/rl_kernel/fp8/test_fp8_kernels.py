@@ -56,19 +56,24 @@ def test_kernels_round_to_the_bits_of_the_reference(case, power_of_two):
 def test_products_are_those_of_the_reference(case, dtype):
     x, weights, upstream = case.tensors(dtype, DEVICE)
     ends = case.ends(DEVICE)
-    rounded, both = fast.round_upstream(upstream, ends, False), fast.round_weights(weights, False)
-    for name, given in (
-        ("outputs", (x, both)),
-        ("input_gradients", (rounded, both)),
-        ("weight_gradients", (rounded, x)),
+    plain = [tensor.float() for tensor in (x, weights, upstream)]
+    both, rounded = fast.round_weights(weights, False), fast.round_upstream(upstream, ends, False)
+    out, columns = fast.outputs_and_columns(x, both, ends, False)
+    d_weights = fast.weight_gradients(rounded, columns, ends, False, dtype)
+    assert torch.equal(out, fast.outputs(x, both, ends, False))
+    assert torch.equal(d_weights, fast.weight_gradients(rounded, x, ends, False, dtype))
+    for got, want in (
+        (out, reference.outputs(plain[0], plain[1], ends, False)),
+        (
+            fast.input_gradients(rounded, both, ends, False),
+            reference.input_gradients(plain[2], plain[1], ends, False),
+        ),
+        (d_weights, reference.weight_gradients(plain[2], plain[0], ends, False, torch.float32)),
     ):
-        got = getattr(fast, name)(*given, ends, False)
-        plain = (upstream if given[0] is rounded else x, weights if given[1] is both else x)
-        want = getattr(reference, name)(*(tensor.float() for tensor in plain), ends, False)
         assert got.dtype == dtype and got.shape == want.shape
         largest = want.abs().max().item() if want.numel() else 0.0
         error = (got.float() - want).abs().max().item() if want.numel() else 0.0
-        assert error <= CLOSE[dtype] * largest, name
+        assert error <= CLOSE[dtype] * largest
 
 
 def test_groups_of_experts_by_hand():

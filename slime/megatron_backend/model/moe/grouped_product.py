@@ -97,6 +97,7 @@ class _Scaled(FunctionCtx):
 
     power_of_two: bool
     rounded: object
+    experts: int
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
 
@@ -110,29 +111,35 @@ class Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _Scaled, power_of_two: bool, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, ends, *weights)
-        ctx.power_of_two = power_of_two
         rounded, kept = fp8.round_experts(weights, power_of_two)
         ctx.rounded = rounded if kept else None
-        return fp8.expert_outputs(x, rounded, ends, power_of_two=power_of_two)
+        ctx.power_of_two, ctx.experts = power_of_two, len(weights)
+        out, columns = fp8.expert_outputs(
+            x, rounded, ends, power_of_two=power_of_two, columns=any(ctx.needs_input_grad[3:])
+        )
+        ctx.save_for_backward(ends, *weights, *columns)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Scaled, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *fp8_gradients(
-            ctx.saved_tensors, ctx.needs_input_grad[1:], upstream, ctx.power_of_two, ctx.rounded
-        )
+        ends, *tensors = ctx.saved_tensors
+        columns, weights = tuple(tensors[ctx.experts :]), tensors[: ctx.experts]
+        needed = ctx.needs_input_grad[1:]
+        return None, *fp8_gradients(columns, ends, weights, needed, upstream, ctx.power_of_two, ctx.rounded)
 
 
 def fp8_gradients(
-    saved: Sequence[Tensor],
+    x: Tensor | tuple[Tensor, ...],
+    ends: Tensor,
+    weights: list[Tensor],
     needed: Sequence[bool],
     upstream: Tensor,
     power_of_two: bool,
     rounded: object = None,
 ) -> tuple[Tensor | None, ...]:
-    """Returns `plain_gradients` of products in fp8. `rounded` has the rounded weights if they were kept."""
-    x, ends, *weights = saved
+    """Returns `plain_gradients` of products in fp8. x may be rounded already, by `expert_outputs`, and `rounded` has
+    the rounded weights if they were kept."""
     needs_x, _, *needs_weights = needed
     d_x, d_weights = fp8.expert_gradients(
         *(upstream, x, weights, ends),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor, nn
 
 from rl_kernel import fp8
@@ -47,6 +48,8 @@ def use_fp8(parts: Sequence[nn.Module], config: Config, layers: int) -> None:
                         module.fp8_powers = power_of_two
                     else:
                         module._forward_impl = forward
+                        gathers = isinstance(module, ColumnParallelLinear) and module.sequence_parallel
+                        module.rounds_input = not gathers
 
 
 def _products(module: nn.Module) -> Iterator[Owner]:
