@@ -77,6 +77,13 @@ class Tenant:
     def _adam(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(self.masters, foreach=True)
 
+    def count_bytes(self) -> int:
+        """Returns the bytes that this tenant has on the device: values, their float32 copies, gradients and moments."""
+        states = self.optimizer.state.values()
+        moments = [x for state in states for x in state.values() if isinstance(x, Tensor)]
+        tensors = [*self.parameters, *self.masters, *(self.gradients or []), *moments]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
     def add_gradients(self, added: list[Tensor]) -> None:
         if self.gradients is None:
             self.gradients = added

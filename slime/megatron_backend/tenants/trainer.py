@@ -72,7 +72,7 @@ class Trainer:
     def remove(self, name: str) -> None:
         tenant = self._tenant(name)
         if tenant is self.active:
-            self._activate(None)
+            self.activate(None)
         del self.tenants[name]
 
     def forward(self, name: str, data: Sequence[TenantDatum], loss: LossSpec) -> PassResult:
@@ -109,12 +109,12 @@ class Trainer:
         tenant.load(load_file(folder / STATE_FILE), optimizer=optimizer)
 
     def export_peft(self, name: str, folder: Path) -> None:
-        self._activate(self._tenant(name))
+        self.activate(self._tenant(name))
         save_peft(self.model, folder, require_value(self.config.rollout.hf_checkpoint), flag="--run-dir")
 
     def close(self) -> None:
         """Frees the model and its process group."""
-        self._activate(None)
+        self.activate(None)
         self.tenants.clear()
         destroy_parallel()
 
@@ -123,8 +123,8 @@ class Trainer:
             raise ValueError(f"the adapter must exist, got {name}; create it first")
         return self.tenants[name]
 
-    def _activate(self, tenant: Tenant | None) -> None:
-        """Makes the model compute with the tenant's adapter; None is the base."""
+    def activate(self, tenant: Tenant | None) -> None:
+        """Makes the model compute with the tenant's adapter; None is the base. Only references change, no values."""
         if tenant is self.active:
             return
         current = {} if tenant is None else dict(tenant.adapters.of())
@@ -143,7 +143,7 @@ class Trainer:
         vocab = self.head.vocabulary()["vocab_size"]
         for number, datum in enumerate(data):
             check_datum(number, datum, loss, vocab, self.context)
-        self._activate(tenant)
+        self.activate(tenant)
         outputs: list[dict[str, list[float]]] = [{} for _ in data]
         total, gradients = 0.0, list[Tensor]()
         try:

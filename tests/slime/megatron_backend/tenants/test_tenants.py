@@ -251,3 +251,27 @@ def test_bad_requests_are_errors(trainer: Trainer) -> None:
         trainer.forward("a", make_data(1, "ppo"), LossSpec("ppo", {"beta": 1.0}))
     with pytest.raises(ValueError, match="a pass must have data, got none"):
         trainer.forward("a", [], CROSS_ENTROPY)
+
+
+def test_a_switch_copies_no_values(trainer: Trainer) -> None:
+    for name in ("a", "b"):
+        trainer.add(name, TenantSpec(4))
+        train(trainer, name, 1)
+    memory = {name: [p.data_ptr() for p in trainer.tenants[name].parameters] for name in ("a", "b")}
+    for name in ("a", "b", "a"):
+        trainer.activate(trainer.tenants[name])
+        active = [p.data_ptr() for p in trainer.inner.adapters.parameters()]
+        assert active == memory[name]
+    assert set(memory["a"]).isdisjoint(memory["b"])
+
+
+def test_the_bytes_of_a_tenant_are_values_copies_and_moments(trainer: Trainer) -> None:
+    trainer.add("a", TenantSpec(4))
+    tenant = trainer.tenants["a"]
+    count = sum(p.numel() for p in tenant.parameters)
+    assert tenant.count_bytes() == count * (4 + 4)
+    trainer.forward_backward("a", make_data(1), CROSS_ENTROPY)
+    assert tenant.count_bytes() == count * (4 + 4 + 4)
+    trainer.optim_step("a", STEP)
+    steps = 4 * len(tenant.parameters)
+    assert tenant.count_bytes() == count * (4 + 4 + 8) + steps
