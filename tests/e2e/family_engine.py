@@ -177,8 +177,7 @@ def trained_models(
 def versions_of(trained: Trained, name: str) -> list[Any]:
     """Returns (log-probs, update) for both versions."""
     versions = trained[1][name]
-    if isinstance(versions, str):
-        pytest.fail(f"the trainer of {name} failed:\n{versions}")
+    assert not isinstance(versions, str), f"the trainer of {name} failed:\n{versions}"
     return versions
 
 

@@ -38,6 +38,8 @@ drafts on CPUs          its forms are bound at the import   registered by a work
 fp8 in plain PyTorch    has no such kernel                  BlockWiseTorchFP8...Kernel          `live_quantized`
 experts in fp8 with a   an error                            refines the blocks to 32 or more    `refines_expert_blocks`
 part of a block
+patterns of int4 and    match modules alone                 match fused layers too              `matches_fused_names`
+fp8 by rows
 error of a refused      ValueError                          not a ValueError                    `refusals`
 request
 ranks of one node meet  through a TCP store that listens on a file in the temporary folder    `file_init_method`
@@ -245,6 +247,13 @@ def refines_expert_blocks() -> bool:
     block. Without vLLM, as for a plan, it is True as for newer versions."""
     file = _module_file("vllm.model_executor.layers.fused_moe.oracle.fp8")
     return file is None or "def refine_fp8_moe_block_shape" in file.read_text(encoding="utf-8")
+
+
+def matches_fused_names() -> bool:
+    """Returns True if a pattern of compressed-tensors may match the name of a fused layer, such as gate_up_proj. Older
+    versions match the names of its modules only. Without vLLM, as for a plan, it is True."""
+    file = _module_file("vllm.model_executor.layers.quantization.compressed_tensors.utils")
+    return file is None or "def find_matching_patterns" in file.read_text(encoding="utf-8")
 
 
 def finish_body(version: int) -> dict[str, str]:

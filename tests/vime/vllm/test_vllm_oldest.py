@@ -31,6 +31,8 @@ LACKS = {
     'quantized.py: Module "vllm.model_executor.layers.fused_moe.oracle.fp8" has no attribute '
     '"resolve_fp8_moe_weight_block_shape"',
     'quantized.py: "PlainFp8Config" has no attribute "ignored_layers_match_mode"',
+    "image_plug_in.py: Cannot find implementation or library stub for module named "
+    '"vllm.entrypoints.serve.disagg.mm_serde"',
 }
 """Names that the oldest vLLM lacks and that the code can do without. It checks first, or needs them only on CPUs, where
 the oldest vLLM was never run. Each entry is one line."""

@@ -19,6 +19,7 @@ from slime.models.latent import Latent
 from slime.models.layouts import Row
 from slime.models.lora import get_module, linear_rows
 from slime.models.quantization import QuantizationScheme, fused_name
+from vime.vllm import versions
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ class EngineReading:
         if layer.is_expert and self._scheme.method == "fp8":
             experts = layer.modules[0].rpartition(".0.")[0]
             return (any(experts in name for name in self._scheme.ignored),) * len(layer.modules)
-        whole = self._ignored.hold(layer.name)
+        patterns = versions.matches_fused_names() or len(layer.modules) == 1
+        whole = self._ignored.hold(layer.name, patterns=patterns)
         return tuple(whole or self._ignored.hold(module) for module in layer.modules)
 
     def quantizes(self, layer: EngineLayer) -> bool:
@@ -165,5 +167,7 @@ class _ModuleList:
         patterns = (name.removeprefix("re:") for name in self._names if name.startswith("re:"))
         self._patterns = [re.compile(pattern) for pattern in patterns if scheme.method != "fp8"]
 
-    def hold(self, module: str) -> bool:
-        return module in self._names or any(pattern.match(module) for pattern in self._patterns)
+    def hold(self, module: str, *, patterns: bool = True) -> bool:
+        """Returns True if the list has the name of the module, or one of the `patterns` matches it."""
+        found = patterns and any(pattern.match(module) for pattern in self._patterns)
+        return module in self._names or found
