@@ -253,7 +253,7 @@ def matches_fused_names() -> bool:
     """Returns True if a pattern of compressed-tensors may match the name of a fused layer, such as gate_up_proj. Older
     versions match the names of its modules only. Without vLLM, as for a plan, it is True."""
     file = _module_file("vllm.model_executor.layers.quantization.compressed_tensors.utils")
-    return file is None or "def find_matching_patterns" in file.read_text(encoding="utf-8")
+    return file is None or "find_matching_patterns" in file.read_text(encoding="utf-8")
 
 
 def finish_body(version: int) -> dict[str, str]:

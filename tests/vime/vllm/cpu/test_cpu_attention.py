@@ -16,6 +16,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vime.vllm.cpu.attention import ImageAttentionBackend, register, split_images
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"),
+    reason="the compiled part of this vLLM does not load",
+)
 HEADS, GROUPS, SIZE, BLOCK, BLOCKS = 4, 2, 32, 32, 3
 STARTS, STOPS = (0, 20, 32), (70, 50, 33)
 """The step computes these tokens of three requests. The third request decodes."""
