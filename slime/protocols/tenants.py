@@ -78,6 +78,8 @@ class TenantSampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    ignore_end: bool = False
+    """If True, the model's own end-of-text token does not end the response."""
 
 
 @dataclass(frozen=True)

