@@ -1,0 +1,33 @@
+"""Runs the benchmark of the service's tenants on the real trainer and a real engine with a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from service_tenants import main
+
+from vime.testing.tiny_model import write_tiny_model
+
+
+def test_one_tenant_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["out.json", "--model", "nowhere", "--tenants", "1"])
+    assert ended.value.code == 2
+    assert "--tenants must be at least 2, got 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_measures_one_tenant_and_two(tmp_path: Path) -> None:
+    model, out = write_tiny_model(tmp_path / "model"), tmp_path / "out.json"
+    sizes = "--tenants 2 --rank 8 --sequences 2 --prompt 8 --response 8 --requests 4 --passes 4 --rounds 1"
+    assert main([str(out), "--model", str(model), *sizes.split(), "--repeats", "1"]) == 0
+    record = json.loads(out.read_text(encoding="utf-8"))
+    measured = record["measured"]
+    assert record["tenants"] == 2 and record["rank"] == 8
+    assert 0 < measured["switch_us"] < 10_000
+    for kind in ("train", "sample", "both"):
+        of_kind = measured[kind]
+        assert of_kind["ratio"] == pytest.approx(of_kind["several"] / of_kind["one"])
+        assert set(of_kind["repeats"]) == {"1", "2"}
