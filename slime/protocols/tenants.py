@@ -27,7 +27,7 @@ class TenantSpec:
 
 @dataclass(frozen=True)
 class TenantDatum:
-    """One sequence of a pass. Position i of each input belongs to the prediction after `tokens[i]`."""
+    """One sequence of a pass. Position i in an input belongs to the prediction after `tokens[i]`."""
 
     tokens: list[int]
     inputs: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class PassResult:
 
 @dataclass(frozen=True)
 class AdamParams:
-    """The parameters of one optimizer step. A `grad_clip_norm` of 0 does not clip."""
+    """An optimizer step's parameters. A `grad_clip_norm` of 0 does not clip."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9

@@ -120,7 +120,7 @@ class _Guard:
             return write_error(400, f"the request cannot be read: {error}")
         except web.HTTPException as error:
             return write_error(error.status, f"{request.method} {request.path[:200]}: {error.reason}")
-        except Exception as error:  # border to the client: the service outlives a fault of one request
+        except Exception as error:  # border to the client: the service outlives a request's fault
             _log.exception("%s %s failed", request.method, request.path)
             return write_error(500, f"{type(error).__name__}: {error}")
         finally:

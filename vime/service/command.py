@@ -1,6 +1,6 @@
 """`vime service --base DIR`: serves the Tinker protocol to tenants, each of whom trains and samples own adapters.
 
-The service prints its address, and the key of each new tenant once. It ends at Ctrl-C after the running training
+The service prints its address, and a new tenant's key once. It ends at Ctrl-C after the running training
 request. A service that starts again with the same --data continues where the last one ended, also after kill -9.
 """
 

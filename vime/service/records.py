@@ -107,7 +107,7 @@ async def list_runs(service: TenantService, tenant: str, request: web.Request) -
 
 
 async def list_checkpoints(service: TenantService, tenant: str, request: web.Request) -> web.Response:
-    """Lists the checkpoints of one model, or of all models of the tenant."""
+    """Lists a model's checkpoints, or the tenant's."""
     if (name := request.match_info.get("model")) is not None:
         rows = service.store.find("checkpoints", tenant, model=_find_model(service, tenant, name)["id"])
         return web.json_response({"checkpoints": [_write_checkpoint(row) for row in rows]})

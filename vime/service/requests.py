@@ -344,7 +344,7 @@ async def retrieve_future(service: TenantService, tenant: str, request: web.Requ
 
 
 async def retrieve_futures(service: TenantService, tenant: str, request: web.Request) -> web.Response:
-    """Returns which requests of one client of a sampling session have ended since `prev_cursor`."""
+    """Returns which requests of a sampling session's client have ended since `prev_cursor`."""
     fields = read_json(await request.read())
     target = fields["target"]
     assert isinstance(target, dict)

@@ -26,7 +26,7 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """The settings of one service, from the command line."""
+    """A service's settings, from the command line."""
 
     base: Path
     """The checkpoint of the base."""

@@ -94,7 +94,7 @@ class Store:
         self._connection.execute(f"DELETE FROM {table} WHERE {where}", [*values.values()])
 
     def query(self, text: str, *values: Value) -> list[Row]:
-        """Returns the rows of all tenants that a statement selects: for the queues, not for requests of a client."""
+        """Returns the rows that a statement selects, whoever owns them: for the queues, not for a client's request."""
         return [dict(row) for row in self._connection.execute(text, values)]
 
     def write(self, statements: Sequence[tuple[str, tuple[Value, ...]]]) -> None:

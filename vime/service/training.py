@@ -1,4 +1,4 @@
-"""Executes the requests of training models: in the order of each model, with turns of tenants, each exactly once.
+"""Executes training requests: in each model's order, with turns of tenants, and every request exactly once.
 
 The state of an adapter is in the trainer's memory. A snapshot on disk has the state after some request; the requests
 after it stay in the store. So a new process (or a trainer that failed in the middle of a request) loads the snapshot

@@ -125,7 +125,7 @@ class SampleBody(msgspec.Struct, frozen=True):
 
 
 def check_ids(ids: Sequence[float], vocabulary: int, name: str) -> None:
-    """ValueError for ids that the base does not have. On a GPU, such an id would end the process of all tenants."""
+    """ValueError for ids that the base does not have. On a GPU, such an id would end every tenant's process."""
     if len(ids) and not (min(ids) >= 0 and max(ids) < vocabulary):
         raise ValueError(
             f"{name} must be ids of 0 to {vocabulary - 1}, got {min(ids):.0f} to {max(ids):.0f}; "
@@ -203,7 +203,7 @@ def read_pass(message: Message) -> PassRequest:
 
 
 def write_pass(result: PassResult) -> bytes:
-    """Returns the bytes of a ForwardBackwardOutput, with float32 arrays of one value per token."""
+    """Returns the bytes of a ForwardBackwardOutput, with a float32 value per token."""
     message = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(result.outputs))
     for name in result.outputs[0] if result.outputs else ():

@@ -75,32 +75,36 @@ LOSSES: dict[str, TokenLoss] = {
 def check_loss(loss: LossSpec) -> None:
     """Raises ValueError for an unknown loss, or for a setting that the loss does not have."""
     if loss.name not in LOSSES:
-        raise ValueError(f"the loss must be one of {', '.join(LOSSES)}, got {loss.name}")
+        raise ValueError(f"the loss must be one of {', '.join(LOSSES)}, got {loss.name}; choose one")
     known = LOSSES[loss.name].settings
     if unknown := sorted(set(loss.config) - set(known)):
         allowed = ", ".join(known) or "no setting"
-        raise ValueError(f"{loss.name} must have only the settings it reads, {allowed}, got {unknown[0]}")
+        raise ValueError(
+            f"{loss.name} must have only the settings it reads, {allowed}, got {unknown[0]}; leave it out"
+        )
 
 
 def check_datum(number: int, datum: TenantDatum, loss: LossSpec, vocab: int, context: int) -> None:
     """Raises ValueError unless the datum has the inputs of the loss, one finite value per token."""
     size = len(datum.tokens)
     if not 0 < size <= context:
-        raise ValueError(f"datum {number} must have 1 to {context} tokens, got {size}")
+        raise ValueError(f"datum {number} must have 1 to {context} tokens, got {size}; shorten it")
     described = LOSSES[loss.name]
     optional = (*described.per_token, *described.settings)
     needed = (TARGETS, *described.needed)
     for name in needed:
         if name not in datum.inputs:
-            raise ValueError(f"datum {number} must have {name} for {loss.name}, got {_names(datum)}")
+            raise ValueError(f"datum {number} must have {name} for {loss.name}, got {_names(datum)}; add it")
     for name, values in datum.inputs.items():
         if name not in needed + optional:
             raise ValueError(
-                f"datum {number} must have only inputs of {loss.name}, {', '.join(needed + optional)}, got {name}"
+                f"datum {number} must have only inputs of {loss.name}, {', '.join(needed + optional)}, got {name}; "
+                "leave it out"
             )
         if len(values) != size:
             raise ValueError(
-                f"datum {number} must have one value of {name} per token, got {len(values)} for {size} tokens"
+                f"datum {number} must have one value of {name} per token, got {len(values)} for {size} tokens; "
+                "correct its length"
             )
         if name != TARGETS and not torch.tensor(values, dtype=torch.float64).isfinite().all():
             raise ValueError(

@@ -139,7 +139,7 @@ class Trainer:
     def _run(self, tenant: Tenant, data: list[TenantDatum], loss: LossSpec, *, backward: bool) -> PassResult:
         check_loss(loss)
         if not data:
-            raise ValueError("a pass must have data, got none")
+            raise ValueError("a pass must have data, got none; send a datum")
         vocab = self.head.vocabulary()["vocab_size"]
         for number, datum in enumerate(data):
             check_datum(number, datum, loss, vocab, self.context)

@@ -77,7 +77,7 @@ def make_datum(text: str) -> types.Datum:
 
 
 def train(trainer: tinker.TrainingClient, data: list[types.Datum], steps: int) -> list[float]:
-    """Returns the loss of each step."""
+    """Returns every step's loss."""
     losses = []
     for _ in range(steps):
         done, stepped = trainer.forward_backward(data, "cross_entropy"), trainer.optim_step(STEP)
