@@ -67,7 +67,7 @@ def _feed(found: hashlib._Hash, value: object) -> None:
     if isinstance(value, Tensor):
         found.update(f"{value.dtype} {tuple(value.shape)}:".encode())
         host = value.detach().cpu().contiguous()
-        found.update(host.reshape(-1).view(torch.uint8).numpy())
+        found.update(memoryview(host.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
     elif isinstance(value, Mapping):
         found.update(f"dict {len(value)}:".encode())
         for name in sorted(value, key=repr):

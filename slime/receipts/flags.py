@@ -14,7 +14,7 @@ FOLDER = "receipt"
 
 
 def fill_saved(c: argparse.Namespace) -> None:
-    """Lets a run with --dump-details or --receipt save the samples and the columns of each rollout."""
+    """Lets a run with --dump-details or --receipt save the samples and the columns per rollout."""
     if c.dump_details:
         folder, samples, columns = c.dump_details, "rollout_data", "train_data"
     elif c.receipt:

@@ -43,12 +43,12 @@ def read_public_key(path: str) -> str:
         found = found.public_key()
     if not isinstance(found, Ed25519PublicKey):
         raise FlagError("--key", "be an Ed25519 key", type(found).__name__, _MAKE)
-    return found.public_bytes_raw().hex()
+    return str(found.public_bytes_raw().hex())
 
 
 def get_public(key: Ed25519PrivateKey) -> str:
     """Returns the public key as hexadecimal text."""
-    return key.public_key().public_bytes_raw().hex()
+    return str(key.public_key().public_bytes_raw().hex())
 
 
 def is_signed(public: str, digest: str, signature: str) -> bool:

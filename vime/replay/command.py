@@ -107,7 +107,7 @@ def show_replay(run_dir: Path, step: str, public: str | None, scratch: Path) -> 
 
 
 def describe_step(record: Record | None) -> list[str]:
-    """Returns the loss and the gradient norm of each optimizer step, and the digest of the new weights."""
+    """Returns loss and gradient norm per optimizer step, and the digest of the new weights."""
     assert record is not None
     lines = []
     for number, metrics in enumerate(record["steps"]):
@@ -136,6 +136,10 @@ def list_origin_changes(run: RecordedRun) -> list[str]:
         if here.get(name) != version and name not in PACKAGES
     ]
     notes = [f"the code of {', '.join(code)} differs from the run's"] if code else []
+    if any(one["flags"] != begin["flags"] for one in run.receipts[0] if one["kind"] == "begin"):
+        notes.append(
+            "the run resumed with other flags; config.json has the last ones, with which all steps are computed"
+        )
     return notes + ([f"packages of the run: {', '.join(changed[:5])}"] if changed else [])
 
 

@@ -36,7 +36,7 @@ def is_damaged(path: Path | BytesIO) -> bool:
 
 
 def write_mended(path: Path, to: Path) -> None:
-    """Writes a copy of the file in which each entry has the checksum of its bytes."""
+    """Writes a copy of the file in which the checksums fit the bytes."""
     to.parent.mkdir(parents=True, exist_ok=True)
     content = path.read_bytes()
     with zipfile.ZipFile(path) as file, zipfile.ZipFile(to, "w", zipfile.ZIP_STORED) as written:

@@ -25,7 +25,7 @@ _FILE = re.compile(r"trainer-(\d+)\.jsonl")
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run directory. `receipts`: the records of each rank, in the order of the ranks. `samples`: the path template of
+    """A run directory. `receipts`: the records per rank. `samples`: the path template of
     each saved rollout."""
 
     directory: Path
@@ -84,7 +84,7 @@ def receipt_files(run_dir: Path) -> list[str]:
 
 
 def read_receipts(run_dir: Path, public: str | None = None) -> list[list[Record]]:
-    """Returns the checked records of all ranks. ValueError for a run without a receipt, and for a missing rank."""
+    """Returns the checked records per rank. ValueError for a run without a receipt, and for a missing rank."""
     names = receipt_files(run_dir)
     chains = [read_chain(run_dir, name, public) for name in names or [f"{FOLDER}/trainer-0.jsonl"]]
     ranks = chains[0][-1].get("ranks") or next(one["ranks"] for one in chains[0] if one["kind"] == "begin")
@@ -138,7 +138,7 @@ def find_start(run: RecordedRun, rollout: int, *, before: int | None = None) -> 
     missing = [i for i in range(start.first, rollout + 1) if i not in run.samples]
     if missing or start.first > rollout:
         raise ValueError(
-            f"--step {rollout} must have the samples of each step since {start}, got none of {missing or rollout}; "
+            f"--step {rollout} must have the samples for each step since {start}, got none of {missing or rollout}; "
             "restore the files of --save-debug-rollout-data"
         )
     return start
