@@ -40,6 +40,8 @@ from vime.memory.lines import (
 from vime.memory.sizes import for_gpus, machine_sizes, requested_bytes, take_sizes
 from vime.plan.hardware import hardware, update
 from vime.plan.hardware import machine as this_machine
+from vime.plan.search.command import SEARCH
+from vime.plan.search.command import main as search_layouts
 from vime.run.prompts import plural, prompts
 from vime.start.checks import Inputs, check_run, find_missing_weights, plans_other_machine, read_inputs
 from vime.start.first_prompt import FirstPrompt
@@ -277,6 +279,8 @@ def main(argv: Sequence[str]) -> int:
     """
     if argv and argv[0] == COMPARE:
         return compare_run(argv[1:])
+    if any(word.partition("=")[0] == SEARCH for word in argv):
+        return search_layouts(argv)
     flags, sizes = take_sizes(argv)
     data, first = list[str](), FirstPrompt()
 

@@ -1,0 +1,134 @@
+"""Tests `vime plan --search`: layouts in the order of their time, their memory, lengths, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from search_models import DENSE, experts
+
+from slime.hardware import HARDWARE
+from vime.plan.command import main
+from vime.plan.search.command import SHOWN
+from vime.plan.search.layouts import list_layouts, spell
+from vime.plan.search.lengths import read_lengths
+from vime.plan.search.step_time import GpuLayout, Model
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    return write_run(tmp_path, DENSE)
+
+
+def write_run(folder: Path, model: Model) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(model.hf))
+    (folder / "prompts.jsonl").write_text('{"prompt": "1+1", "label": "2"}\n')
+    return [
+        *(
+            "--hf-checkpoint",
+            str(folder),
+            "--prompt-data",
+            str(folder / "prompts.jsonl"),
+            "--rm-type",
+            "math",
+        ),
+        *(
+            "--input-key",
+            "prompt",
+            "--label-key",
+            "label",
+            "--num-rollout",
+            "1",
+            "--rollout-batch-size",
+            "32",
+        ),
+        *(
+            "--n-samples-per-prompt",
+            "8",
+            "--rollout-max-response-len",
+            "1024",
+            "--run-dir",
+            str(folder / "run"),
+        ),
+    ]
+
+
+def steps(text: str) -> list[float]:
+    return [
+        float(line.split()[1]) for line in text.splitlines() if line[:1].isdigit() and " s a step: " in line
+    ]
+
+
+def test_the_fastest_layouts_that_fit_come_first(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--search", "8", "--gpu", "h100", "--lengths", "200:500:3,200:4000:1", *flags]) == 0
+    text = capsys.readouterr().out
+    assert len(steps(text)) == SHOWN and steps(text) == sorted(steps(text))
+    assert "on average 200 + 1,375 tokens, the longest 4,200" in text
+    assert text.count("most time: rollout") == SHOWN and "--rollout-num-gpus-per-engine" in text
+
+
+def test_a_layout_for_1024_gpus_is_simulated_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = write_run(tmp_path, experts(48))
+    more = ["--max-staleness", "1", "--simulate", "--plot", str(tmp_path / "time.png")]
+    assert main(["--search", "1024", "--gpu", "h200", "--lengths", "200:1000", *more, *flags]) == 0
+    text = capsys.readouterr().out
+    assert "simulation of 10 steps" in text and "engines: decoding" in text
+    assert (tmp_path / "time.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_no_layout_of_too_few_gpus_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = write_run(tmp_path, experts(48))
+    assert main(["--search", "1", "--gpu", "h100", *flags]) == 1
+    assert "no layout fits; the closest needs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--search", "0", "--gpu", "h100"], "must be a number of GPUs above 0, got 0"),
+        (["--search", "8"], "must go with --gpu, got none"),
+        (["--search", "8", "--gpu", "h900"], "h900"),
+        (["--search", "8", "--gpu", "h100", "--lengths", ""], "must have lengths, got none"),
+        (["--search", "8", "--gpu", "h100", "--lengths", "200:x"], "must be PROMPT:RESPONSE"),
+        (["--search", "8", "--gpu", "h100", "--lengths", "0:5"], "must be PROMPT:RESPONSE"),
+    ],
+)
+def test_bad_input(flags: list[str], argv: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        main([*argv, *flags])
+
+
+def test_experts_that_do_not_divide_are_no_layout() -> None:
+    gpu = HARDWARE["h100"]
+    found = list(list_layouts(experts(48), gpu, 6, 1000, 0))
+    assert found and all(128 % layout.ep == 0 and layout.trainer_gpus % layout.ep == 0 for layout in found)
+    assert {layout.gpus for layout in list_layouts(DENSE, gpu, 24, 1000, 1)} == {24}
+
+
+def test_a_layout_is_spelled_as_flags() -> None:
+    layout = GpuLayout(8, 4, 2, False, tp=2, recompute=True, ahead=1)
+    text = spell(HARDWARE["h100"], layout)
+    for flag in (
+        "--rollout-num-gpus 8",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--max-staleness 1",
+    ):
+        assert flag in text
+
+
+def test_lengths_of_an_earlier_run(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"rollout/total_lengths": 110.0, "rollout/response_len/mean": 60.0}\n'
+    )
+    rows = [{"version": 1}, {"tokens": [1] * 20}, {"tokens": [1] * 100}]
+    (tmp_path / "samples" / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_lengths(str(tmp_path), 1, 1)
+    assert found.bins == ((50, 20, 0.5), (50, 100, 0.5))
+    with pytest.raises(ValueError, match="must have lengths, got none"):
+        read_lengths(str(tmp_path / "samples"), 1, 1)

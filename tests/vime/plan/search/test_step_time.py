@@ -1,0 +1,114 @@
+"""Tests predicted times against this repository's records. HELD_OUT were chosen before the factors were fitted."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from search_models import DENSE, experts
+
+from slime.hardware import HARDWARE
+from vime.plan.search.step_time import GpuLayout, Rates, StepWork, decode_weights, predict, rollout_time
+
+RECORDS = Path(__file__).parents[4] / "benchmarks" / "results"
+TOLERANCE = 0.2
+HELD_OUT = ("smoke_qwen3_4b_h100", "weights_two_h200", "long_64k_qwen3_4b_h100")
+
+
+def read(name: str) -> Any:
+    return json.loads((RECORDS / f"{name}.json").read_text())
+
+
+SHORT = [(14, 256)] * 256
+LONG = [(512, 3584)] * 32
+
+
+def measured(name: str) -> tuple[float, float]:
+    """Returns the predicted and the measured seconds of a record: of a step, or of its training."""
+    record: Any = read(name)
+    training = ["forward", "backward", "head and loss", "optimizer", "gradients"]
+    if name == "colocated_qwen3_4b_h200":
+        found = predict(DENSE, HARDWARE["h200"], GpuLayout(1, 1, 1, True, micro_tokens=16384), SHORT)
+        return found.step, record["medians_of_steps_3_to_10"]["perf/step_time"]
+    if name == "weights_two_h200":
+        found = predict(DENSE, HARDWARE["h200"], GpuLayout(1, 1, 1, False, micro_tokens=16384), SHORT)
+        return found.step, record["disaggregated_nccl"]["medians_of_steps_3_to_10"]["perf/step_time"]
+    if name == "smoke_qwen3_4b_h100":
+        layout = GpuLayout(1, 1, 1, True, recompute=True, offload=True)
+        found = predict(DENSE, HARDWARE["h100"], layout, SHORT)
+        parts = [statistics.median(record[key]) for key in ("rollout_s", "train_s", "update_s")]
+        return found.step - found.parts["turns"], sum(parts)
+    if name == "whole_qwen3_30b_h100":
+        layout = GpuLayout(4, 1, 4, True, ep=4, micro_tokens=16384, recompute=True, host_adam=0.9)
+        return (
+            predict(experts(48), HARDWARE["h100"], layout, SHORT).step,
+            record["medians"]["perf/step_time"],
+        )
+    if name == "training_qwen3_4b_h200":
+        layout, samples, model, gpu = GpuLayout(1, 1, 1, True, micro_tokens=16384), LONG, DENSE, "h200"
+        seconds = record["rows"][0]["medians"]["perf/actor_train_time"]
+    elif name == "experts_qwen3_30b_h100":
+        layout = GpuLayout(4, 1, 4, True, ep=4, micro_tokens=17408, recompute=True)
+        samples, model, gpu = [(32, 512)] * 128, experts(12), "h100"
+        seconds = record["rows"][2]["medians"]["perf/actor_train_time"]
+    else:
+        layout = GpuLayout(2, 1, 1, True, cp=2, micro_tokens=32768, recompute=True)
+        samples, model, gpu = [(1024, 64512)] * 2, DENSE, "h100"
+        seconds = statistics.median(step["actor_train_time"] for step in record["measured"]["steps"])
+    times = predict(model, HARDWARE[gpu], layout, samples, rollout_s=0.0).parts
+    return sum(times[part] for part in training), seconds
+
+
+FITTED = (
+    "colocated_qwen3_4b_h200",
+    "training_qwen3_4b_h200",
+    "experts_qwen3_30b_h100",
+    "whole_qwen3_30b_h100",
+)
+ERRORS = {
+    "colocated_qwen3_4b_h200": -0.01,
+    "training_qwen3_4b_h200": 0.01,
+    "experts_qwen3_30b_h100": -0.04,
+    "whole_qwen3_30b_h100": -0.11,
+    "smoke_qwen3_4b_h100": -0.04,
+    "weights_two_h200": 0.0,
+    "long_64k_qwen3_4b_h100": 0.05,
+}
+"""Relative errors, as docs/plan-search.md lists them."""
+
+
+@pytest.mark.parametrize("name", [*FITTED, *HELD_OUT])
+def test_predictions_have_the_errors_that_the_page_lists(name: str) -> None:
+    predicted, seconds = measured(name)
+    assert predicted / seconds - 1 == pytest.approx(ERRORS[name], abs=0.015)
+
+
+def test_held_out_records_are_within_the_goal() -> None:
+    assert all(abs(ERRORS[name]) <= TOLERANCE for name in HELD_OUT)
+
+
+def test_a_longer_tail_keeps_an_engine_longer() -> None:
+    gpu, layout = HARDWARE["h100"], GpuLayout(8, 8, 1, True)
+    times = [
+        rollout_time(DENSE, gpu, layout, StepWork(DENSE, tuple(samples)), 8, 256, Rates())
+        for samples in ([(200, 2000)] * 64, [(200, 1000)] * 56 + [(200, 9000)] * 8)
+    ]
+    assert times[1] > 3 * times[0]
+
+
+def test_more_gpus_train_faster_and_adam_on_the_host_is_slower() -> None:
+    gpu = HARDWARE["h100"]
+    one, eight = (predict(DENSE, gpu, GpuLayout(n, n, 1, True), LONG, rollout_s=0.0).parts for n in (1, 8))
+    assert eight["forward"] < one["forward"] / 7
+    host = predict(DENSE, gpu, GpuLayout(1, 1, 1, True, host_adam=1.0), LONG, rollout_s=0.0).parts
+    assert host["optimizer"] > 10 * one["optimizer"]
+
+
+def test_a_decoding_step_reads_the_experts_that_were_chosen() -> None:
+    model = experts(48)
+    one, many = decode_weights(model, 1), decode_weights(model, 256)
+    assert many == pytest.approx(2 * model.params, rel=0.01)
+    assert one == pytest.approx(2 * (model.params - model.routed * 120 / 128), rel=0.01)
