@@ -81,7 +81,7 @@ class PromptDataSource:
         return None
 
     def __len__(self) -> int:
-        """Number of prompts of all data sets."""
+        """Number of prompts in the data sets."""
         return len(self.prompts)
 
     @property
@@ -169,7 +169,7 @@ class PromptDataSource:
             "num_prompts": "the number of prompts in --prompt-data",
             "rollout_seed": "--rollout-seed",
             "rollout_shuffle": "--rollout-shuffle",
-            "data_sets": "name, number of prompts and weight of each data set of --prompt-data",
+            "data_sets": "name, number of prompts and weight per data set of --prompt-data",
         }
         for key, name in names.items():
             if state.get(key) != now.get(key):
@@ -308,7 +308,7 @@ class PromptDataSource:
 def load_training_prompts(
     c: Config, check_label: LabelCheck | None, *, most_bytes: int | None = None
 ) -> list[tuple[DataSet, Prompts]]:
-    """The prompts of each data set of --prompt-data with the columns, the template and the limits of a run's flags.
+    """The prompts of --prompt-data, per data set, with the columns, the template and the limits of a run's flags.
     `most_bytes`: see `load_prompts`. Without --hf-checkpoint, no prompt is rendered or counted."""
     data, checkpoint = c.data, c.rollout.hf_checkpoint
     if not data.prompt_data:

@@ -83,7 +83,7 @@ class MediaProcessor:
 
     @functools.cached_property
     def identity(self) -> str:
-        """Digest of all settings that change the tensors of an image."""
+        """Digest of the settings that change an image's tensors."""
         import transformers
 
         parts: list[object] = [transformers.__version__, type(self.processor).__qualname__]
@@ -100,7 +100,7 @@ class MediaProcessor:
     def expand(
         self, text: str, images: Sequence[object] = (), videos: Sequence[object] = ()
     ) -> tuple[str, ImageInputs]:
-        """Returns `text` with the processor's text in the place of each marker, and the processed images. ValueError
+        """Returns `text` with the processor's text for each marker, and the processed images. ValueError
         unless the text has one marker per image and video."""
         expansion = Expansion(self, images, videos)
         return expansion.expand(text), expansion.finish()
@@ -222,7 +222,7 @@ class Expansion:
         self._found: list[StoredMedia] = []
 
     def expand(self, text: str) -> str:
-        """Returns the next part of the text with the processor's text in the place of each marker."""
+        """Returns the next part of the text with the processor's text for each marker."""
         if not self._markers:
             return text
         return re.sub("|".join(map(re.escape, self._markers)), self._replacement, text)

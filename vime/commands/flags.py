@@ -133,7 +133,8 @@ def help_text(command: str, what: str, *, everything: bool = False) -> str:
         "plan": (
             "\nOf the plan alone: --gpu-memory-gib N checks the flags against GPUs of N GiB (exit status 1 when they "
             "do not\nfit) and shows what is offloaded there; --host-memory-gib N does so for hosts of N GiB. "
-            "`vime plan --compare\nRUN_DIR` shows the plan of a run next to what it measured.\n"
+            "`vime plan --compare\nRUN_DIR` shows the plan of a run next to what it measured. `vime plan --search GPUS "
+            "--gpu KIND` ranks\nlayouts by their predicted time, with --lengths, --simulate and --plot.\n"
         ),
     }[command]
     rows = list(public_rows())

@@ -161,7 +161,7 @@ class Changes:
             )
 
     def _join(self, specs: Sequence[EngineSpec], say: Say) -> list[str]:
-        """Start the engines side by side. RuntimeError when all are done and one of them does not serve."""
+        """Start the engines side by side. RuntimeError when all are done and an engine does not serve."""
         members = [self.state.make(spec) for spec in specs]
         with self.state.transfer.lock:
             for member in members:
@@ -176,7 +176,7 @@ class Changes:
         return [member.title for member in members]
 
     def _bring_in(self, member: Member, say: Say) -> str | None:
-        """None once the engine serves, or why it does not. Then nothing of it is left."""
+        """None once the engine serves, or why it does not. Then nothing is left."""
         try:
             self.state.launch(member)
             if self.state.stopping.is_set():  # `stop` has not seen this server

@@ -24,7 +24,7 @@ _PREFIXES = ("--vllm-", "--sglang-")
 
 @dataclass(frozen=True)
 class ServedEngines:
-    """The engines of one served model: the backend that runs them, their settings, and the spelling of their flags."""
+    """The engines of a served model: the backend that runs them, their settings, and the spelling of their flags."""
 
     model: ServedModel
     backend: RolloutBackend
@@ -100,7 +100,7 @@ def _settings(config: Config, model: ServedModel, backend: RolloutBackend) -> Co
 
 
 class ServedModels:
-    """EnginePool of the policy and of frozen models. The loop drives the policy's engines; all of them are started,
+    """EnginePool of the policy and of frozen models. The loop drives the policy's engines; all are started,
     supervised and ended together."""
 
     def __init__(self, policy: EnginePool, frozen: Mapping[str, EnginePool], name: str = "default") -> None:

@@ -1,7 +1,7 @@
 """What repeats of two sides say about a difference: summaries and paired intervals. numpy only; owns no files.
 
 Runs go A B A B, so repeat i of a side pairs with repeat i of the other: what drifts over hours (clocks, heat, other
-work) is in both. The repeats are independent, the steps of one run are not: they share its start, its machine and the
+work) is in both. The repeats are independent, the steps within a run are not: they share its start, its machine and the
 samples its policy drew. An interval over steps would call any two runs different.
 
 Legend: P pairs of repeats, S steps of a repeat after warm-up. A value that a step did not report is NaN, never 0.
@@ -23,12 +23,12 @@ Array: TypeAlias = npt.NDArray[np.float64]
 Sides: TypeAlias = tuple[Array, Array]
 LEVEL = 0.95
 MIN_PAIRS = 3
-"""Pairs from which on there is an interval: how much two runs of one side differ is not known from fewer."""
+"""Pairs from which on there is an interval: how much two runs of a side differ is not known from fewer."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One metric of one side. `repeats`: the mean of each; `spread`: their standard deviation, None of one.
+    """One metric of a side. `repeats`: the mean per repeat; `spread`: their standard deviation, None for one.
 
     `geometric`: repeats are averaged geometrically, as the relative difference of two sides is.
     """
@@ -48,7 +48,7 @@ class Summary:
 class Difference:
     """Second side minus the first. `relative`: as a share of the first (0.03 is 3 % more), else in the metric's unit.
 
-    `pairs`: of each pair. `low`, `high`: the interval at LEVEL, None where there is too little for one.
+    `pairs`: one value per pair. `low`, `high`: the interval at LEVEL, None where there is too little for one.
     """
 
     relative: bool
@@ -68,7 +68,7 @@ class Difference:
 
 
 def summarise(repeats: Sequence[Array], weights: Sequence[Array], *, geometric: bool) -> Summary | None:
-    """Of each repeat's values [S]; None when none of them is a number."""
+    """Of each repeat's values [S]; None when no value is a number."""
     known = [np.isfinite(values) & np.isfinite(w) for values, w in zip(repeats, weights, strict=True)]
     usable = [(values[k], w[k]) for values, w, k in zip(repeats, weights, known, strict=True) if k.any()]
     if not usable:
@@ -83,7 +83,7 @@ def paired_difference(
 ) -> Difference | None:
     """The difference of P pairs of [S] values; None when no step of a pair was reported by both sides.
 
-    Step k pairs with step k; one that a side did not report is left out of both. The interval is Student's over the P
+    Step k pairs with step k; one that a side did not report is left out twice. The interval is Student's over the P
     differences, P - 1 degrees of freedom: it holds for another pair of runs. Of fewer than MIN_PAIRS there is none,
     unless every step is equal. With `relative`, differences are logs of the ratio of means of positive values.
     """

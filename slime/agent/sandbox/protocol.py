@@ -1,4 +1,4 @@
-"""Defines the interface of all sandboxes: the methods of a sandbox, the result of a command, and the limits."""
+"""Defines the interface of sandboxes: the methods of a sandbox, the result of a command, and the limits."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ class Limits:
     memory_bytes: int = 2 << 30
     """Resident memory in bytes."""
     address_space_bytes: int | None = 8 << 30
-    """Address space of one process in bytes. Use None for programs that reserve much more memory than they use, such as
+    """Address space of a process in bytes. Use None for programs that reserve much more memory than they use, such as
     Node with WebAssembly."""
     processes: int = 256
     """Number of processes. Threads count if the kernel counts them."""
     cpu_s: int = 3600
-    """CPU time of one process in seconds."""
+    """CPU time of a process in seconds."""
     disk_bytes: int = 1 << 30
     """Bytes in the sandbox's folder, and bytes in one file."""
     files: int = 50_000
     """Number of files and folders in the sandbox's folder."""
     open_files: int = 1024
-    """Number of open files of one process."""
+    """Number of open files of a process."""
     output_bytes: int = 1 << 20
-    """Bytes of stdout and stderr of one command together."""
+    """Bytes of stdout and stderr of a command together."""
     tmp_bytes: int = 64 << 20
     """Size in bytes of /tmp, and of /dev/shm. Both are in memory."""
 

@@ -171,7 +171,7 @@ def check_command(command: str, block: Block, folder: Path) -> None:
 def _check_vime(argv: list[str], block: Block, folder: Path, environment: dict[str, str]) -> None:
     name, *rest = argv
     assert name in COMMANDS, f"{block.name}: there is no vime {name}"
-    if name == "train" or (name == "plan" and "--compare" not in rest):
+    if name == "train" or (name == "plan" and not {"--compare", "--search"} & set(rest)):
         if block.page.startswith(MADE_BEFORE) or set(OF_READER) & set(rest):
             rest = ["--", *rest]  # after "--", only the names of the flags are checked
         else:

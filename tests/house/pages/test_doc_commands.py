@@ -20,7 +20,17 @@ from pathlib import Path
 import pytest
 import yaml
 from checkouts import in_shell, linked_checkout
-from doc_blocks import RUN_WHOLE, Block, all_blocks, blocks, blocks_of, check_command, flags_of_runs, help_of
+from doc_blocks import (
+    RUN_WHOLE,
+    Block,
+    accepted_flags,
+    all_blocks,
+    blocks,
+    blocks_of,
+    check_command,
+    flags_of_runs,
+    help_of,
+)
 from house_tree import ROOT
 
 from slime.models.families.qwen import qwen3
@@ -201,7 +211,9 @@ def is_output(block: Block) -> None:
     """Checks that flags and vime commands in a block of formulas or output exist."""
     for command in block.commands():
         if found := re.match(r"(?:\$ )?vime (\w+) |--\w", command):
-            unknown = set(re.findall(r"(?<= )--[a-z][\w-]+", f" {command}")) - flags_of_runs()
+            unknown = (
+                set(re.findall(r"(?<= )--[a-z][\w-]+", f" {command}")) - flags_of_runs() - accepted_flags()
+            )
             shown = help_of(found[1]) if found[1] else ""
             assert not [flag for flag in unknown if flag not in shown], f"{block.name}: {unknown}"
 

@@ -24,7 +24,7 @@ BYTES = 2
 @dataclass(frozen=True)
 class Rates:
     """Factors that were fitted to records of benchmarks/results. tests/vime/plan/search/test_step_time.py has the
-    records and the predictions, also of those that were held out."""
+    records and the predictions, also for the held-out ones."""
 
     forward: float = 0.52
     """Part of the peak that products of a dense forward pass reach: colocated_qwen3_4b_h200."""
@@ -145,7 +145,7 @@ class Model:
 
 @dataclass(frozen=True)
 class StepWork:
-    """The samples of a step: (prompt tokens, response tokens) of each."""
+    """The samples of a step: (prompt tokens, response tokens) per sample."""
 
     model: Model = field(compare=False)
     samples: tuple[tuple[int, int], ...]
@@ -177,7 +177,7 @@ class StepWork:
         return sum((p + r / 2) * r for p, r in self.samples) / self.responses
 
     def rollout(self, engines: int) -> list[tuple[int, int]]:
-        """Returns the samples of one engine, the longest response first."""
+        """Returns an engine's samples, the longest response first."""
         return sorted(self.samples[::engines], key=lambda sample: -sample[1])
 
 
@@ -211,7 +211,7 @@ def predict(
     """Returns the times of a step.
 
     Args:
-        samples: (prompt tokens, response tokens) of each sample of a step.
+        samples: (prompt tokens, response tokens) per sample of a step.
         per_prompt: samples per prompt, which an engine computes once.
         passes: forward passes without gradient (reference model, old log-probs).
         optimizer_steps: optimizer steps of a rollout.
@@ -319,7 +319,7 @@ def rollout_time(
         token_s = decode_time(model, gpu, layout, busy, busy * work.decoded_length, rates)
         return seconds + work.responses / layout.engines / busy * token_s
     mine = work.rollout(layout.engines)
-    running: list[tuple[float, float]] = []  # (remaining tokens, present length) of each sequence
+    running: list[tuple[float, float]] = []  # (remaining tokens, present length) per sequence
     waiting = [(float(response), float(prompt)) for prompt, response in mine]
     while waiting or running:
         free = sequences - len(running)
@@ -334,7 +334,7 @@ def rollout_time(
 def decode_time(
     model: Model, gpu: Hardware, layout: GpuLayout, count: float, tokens: float, rates: Rates
 ) -> float:
-    """Returns the seconds in which an engine decodes a token of each of `count` sequences, which have `tokens` tokens
+    """Returns the seconds in which an engine decodes a token for each of `count` sequences, which have `tokens` tokens
     together."""
     read = decode_weights(model, count) + model.shape.cache * BYTES * tokens
     seconds = rates.decode_step_s + count * rates.decode_sequence_s
