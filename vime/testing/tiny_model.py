@@ -16,12 +16,8 @@ TEMPLATE = (
 )
 
 
-def write_tiny_model(folder: Path, *, seed: int = 0, spread: float = 0.1) -> Path:
-    """Writes config.json, safetensors and a tokenizer, and returns the folder.
-
-    The model has 2 layers, a hidden size of 64 and 259 ids: one per byte, and `SPECIAL`. `spread` is the standard
-    deviation of the weights.
-    """
+def write_tokenizer(folder: Path) -> None:
+    """Writes a fast tokenizer with one token per byte and `SPECIAL`, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -35,6 +31,15 @@ def write_tiny_model(folder: Path, *, seed: int = 0, spread: float = 0.1) -> Pat
         model_max_length=CONTEXT,
     )
     fast.save_pretrained(folder)
+
+
+def write_tiny_model(folder: Path, *, seed: int = 0, spread: float = 0.1) -> Path:
+    """Writes config.json, safetensors and a tokenizer, and returns the folder.
+
+    The model has 2 layers, a hidden size of 64 and 259 ids: one per byte, and `SPECIAL`. `spread` is the standard
+    deviation of the weights.
+    """
+    write_tokenizer(folder)
     config = AutoConfig.for_model(
         "qwen3",
         vocab_size=BYTES + len(SPECIAL),

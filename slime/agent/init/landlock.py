@@ -1,6 +1,7 @@
 """Hides files from the commands of a sandbox without namespaces: Landlock, Linux 5.13 and newer.
 
-A command may read, list and execute only below the folders that a sandbox with namespaces shows. Landlock also hides
+`forbid_writes` confines a launch script of `vime rehearse`. In a sandbox, a command may read, list and execute only
+below the folders that a sandbox with namespaces shows. Landlock also hides
 the memory and the environment of all other processes. It cannot exclude a folder inside an allowed folder, so `allowed`
 yields the entries around a hidden path.
 """
@@ -19,6 +20,13 @@ from slime.agent.init.bubblewrap import DEVICES, SYSTEM
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _VERSION, _PATH_BENEATH = 1, 1
 _EXECUTE, _READ_FILE, _READ_DIR = 1, 4, 8
+_WRITE_FILE = 2
+_WRITES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))
+_TCP, _HAS_TCP = 3, 4
+"""Bits that restrict binding and connecting, and the first version of Landlock with them."""
+_NO_NEW_PRIVS = 38
+_REFER, _TRUNCATE = 1 << 13, 1 << 14
+"""Rights that newer versions of Landlock restrict: links between folders, and truncation."""
 _OF_FOLDERS = _EXECUTE | _READ_FILE | _READ_DIR
 _OF_FILES = _EXECUTE | _READ_FILE
 SEMAPHORES = "/dev/shm"
@@ -75,6 +83,36 @@ def ruleset(paths: Iterable[str], *, scoped: bool) -> int | None:
 def restrict(made: int) -> None:
     """Applies the rules to this process and its later children. The process must have set PR_SET_NO_NEW_PRIVS."""
     _call(_RESTRICT, ctypes.c_int(made), ctypes.c_uint(0))
+
+
+def forbid_writes(folders: Iterable[str]) -> bool:
+    """Lets this process and its later children write only below `folders`, and returns True.
+
+    Newer kernels also forbid TCP connections, and signals and abstract Unix sockets of other processes. Returns False
+    without Landlock: then nothing is forbidden.
+    """
+    supported = version()
+    if not supported:
+        return False
+    rights = _WRITES | (_REFER if supported >= 2 else 0) | (_TRUNCATE if supported >= 3 else 0)
+    attributes = [
+        rights,
+        *([_TCP] if supported >= _HAS_TCP else []),
+        *([_SCOPED] if supported >= _HAS_SCOPES else []),
+    ]
+    packed = struct.pack(f"={len(attributes)}Q", *attributes)
+    made = _call(_CREATE, packed, ctypes.c_size_t(len(packed)), ctypes.c_uint(0))
+    for path in folders:
+        held = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        allowed = rights if os.path.isdir(path) else rights & (_WRITE_FILE | _TRUNCATE)
+        rule = struct.pack("=Qi", allowed, held)
+        _call(_ADD, ctypes.c_int(made), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint(0))
+        os.close(held)
+    if _libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "PR_SET_NO_NEW_PRIVS")
+    restrict(made)
+    os.close(made)
+    return True
 
 
 def allowed(folder: str, hidden: list[str], shown: list[str]) -> Iterator[str]:

@@ -1,0 +1,93 @@
+"""What would fail on the cluster although it cannot fail here: the plan of the launch's own flags, paths and ports."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from vime.doctor.finding import Finding, ok, problem, warning
+from vime.rehearse.changes import Flags
+
+PLAN_S = 120
+PATHS = (
+    "hf_checkpoint",
+    "ref_load",
+    "prompt_data",
+    "eval_prompt_data",
+    "critic_load",
+    "opd_teacher_load",
+    "custom_config_path",
+)
+TOO_SMALL = re.compile(r"does not fit|too small", re.IGNORECASE)
+
+
+def check_cluster(
+    flags: Flags,
+    config: Mapping[str, object],
+    rows: Path | None,
+    folder: Path,
+    base: Path,
+    environ: Mapping[str, str],
+    gpu: str,
+) -> list[Finding]:
+    """Plans the launch as written, with a folder that has only the model's config.json, and lists missing paths."""
+    return [*_plan(flags, config, rows, folder, base, environ, gpu), *_paths(flags, base)]
+
+
+def _plan(
+    flags: Flags,
+    config: Mapping[str, object],
+    rows: Path | None,
+    folder: Path,
+    base: Path,
+    environ: Mapping[str, str],
+    gpu: str,
+) -> list[Finding]:
+    asked = Flags(list(flags.groups))
+    shape = folder / "shape"
+    shape.mkdir(exist_ok=True)
+    for file in (folder / "model").iterdir():  # its tokenizer
+        if file.suffix != ".safetensors":
+            shutil.copyfile(file, shape / file.name)
+    (shape / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    asked.set("hf_checkpoint", "", shape)
+    for name in ("ref_load", "load", "critic_load", "opd_teacher_load"):
+        asked.drop(name, "")
+    for name in ("save", "run_dir"):
+        if flags.has(name):
+            asked.set(name, "", folder / "planned" / name)
+    if rows is not None and rows.exists():
+        asked.set("prompt_data", "", rows)
+    asked.drop("eval_prompt_data", "")
+    asked.drop("eval_interval", "")
+    sized = [] if flags.has("gpu") or flags.value("device") == "cpu" else ["--gpu", gpu]
+    words = [sys.executable, "-P", "-m", "vime", "plan", *asked.argv, *sized]
+    done = subprocess.run(
+        words, cwd=base, env=dict(environ), capture_output=True, encoding="utf-8", timeout=PLAN_S
+    )
+    (folder / "plan.log").write_text(done.stdout + done.stderr, encoding="utf-8")
+    if done.returncode == 0:
+        return [
+            ok("plan", f"the flags fit {asked.value('gpu') or gpu}; the whole plan: {folder / 'plan.log'}")
+        ]
+    lines = [
+        line.strip() for line in done.stdout.splitlines() if TOO_SMALL.search(line)
+    ] or done.stderr.strip().splitlines()
+    return [problem("plan", line, "") for line in lines[-8:]]
+
+
+def _paths(flags: Flags, base: Path) -> list[Finding]:
+    missing = []
+    for name in PATHS:
+        for word in flags.values(name) or []:
+            path = word.partition("@[")[0]
+            if "/" in path and not (base / path).exists():
+                missing.append(f"--{name.replace('_', '-')} {path}")
+    if not missing:
+        return [ok("paths", "all files that the flags read are on this machine")]
+    return [warning("paths", f"not on this machine: {', '.join(missing)}", "check them on the cluster")]
