@@ -68,7 +68,7 @@ LAYER = (
 
 
 @dataclass(frozen=True)
-class Launch:
+class CapturedLaunch:
     """A training command of a script: its flags, the folder in which it starts, and the variables that it sets."""
 
     argv: list[str]
@@ -80,7 +80,7 @@ class Launch:
 class Captured:
     """The training commands of a script, and what it did not do."""
 
-    launches: list[Launch]
+    launches: list[CapturedLaunch]
     remarks: list[str]
 
 
@@ -214,7 +214,7 @@ def _read_call(path: Path) -> StandInCall:
     return StandInCall(words, environ, Path(folder), path.with_name(f"{path.name}.failed").exists())
 
 
-def find_training(call: StandInCall) -> Iterator[Launch]:
+def find_training(call: StandInCall) -> Iterator[CapturedLaunch]:
     """Yields the training command of a call: `python train.py`, `vime train`, or `ray job submit -- ...`."""
     words, variables = call.words, dict[str, str]()
     for i, word in enumerate(words):
@@ -239,7 +239,7 @@ def find_training(call: StandInCall) -> Iterator[Launch]:
                 for k, v in environ.items()
                 if k not in ("PATH", "VENV", "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_")
             }
-            yield Launch(words[i + 1 :], call.folder, kept | variables)
+            yield CapturedLaunch(words[i + 1 :], call.folder, kept | variables)
             return
 
 

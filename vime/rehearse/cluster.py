@@ -48,6 +48,8 @@ def _plan(
     environ: Mapping[str, str],
     gpu: str,
 ) -> list[Finding]:
+    if flags.value("device") == "cpu":
+        return [ok("plan", "the launch itself is for a CPU, so no GPU was planned")]
     asked = Flags(list(flags.groups))
     shape = folder / "shape"
     shape.mkdir(exist_ok=True)
@@ -65,7 +67,7 @@ def _plan(
         asked.set("prompt_data", "", rows)
     asked.drop("eval_prompt_data", "")
     asked.drop("eval_interval", "")
-    sized = [] if flags.has("gpu") or flags.value("device") == "cpu" else ["--gpu", gpu]
+    sized = [] if flags.has("gpu") else ["--gpu", gpu]
     words = [sys.executable, "-P", "-m", "vime", "plan", *asked.argv, *sized]
     done = subprocess.run(
         words, cwd=base, env=dict(environ), capture_output=True, encoding="utf-8", timeout=PLAN_S

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slime.records.errors import FlagError
 from vime.pool.process import tail
-from vime.rehearse.capture import Launch, capture_launches
+from vime.rehearse.capture import CapturedLaunch, capture_launches
 from vime.rehearse.changes import Flags
 from vime.rehearse.cluster import check_cluster
 from vime.rehearse.fitting import SFT, fit_flags
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     notes = list[str]()
     if words[0].startswith("-"):
-        launch, title = Launch(words, Path.cwd()), "the flags"
+        launch, title = CapturedLaunch(words, Path.cwd()), "the flags"
     else:
         launch, title = _take_launch(words, folder, options, notes), words[0]
     print(f"rehearsing {title} in {folder}", flush=True)
@@ -94,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _take_launch(words: list[str], folder: Path, options: argparse.Namespace, notes: list[str]) -> Launch:
+def _take_launch(
+    words: list[str], folder: Path, options: argparse.Namespace, notes: list[str]
+) -> CapturedLaunch:
     with tempfile.TemporaryDirectory(prefix="vime-rehearse-script-") as sandbox:
         try:
             captured = capture_launches(
@@ -111,7 +113,12 @@ def _take_launch(words: list[str], folder: Path, options: argparse.Namespace, no
 
 
 def rehearse(
-    launch: Launch, title: str, folder: Path, options: argparse.Namespace, notes: list[str], start: float
+    launch: CapturedLaunch,
+    title: str,
+    folder: Path,
+    options: argparse.Namespace,
+    notes: list[str],
+    start: float,
 ) -> tuple[Outcome, str]:
     """Rehearses one training command. Returns what happened, and the page."""
     original = Flags.from_argv(_in_folder(launch))
@@ -149,7 +156,7 @@ def rehearse(
 FILTER_FLAG = "dynamic_sampling_filter_path"
 
 
-def _in_folder(launch: Launch) -> list[str]:
+def _in_folder(launch: CapturedLaunch) -> list[str]:
     """Returns the flags, with the paths of --config files seen from the folder of the launch."""
     words, config = list(launch.argv), False
     for i, word in enumerate(words):

@@ -20,7 +20,10 @@ FAULTS = {
     "reward-raises": (["--custom-rm-path", f"{HOOKS}.raise_later"], "no such answer"),
     "reward-of-text": (["--custom-rm-path", f"{HOOKS}.give_text_later"], "right"),
     "reward-of-nan": (["--custom-rm-path", f"{HOOKS}.give_nan_later"], "nan"),
-    "filter-drops-all": ([*RIGHT, "--dynamic-sampling-filter-path", f"{HOOKS}.drop_all"], "drop"),
+    "filter-drops-all": (
+        [*RIGHT, "--dynamic-sampling-filter-path", f"{HOOKS}.drop_all"],
+        "must keep some groups",
+    ),
     "filter-raises": ([*RIGHT, "--dynamic-sampling-filter-path", f"{HOOKS}.raise_in_filter"], "difficulty"),
     "mask-too-long": ([*RIGHT, "--custom-generate-function-path", f"{HOOKS}.mask_too_long"], "loss_mask"),
     "mask-empty": ([*RIGHT, "--custom-generate-function-path", f"{HOOKS}.mask_nothing"], "mask"),
