@@ -51,11 +51,18 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(
                 f"--{name.replace('_', '-')} must be at least 1, got {value}; give a larger number"
             )
+    config = json.loads((args.base / "config.json").read_text(encoding="utf-8"))
+    context = config.get("max_position_embeddings", limits.tokens_per_sequence)
+    if limits.tokens_per_sequence > context:
+        raise ValueError(
+            f"--tokens-per-sequence must be at most {context}, the base's max_position_embeddings, got "
+            f"{limits.tokens_per_sequence}; give --tokens-per-sequence {context}"
+        )
     settings = ServiceSettings(
         args.base,
         args.name or str(args.base),
         args.data or args.base.with_name(f"{args.base.name}-service"),
-        json.loads((args.base / "config.json").read_text(encoding="utf-8"))["vocab_size"],
+        config["vocab_size"],
         args.snapshot_seconds,
         args.idle_seconds,
         adapters=args.adapters,

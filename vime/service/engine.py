@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 import aiohttp
 import torch
 
+from slime.checkpoints.hf_config import read_config_json
+from slime.models import family_for
+from slime.models.lora import list_modules
 from slime.peers.proven_connector import ProvenConnector, RunKey
 from slime.protocols.tenants import SampledPrompt, SampledTokens, TenantSampling
 from vime.pool.control import SERVED_MODEL_NAME
@@ -56,7 +59,10 @@ class TenantEngine:
                 cache_bytes=_CPU_CACHE_BYTES,
                 lora_rank=most_rank,
                 top_tokens=20,
-                vllm_argv=("--max-loras", str(adapters), "--max-model-len", str(context), *share),
+                vllm_argv=(
+                    *("--max-loras", str(adapters), "--max-model-len", str(context), *share),
+                    *("--lora-target-modules", *_list_targets(base)),
+                ),
                 env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
             )
         )
@@ -141,6 +147,16 @@ class TenantEngine:
                 return {}
             answer: Row = await response.json()
             return answer
+
+
+def _list_targets(base: Path) -> list[str]:
+    """Returns the modules that vLLM prepares for adapters: those of the trainer, without the head.
+
+    If the head is prepared, vLLM's CPU code takes one row per request for it. Log-probs of prompts, from two requests
+    at the same time, then end the engine.
+    """
+    hf = read_config_json(base)
+    return sorted({name.rpartition(".")[2] for name in list_modules(family_for(hf), hf, 0)} | {"experts"})
 
 
 def _read_choice(choice: Row, top_k: int) -> SampledTokens:

@@ -137,6 +137,18 @@ def test_named_sampler_weights(alice: tinker.ServiceClient, trainer: tinker.Trai
     assert first.get_base_model() == "tiny"
 
 
+def test_log_probs_of_several_prompts_at_once(
+    alice: tinker.ServiceClient, trainer: tinker.TrainingClient
+) -> None:
+    """Preference training asks for such log-probs. They equal those of one prompt at a time."""
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    prompts = [types.ModelInput.from_ints(list(b"log-probs of a prompt"[:size])) for size in range(2, 20)]
+    at_once = [each.result() for each in [sampler.compute_logprobs(prompt) for prompt in prompts]]
+    alone = [sampler.compute_logprobs(prompt).result() for prompt in prompts]
+    for found, expected in zip(at_once, alone, strict=True):
+        assert found[1:] == pytest.approx(expected[1:], abs=1e-4)
+
+
 def test_errors_are_one_line(trainer: tinker.TrainingClient, alice: tinker.ServiceClient) -> None:
     wrong = types.Datum(
         model_input=types.ModelInput.from_ints([1, 2]),

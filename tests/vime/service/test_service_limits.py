@@ -1,0 +1,109 @@
+"""What `vime service` refuses before it starts, and the limits of a key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slime.protocols.tenants import TenantTrainer
+from vime.service.app import write_error
+from vime.service.command import main
+from vime.service.engine import TenantEngine
+from vime.service.keys import TenantKeys
+from vime.service.limits import Refusal, TenantLimits, TokenBudget
+from vime.service.service import ServiceSettings, TenantService
+from vime.service.store import ACTIVE, FAILED, Row
+from vime.testing.tiny_model import write_tiny_model
+
+
+def make_no_trainer() -> TenantTrainer:
+    raise AssertionError("a service that was not started must not make its trainer")
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[TenantService]:
+    """A service that accepts requests and runs none: its trainer and its engine are not started."""
+    base = write_tiny_model(tmp_path / "tiny")
+    settings = ServiceSettings(base, "tiny", tmp_path / "data", 259)
+    limits = TenantLimits(models_per_tenant=1, queue_length=2)
+    yield (made := TenantService(settings, limits, make_no_trainer, TenantEngine(base, 1, 8, 64, tmp_path)))
+    made.store.close()
+    made.audit.close()
+
+
+def add_model(service: TenantService, tenant: str) -> Row:
+    session = {"id": f"session-{tenant}", "tenant": tenant, "created": 0.0, "seen": 4e9, "status": ACTIVE}
+    service.store.add("sessions", {**session, "metadata": "{}", "name": None})
+    model = {"id": f"model-{tenant}", "tenant": tenant, "session": session["id"], "spec": "{}"}
+    state = {"adapter": f"m{tenant}", "metadata": "{}", "created": 0.0, "seen": 0.0, "status": ACTIVE}
+    service.store.add("models", {**model, **state})
+    return service.model(tenant, model["id"])
+
+
+def test_requests_that_wait(service: TenantService) -> None:
+    """A third request of a key is refused until one ends. A repeated one and another key's are accepted."""
+    alice, bob = add_model(service, "alice"), add_model(service, "bob")
+    for seq in (0, 1):
+        service.accept_training(alice, seq, "forward", b"{}")
+    with pytest.raises(Refusal, match="requests that wait must be at most 2; retry in 1 s") as refused:
+        service.accept_training(alice, 2, "forward", b"{}")
+    answer = write_error(refused.value.status, str(refused.value), refused.value.retry_s)
+    assert (answer.status, answer.headers["Retry-After"]) == (429, "1.0")
+    assert service.accept_training(alice, 1, "forward", b"{}") == "model-alice:1"
+    assert service.accept_training(bob, 0, "forward", b"{}") == "model-bob:0"
+
+
+def test_models_per_tenant(service: TenantService) -> None:
+    add_model(service, "alice")
+    with pytest.raises(Refusal, match="models must be at most 1 per key") as refused:
+        asyncio.run(service.make_way("alice"))
+    assert refused.value.status == 403
+    asyncio.run(service.make_way("bob"))
+
+
+def test_a_gap_of_a_dead_client(service: TenantService) -> None:
+    """Requests behind one that never arrived fail with its number. Those of a model without a gap stay."""
+    alice, bob = add_model(service, "alice"), add_model(service, "bob")
+    gap = service.accept_training(alice, 1, "forward", b"{}")
+    whole = service.accept_training(bob, 0, "forward", b"{}")
+    for model in (alice, bob):
+        service._give_up_gaps(model)
+    failed = service.store.get("requests", "alice", gap)
+    assert failed is not None and failed["status"] == FAILED
+    assert b"request 0 of this model never arrived; send the whole step again" in failed["result"]
+    waits = service.store.get("requests", "bob", whole)
+    assert waits is not None and waits["status"] != FAILED
+
+
+def test_a_context_beyond_the_base_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 8, "max_position_embeddings": 1024}))
+    with pytest.raises(ValueError, match="--tokens-per-sequence must be at most 1024.* got 4096; give"):
+        main(["--base", str(tmp_path)])
+
+
+def test_keys_that_others_can_read(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    key = TenantKeys(path).add_missing(["alice"])["alice"]
+    assert TenantKeys(path).find(key) == "alice"
+    os.chmod(path, 0o644)
+    with pytest.raises(ValueError, match="keys.json must be readable only by its owner, got mode 644"):
+        TenantKeys(path)
+
+
+def test_tokens_per_minute() -> None:
+    """A refused request says for how long the client must wait. Another tenant has its own budget."""
+    budget = TokenBudget(600)
+    budget.take("alice", 590)
+    with pytest.raises(Refusal, match="tokens per minute must be at most 600, got 60 more") as refused:
+        budget.take("alice", 60)
+    assert refused.value.status == 429
+    assert refused.value.retry_s == pytest.approx(5.0, abs=0.5)
+    budget.take("bob", 600)
+    with pytest.raises(Refusal, match="at most 600 tokens, got 601") as impossible:
+        budget.require_possible(601)
+    assert (impossible.value.status, impossible.value.retry_s) == (400, None)
