@@ -37,12 +37,18 @@ def service(tmp_path: Path) -> Iterator[TenantService]:
 
 
 def add_model(service: TenantService, tenant: str) -> Row:
-    session = {"id": f"session-{tenant}", "tenant": tenant, "created": 0.0, "seen": 4e9, "status": ACTIVE}
+    session: Row = {
+        "id": f"session-{tenant}",
+        "tenant": tenant,
+        "created": 0.0,
+        "seen": 4e9,
+        "status": ACTIVE,
+    }
     service.store.add("sessions", {**session, "metadata": "{}", "name": None})
-    model = {"id": f"model-{tenant}", "tenant": tenant, "session": session["id"], "spec": "{}"}
+    model: Row = {"id": f"model-{tenant}", "tenant": tenant, "session": session["id"], "spec": "{}"}
     state = {"adapter": f"m{tenant}", "metadata": "{}", "created": 0.0, "seen": 0.0, "status": ACTIVE}
     service.store.add("models", {**model, **state})
-    return service.model(tenant, model["id"])
+    return service.model(tenant, f"model-{tenant}")
 
 
 def test_requests_that_wait(service: TenantService) -> None:
