@@ -101,45 +101,31 @@ def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums
     the weights that were quantised."""
     from slime.checkpoints.hf_config import read_hf_config
     from slime.checkpoints.hf_files import Files
-    from slime.data.token_slice import token_slice
-    from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
-    from slime.megatron_backend.model.attention import packed_layout
-    from slime.megatron_backend.model.gpt import build_model, compute_logits, stage_output, unwrap
+    from slime.megatron_backend.checkpoint.weights import export_hf
+    from slime.megatron_backend.conformance.computed import publish_versions
     from slime.megatron_backend.parallel import init_parallel
     from slime.models import family_for
     from slime.models.quantized_checkpoint import QuantizedWeights
     from slime.weight_sync.quantized import quantize_slices
 
-    config = make_config()
-    device = init_parallel(0, 1, config, init_method=f"file://{root}/store").device
+    device = init_parallel(0, 1, make_config(), init_method=f"file://{root}/store").device
     tokens = torch.tensor(TOKENS, device=device)
 
-    def log_probs(model: torch.nn.Module) -> torch.Tensor:
-        output = stage_output(model, tokens, packed_layout(token_slice([len(TOKENS)]), device))
-        return (
-            compute_logits(model, output)[:-1, :99].float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        )
-
     def versions(name: str) -> list[Any]:
-        params_dtype, hf = dtype or CASES[name].dtype, read_hf_config(root / name)
-        model = build_model(hf, make_config(params_dtype=params_dtype))
-        load_hf(model, root / name)
-        made = []
-        channel, scheme = FileChannel(root / f"{name}-weights"), family_for(hf).scheme(hf)
-        for version in (0, 1):
-            values = log_probs(model)
+        hf = read_hf_config(root / name)
+        scheme = family_for(hf).scheme(hf)
+
+        def export(model: torch.nn.Module, version: int) -> Any:
             slices = whole_slices(export_hf(model))
-            if scheme is not None:
-                slices = quantize_slices(slices, QuantizedWeights.from_files(Files(root / name), scheme))
-                plain = {key: value.contiguous() for key, value in export_hf(model)}
-                save_file(plain, root / f"{name}-plain-{version}.safetensors")
-            update = channel.publish(slices, version, checksums=checksums)
-            made.append((values.detach().cpu(), update))
-            values.sum().backward()
-            for parameter in unwrap(model).parameters():
-                if parameter.requires_grad:  # the indexer of sparse attention is frozen
-                    parameter.data.add_(0.01 * parameter.main_grad)
-        return made
+            if scheme is None:
+                return slices
+            plain = {key: value.contiguous() for key, value in export_hf(model)}
+            save_file(plain, root / f"{name}-plain-{version}.safetensors")
+            return quantize_slices(slices, QuantizedWeights.from_files(Files(root / name), scheme))
+
+        config = make_config(params_dtype=dtype or CASES[name].dtype)
+        channel = FileChannel(root / f"{name}-weights")
+        return publish_versions(root / name, config, channel, tokens, checksums=checksums, export=export)
 
     found: dict[str, list[Any] | str] = {}
     for name in names:

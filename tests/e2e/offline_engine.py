@@ -15,48 +15,11 @@ from engine_fixtures import make_checkpoint, publish_checkpoint
 from transformers import DeepseekV3Config
 
 from slime import bridges
-from slime.protocols import WeightUpdate
 from vime.vllm import patches
-from vime.vllm.server import WORKERS
-from vime.vllm.worker.adapter import request_for
+from vime.vllm.cpu.offline import ENVIRONMENT, SETTINGS, WORKER, OfflineEngine
 
-WORKER = WORKERS["cuda" if torch.cuda.is_available() else "cpu"]
 GPU_SHARE = 0.1
 """Share of a GPU's memory for vLLM, because other tests use the GPU too. vLLM does not start if less is free."""
-
-
-class OfflineEngine:
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-
-    @property
-    def worker(self) -> Any:
-        """Returns the only worker."""
-        return self._llm.llm_engine.model_executor.driver_worker.worker
-
-    def on_workers(self, act: Any, *args: Any) -> list[Any]:
-        """Calls each worker's method by its name, or a function with each worker."""
-        found: list[Any] = self._llm.collective_rpc(act, args=args)
-        return found
-
-    def log_probs(self, tokens: list[int], adapter: str = "") -> torch.Tensor:
-        """Returns the log-prob of every token but the first, given the tokens before it, from the base or from an
-        adapter."""
-        from vllm import SamplingParams
-
-        self._llm.reset_prefix_cache()
-        settings = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        lora = request_for(adapter) if adapter else None
-        prompt = {"prompt_token_ids": tokens}
-        (out,) = self._llm.generate(prompt, settings, use_tqdm=False, lora_request=lora)
-        pairs = zip(tokens[1:], out.prompt_logprobs[1:], strict=True)
-        return torch.tensor([found[token].logprob for token, found in pairs])
-
-    def take(self, update: WeightUpdate, *, load: bool = True) -> None:
-        """Loads the update, and with checksums compares every live tensor. A tensor that differs is a RuntimeError."""
-        self.on_workers("start_weight_update")
-        self.on_workers("update_weights", {**update.message(), "info": {**update.info, "load": load}})
-        self.on_workers("finish_weight_update")
 
 
 def leave_what_is_there(patch: pytest.MonkeyPatch) -> None:
@@ -89,11 +52,8 @@ def offline_engine(
     checkpoint: Path, weight_dir: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> Iterator[OfflineEngine]:
     """Starts vLLM in fp32, unless `settings` (vLLM's own) have another dtype. Update files are in `weight_dir`."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
-    # allows functions for workers in other processes
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    for variable, value in ENVIRONMENT.items():
+        monkeypatch.setenv(variable, value)
     monkeypatch.setenv("VIME_WEIGHT_DIR", str(weight_dir))
     # restores the function that vLLM replaces
     monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)
@@ -128,15 +88,7 @@ def offline_engine(
     stack.enter_context(torch.compiler.set_stance("force_eager"))
     llm = None
     try:
-        llm = LLM(
-            str(checkpoint),
-            enforce_eager=True,
-            kv_cache_memory_bytes=1 << 26,
-            weight_transfer_config={"backend": "vime"},
-            worker_cls=WORKER,
-            disable_log_stats=True,
-            **{"dtype": "float32", "skip_tokenizer_init": True, **on_gpu, **settings},
-        )
+        llm = LLM(str(checkpoint), **{**SETTINGS, **on_gpu, **settings})
         yield OfflineEngine(llm)
     finally:
         stack.close()

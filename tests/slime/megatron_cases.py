@@ -16,19 +16,15 @@ from torch.nn.functional import cross_entropy
 import rl_kernel
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
-from slime.data.token_slice import token_slice
 from slime.megatron_backend.checkpoint.weights import load_hf
-from slime.megatron_backend.model.attention import packed_layout
+from slime.megatron_backend.conformance import computed, reference
 from slime.megatron_backend.model.gpt import (
     build_model,
     capped,
     logit_cap,
     output_weight,
-    stage_output,
-    unwrap,
     vocab_range,
 )
-from slime.megatron_backend.model.gpt import gather_hidden as hidden_of_output
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import finish_grads
 from slime.models import family_for
@@ -36,6 +32,9 @@ from slime.models.renaming import rename
 
 VOCAB = 99
 BATCH_TOKENS = 29
+hidden_of, become_gradients = computed.compute_hidden, computed.store_gradients
+hf_logits = reference.compute_reference_logits
+"""The functions with which `vime.testing.check_family` compares a model, too."""
 
 
 def make_config(**values: Any) -> Config:
@@ -104,36 +103,15 @@ def sequences(seed: int) -> list[Tensor]:
     return [torch.randint(0, VOCAB, (n,), generator=generator) for n in (5, 9, 3, 12)]
 
 
-def hf_logits(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    with torch.no_grad():
-        return torch.cat([model(tokens[None]).logits[0] for tokens in batch])
-
-
 def packed_logits(model: nn.Module, batch: list[Tensor]) -> Tensor:
     """Returns logits [T, V] of a packed row, for a single tensor-parallel rank."""
     return capped(hidden_of(model, batch) @ output_weight(model).T, logit_cap(model))[:, :VOCAB]
 
 
-def hidden_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    device = output_weight(model).device
-    layout = packed_layout(token_slice([len(s) for s in batch]), device)
-    return hidden_of_output(model, stage_output(model, torch.cat(batch).to(device), layout))
-
-
-def become_gradients(model: nn.Module) -> None:
-    """Replaces each parameter by its gradient, so that an export lists gradients. The gradient of a frozen parameter is
-    0."""
-    for parameter in unwrap(model).parameters():
-        held: Any = parameter  # the buffer is Megatron's
-        parameter.data = held.main_grad.clone() if parameter.requires_grad else torch.zeros_like(parameter)
-
-
 def hf_gradients(hf: nn.Module, directory: Path) -> dict[str, Tensor]:
     """Returns gradients under the names of a checkpoint: transformers saves them like weights. Afterwards the
     parameters of `hf` are gradients."""
-    with torch.no_grad():
-        for parameter in hf.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    reference.store_gradients(hf)
     hf.save_pretrained(directory)
     name_as_published(directory, hf.config.model_type)
     return load_file(directory / "model.safetensors")
@@ -223,7 +201,7 @@ def add_prediction_layers(directory: Path) -> None:
 def sum_loss(logits: Tensor, batch: list[Tensor]) -> Tensor:
     """Returns the cross entropy for each next token (the first follows the last), summed and divided by the step's
     tokens."""
-    targets = torch.cat([tokens.roll(-1) for tokens in batch])
+    targets = computed.shift_tokens(batch)
     return cross_entropy(logits, targets, reduction="sum") / BATCH_TOKENS
 
 

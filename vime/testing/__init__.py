@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vime.testing.families import check_family as check_family
     from vime.testing.filters import check_filter as check_filter
     from vime.testing.generation import check_agent as check_agent
     from vime.testing.generation import check_generate as check_generate
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "check_agent": "generation",
+    "check_family": "families",
     "check_filter": "filters",
     "check_generate": "generation",
     "check_loss": "losses",

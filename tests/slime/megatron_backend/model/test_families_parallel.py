@@ -16,24 +16,19 @@ from family_cases import CASES
 from family_record import note
 from megatron_cases import (
     assert_gradients_equal,
-    become_gradients,
     hf_gradients,
     hf_logits,
-    hidden_of,
     make_config,
     sequences,
-    sum_loss,
     tiny_checkpoint,
     trained,
 )
 from rank_processes import on_ranks
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 
-import rl_kernel
-from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
-from slime.megatron_backend.model.gpt import build_model, logit_cap, output_weight, vocab_range
+from slime.megatron_backend.conformance.computed import compute_model, shift_tokens
 from slime.megatron_backend.model.model_config import load_hf_config
-from slime.megatron_backend.model.optimizer import finish_grads
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models import family_for, read_decoder
 
@@ -69,29 +64,7 @@ def work(rank: int, root: Path) -> None:
 
 
 def one_model(directory: Path, config: Any, info: Any, *, steps: bool) -> dict[str, Any]:
-    model = build_model(load_hf_config(directory), config)
-    load_hf(model, directory)
-    found: dict[str, Any] = {"weights": {name: tensor.clone() for name, tensor in export_hf(model)}}
-    if not steps:
-        return found
-    mine = BATCH[info.dp_rank :: info.dp_size]
-    start, size = vocab_range(model)
-    targets = torch.cat([tokens.roll(-1) for tokens in mine])
-    group = info.tp_group if info.tp_size > 1 else None
-    log_probs = rl_kernel.linear_logp(
-        hidden_of(model, mine),
-        output_weight(model),
-        targets,
-        vocab_start=start,
-        vocab_size=size,
-        logit_cap=logit_cap(model),
-        tp_group=group,
-    )
-    (-log_probs.sum() / 29).backward()
-    finish_grads(model)
-    become_gradients(model)
-    gradients = {name: x.clone() for name, x in export_hf(model)}
-    return found | {"log_probs": log_probs.detach(), "gradients": gradients}
+    return vars(compute_model(directory, config, info, BATCH, gradients=steps))
 
 
 @pytest.fixture(scope="module")
@@ -144,5 +117,6 @@ def of_transformers(hf: Any, directory: Path) -> dict[str, Any]:
     log_probs = [
         hf_logits(hf, [tokens]).log_softmax(-1).gather(1, tokens.roll(-1)[:, None])[:, 0] for tokens in BATCH
     ]
-    sum_loss(torch.cat([hf(tokens[None]).logits[0] for tokens in BATCH]), BATCH).backward()
+    logits = torch.cat([hf(tokens[None]).logits[0] for tokens in BATCH])
+    cross_entropy(logits, shift_tokens(BATCH)).backward()
     return {"log_probs": log_probs, "gradients": hf_gradients(hf, directory)}
