@@ -19,7 +19,6 @@ RIGHT = ["--custom-rm-path", f"{HOOKS}.score"]
 FAULTS = {
     "reward-raises": (["--custom-rm-path", f"{HOOKS}.raise_later"], "no such answer"),
     "reward-of-text": (["--custom-rm-path", f"{HOOKS}.give_text_later"], "right"),
-    "reward-of-nan": (["--custom-rm-path", f"{HOOKS}.give_nan_later"], "nan"),
     "filter-drops-all": (
         [*RIGHT, "--dynamic-sampling-filter-path", f"{HOOKS}.drop_all"],
         "must keep some groups",
@@ -37,7 +36,6 @@ FAULTS = {
         "no_such_flag",
     ),
     "sample-hook-raises": ([*RIGHT, "--rollout-sample-hook-path", f"{HOOKS}.hook_sample"], "no connection"),
-    "tool-parser-missing": ([*RIGHT, "--vllm-tool-call-parser", "no_such_parser"], "no_such_parser"),
 }
 """Name -> flags with a fault, and a word of the problem."""
 
