@@ -169,7 +169,7 @@ class PromptDataSource:
             "num_prompts": "the number of prompts in --prompt-data",
             "rollout_seed": "--rollout-seed",
             "rollout_shuffle": "--rollout-shuffle",
-            "data_sets": "name, number of prompts and weight per data set of --prompt-data",
+            "data_sets": "name, number of prompts and weight of each data set of --prompt-data",
         }
         for key, name in names.items():
             if state.get(key) != now.get(key):

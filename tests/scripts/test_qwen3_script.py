@@ -189,7 +189,7 @@ def test_paths_are_those_of_the_caller(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"MODE": "async"}, "MODE must be one of colocate, disaggregated, lora, got async"),
+        ({"MODE": "async"}, "MODE must be one of colocate, disaggregated, fp8, lora, got async"),
         ({"NUM_GPUS": "0"}, "NUM_GPUS must be a whole number above 0, got 0"),
         ({"MODEL": "nowhere"}, "MODEL must be a folder with a config.json, got"),
         ({"DATA": "nowhere.jsonl"}, "DATA must be a prompt file that exists, got"),

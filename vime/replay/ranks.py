@@ -105,7 +105,6 @@ def enter_rank(rank: int, job: ReplayJob) -> None:
 
 def read_values(folder: Path, rank: int) -> dict[str, Tensor]:
     """Returns the values that a replay has kept."""
-    found: dict[str, Tensor] = torch.load(
-        folder / VALUES.format(rank=rank), weights_only=True
-    )  # ok: tensors only
+    file = folder / VALUES.format(rank=rank)
+    found: dict[str, Tensor] = torch.load(file, weights_only=True)  # ok: tensors only
     return found

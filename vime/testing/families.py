@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from slime.checkpoints.hf_config import read_hf_config
-from slime.checkpoints.hf_files import Files
+from slime.checkpoints.hf_files import Files, write_tensors
 from slime.config.schema import Config
 from slime.hooks import Hook
 from slime.megatron_backend.conformance.computed import compute_model, publish_versions, shift_tokens
@@ -174,7 +173,7 @@ def _run(work: Hook, ranks: int, values: tuple[object, ...], what: str) -> None:
 
 
 def _load(file: Path) -> Numbers:
-    found: Numbers = torch.load(file, weights_only=False)  # written by this check
+    found: Numbers = torch.load(file, weights_only=True)
     return found
 
 
@@ -193,7 +192,9 @@ def compute_ranks(rank: int, folder: Path, work: Path, family: str | None, dtype
         made = compute_model(folder, config, info, wanted["batch"])
         (gradients := work / f"gradients-{size}").mkdir(exist_ok=True)
         if rank == 0:
-            save_file({n: x.contiguous() for n, x in made.gradients.items()}, gradients / "model.safetensors")
+            write_tensors(
+                {n: x.contiguous() for n, x in made.gradients.items()}, gradients / "model.safetensors"
+            )
             found = {
                 "weights": made.weights,
                 "log_probs": made.log_probs,

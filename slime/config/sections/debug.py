@@ -36,7 +36,9 @@ class DebugConfig:
         "write hashes of each step's samples, code, flags, weights and results to receipt/ in the run directory, and "
         "save what vime replay needs to compute the step again",
     )
-    receipt_key: str | None = flag(None, "PEM file of the Ed25519 private key that signs the receipt")
+    receipt_key: str | None = flag(
+        None, "PEM file of the Ed25519 private key that signs the receipt", secret=True
+    )
     profile_steps: str | None = flag(
         None, "A:B traces the training of rollouts A to B-1 (PyTorch profiler, one file per rank and rollout)"
     )

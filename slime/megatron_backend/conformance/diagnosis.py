@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from slime.checkpoints.hf_config import read_hf_config
-from slime.checkpoints.hf_files import Files
+from slime.checkpoints.hf_files import Files, write_tensors
 from slime.config import Config
 from slime.megatron_backend.checkpoint.weights import load_hf
 from slime.megatron_backend.conformance.computed import compute_hidden, compute_log_probs
@@ -85,7 +84,7 @@ def _swapped_tensors(folder: Path, agrees: Callable[[Path], bool]) -> str:
         with tempfile.TemporaryDirectory() as name:
             candidate = Path(name)
             shutil.copy(folder / "config.json", candidate)
-            save_file({swap.get(n, n): x for n, x in tensors.items()}, candidate / "model.safetensors")
+            write_tensors({swap.get(n, n): x for n, x in tensors.items()}, candidate / "model.safetensors")
             if agrees(candidate):
                 return (
                     f"{first} and {second} must not change places, got equal log-probs only with one in the place of "

@@ -9,10 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import rl_kernel
+from slime.checkpoints.hf_files import write_tensors
 from slime.config import Config
 from slime.config.problems import require_value
 from slime.data.packing import choose_bins
@@ -91,7 +92,7 @@ class Trainer:
         tensors = {key: x.detach().cpu().contiguous() for key, x in tenant.state(optimizer=optimizer).items()}
         with DiskSpaceGuard("--run-dir", folder, "an adapter's state"):
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, folder / STATE_FILE)
+            write_tensors(tensors, folder / STATE_FILE)
             (folder / SPEC_FILE).write_text(
                 json.dumps(asdict(tenant.spec), indent=2) + "\n", encoding="utf-8"
             )
