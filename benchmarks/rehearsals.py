@@ -1,6 +1,6 @@
 """Rehearses the launch scripts of slime one after the other, and writes benchmarks/results/rehearsals_cpu.json.
 
-    python benchmarks/rehearsals.py --out /tmp/rehearsals [--most-s 3000] [PATTERN]
+    python benchmarks/rehearsals.py --out DIR [--most-s 3000] [PATTERN]
 
 The scripts are the flags of tests/vime/commands/slime_launches.toml. Models, data and hooks are not here: the
 driver makes config.json and a tokenizer by scripts/make_model.py, rows as the tests do, and hooks that generate and

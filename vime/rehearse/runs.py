@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime.checkpoints.checkpoint_files import iterations
+from slime.rollout.rewards.finite import REASON
 from slime.tracking.trackers import METRICS_FILE, MetricLines
 from vime.doctor.finding import Finding, ok, problem
 from vime.doctor.records import check_groups
@@ -24,6 +25,8 @@ LOOK_S = 0.2
 LAST_LINES = 12
 DIFFERENCE = 0.2
 """Largest mean difference of log-probs of trainer and engine. In bfloat16, a tiny model has about 0.01."""
+REMOVED = f"rollout/removed/{REASON}"
+"""Metric with the number of samples whose reward was not finite."""
 ERROR = re.compile(r"^(vime train: |note: )")
 
 
@@ -132,6 +135,9 @@ def _check_metrics(run_dir: Path) -> list[Finding]:
         if "train/train_rollout_logprob_abs_diff" in line
     ]
     found = []
+    if removed := sum(line.get(REMOVED, 0) for line in lines):
+        remedy = "correct the reward: a run trains without these samples"
+        found.append(problem("reward", f"must be finite, got nan or inf for {removed:g} samples", remedy))
     if not norms or not all(norm == norm and abs(norm) < float("inf") for norm in norms):
         found.append(problem("gradient", f"must be finite, got {norms}", "look at the loss and its inputs"))
     elif max(norms) == 0:

@@ -72,9 +72,8 @@ def _read_columns(path: Path) -> dict[str, list[object]]:
         source = path
         if is_damaged(path):
             write_mended(path, source := Path(scratch) / path.name)
-        found: dict[str, list[object]] = torch.load(source, weights_only=True)[
-            "rollout_data"
-        ]  # ok: plain values
+        saved = torch.load(source, weights_only=True)  # ok: plain values
+        found: dict[str, list[object]] = saved["rollout_data"]
         return found
 
 

@@ -173,7 +173,7 @@ def _run(work: Hook, ranks: int, values: tuple[object, ...], what: str) -> None:
 
 
 def _load(file: Path) -> Numbers:
-    found: Numbers = torch.load(file, weights_only=True)
+    found: Numbers = torch.load(file, weights_only=True)  # ok: tensors and numbers only
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ def raise_later(args: Any, sample: Any, **kwargs: Any) -> float:
 
 def give_text_later(args: Any, sample: Any, **kwargs: Any) -> Any:
     return "right" if sample.index == 5 else 0.0
+
+
+def give_nan_later(args: Any, sample: Any, **kwargs: Any) -> float:
+    return math.nan if sample.index == 5 else 0.0
 
 
 def drop_all(args: Any, samples: Any, **kwargs: Any) -> bool:

@@ -19,6 +19,7 @@ RIGHT = ["--custom-rm-path", f"{HOOKS}.score"]
 FAULTS = {
     "reward-raises": (["--custom-rm-path", f"{HOOKS}.raise_later"], "no such answer"),
     "reward-of-text": (["--custom-rm-path", f"{HOOKS}.give_text_later"], "right"),
+    "reward-of-nan": (["--custom-rm-path", f"{HOOKS}.give_nan_later"], "finite"),
     "filter-drops-all": (
         [*RIGHT, "--dynamic-sampling-filter-path", f"{HOOKS}.drop_all"],
         "must keep some groups",

@@ -1,4 +1,4 @@
-"""Tests predicted times against this repository's records. HELD_OUT were chosen before the factors were fitted."""
+"""Tests predicted times against this repository's records. No factor comes from HELD_OUT."""
 
 from __future__ import annotations
 
