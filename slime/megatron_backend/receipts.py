@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from slime.megatron_backend.model.gpt import get_parts
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.step.learner import Learner
 from slime.receipts.chain import ChainWriter
-from slime.receipts.digests import TRAINED, digest_inputs, digest_results, digest_tensors
+from slime.receipts.digests import TRAINED, digest_files, digest_inputs, digest_results, digest_tensors
 from slime.receipts.flags import FOLDER
 from slime.receipts.keys import read_private_key
 from slime.receipts.origin import describe_origin
@@ -111,11 +110,8 @@ class ReceiptRecorder:
         if self._info.rank or save is None or self._config.checkpoint.async_save:
             return
         folder = iteration_path(Path(save), rollout_id)
-        files = {}
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                with path.open("rb") as file:
-                    files[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+        names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
+        files = digest_files(folder, names, self._threads)
         self._chain.append("checkpoint", rollout=rollout_id, files=files)
 
     def _digest(self, learner: Learner, *, trained: bool) -> dict[str, str]:

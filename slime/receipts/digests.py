@@ -1,10 +1,12 @@
-"""SHA-256 of tensors and of columns of train data. Equal values have equal digests in every process."""
+"""SHA-256 of tensors, of files and of columns of train data. Equal values have equal digests in every process."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from slime.data.columns import COLUMNS
 from slime.data.rank_data import RankData
+
+T = TypeVar("T")
 
 LEFT_OUT = frozenset({"kept", "rollout_facts", "metadata"})
 """Columns that no loss reads. The run's records and its hooks read them."""
@@ -27,12 +31,29 @@ def digest(value: object) -> str:
 
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]], threads: int) -> dict[str, str]:
-    """Maps each name to its tensor's digest. hashlib runs without Python's lock."""
-    named = list(tensors)
+    """Maps each name to its tensor's digest, computed by `threads` threads."""
+    named = dict(tensors)
+    return _share(digest, {name: (value, value.nbytes) for name, value in named.items()}, threads)
+
+
+def digest_files(folder: Path, names: Iterable[str], threads: int) -> dict[str, str]:
+    """Maps the names of files in a folder to the SHA-256 of their bytes, computed by `threads` threads."""
+    paths = {name: folder / name for name in names}
+    return _share(_digest_file, {name: (path, path.stat().st_size) for name, path in paths.items()}, threads)
+
+
+def _digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _share(work: Callable[[T], str], sized: Mapping[str, tuple[T, int]], threads: int) -> dict[str, str]:
+    """Returns `work` of each value, in the order of the names. hashlib runs without Python's lock. The largest values
+    start first, so that no thread ends long after the others."""
+    order = sorted(sized, key=lambda name: -sized[name][1])
     with ThreadPoolExecutor(max(threads, 1), thread_name_prefix="receipt") as pool:
-        return dict(
-            zip([name for name, _ in named], pool.map(digest, [value for _, value in named]), strict=True)
-        )
+        found = dict(zip(order, pool.map(work, [sized[name][0] for name in order]), strict=True))
+    return {name: found[name] for name in sized}
 
 
 def digest_inputs(data: RankData) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.config.hook_calls import Hooks
 from slime.data.train_data import make_rank_data
 from slime.receipts.chain import Record
-from slime.receipts.digests import digest_inputs
+from slime.receipts.digests import digest_files, digest_inputs
 from slime.receipts.origin import digest_flags
 from slime.rollout.debug_data import load_debug_rollout_data
 from vime.replay.compare import StepColumns, check_columns, compare_inputs
@@ -134,17 +134,15 @@ def check_checkpoint(run: RecordedRun, iteration: int) -> list[str]:
     folder = None if save is None else existing(Path(save), iteration)
     if not records or folder is None or not folder.is_dir():
         return []
+    expected: dict[str, str] = records[-1]["files"]  # a restarted run may have written the iteration twice
+    present = [name for name in expected if (folder / name).is_file()]
+    digests = digest_files(folder, present, len(os.sched_getaffinity(0)))
     found = []
-    for name, expected in records[-1][
-        "files"
-    ].items():  # a restarted run may have written the iteration twice
+    for name, wanted in expected.items():
         path = folder / name
-        if not path.is_file():
+        if name not in digests:
             found.append(f"{path} must be there as the run saved it, got no such file; restore it")
-            continue
-        with path.open("rb") as file:
-            same = hashlib.file_digest(file, "sha256").hexdigest() == expected
-        if not same:
+        elif digests[name] != wanted:
             tensors = _find_tensors(folder, path)
             where = f" in tensor {', '.join(tensors)}" if tensors else ""
             found.append(
