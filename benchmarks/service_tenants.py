@@ -15,6 +15,9 @@ Each tenant has the same load in `both`. `train` and `sample` have the same load
 that their ratio shows the cost of turns. Measurements of one tenant and of several alternate over --repeats, after one
 repeat as warm-up. A speed is the median, and `ratio` is the speed of several tenants divided by the speed of one. The
 switch is the time until the model computes with another tenant's adapter.
+
+Each phase prints a line with the seconds since the start. OUT.json is written after each measurement, so a run that is
+cut off leaves what it measured, with `complete` false. `seconds` has the times of the start.
 """
 
 from __future__ import annotations
@@ -53,6 +56,41 @@ SIZES = {
 """Device -> default sizes."""
 STEP, LOSS = AdamParams(learning_rate=1e-5), LossSpec("importance_sampling")
 SWITCHES = 1000
+WAIT_S = 15.0
+
+
+class Progress:
+    """Prints each phase with the seconds since the start, and writes the record of the finished measurements."""
+
+    def __init__(self, out: Path, record: dict[str, Any]) -> None:
+        self._out, self._record, self._start = out, record, time.perf_counter()
+        self.measured: dict[str, Any] = {"seconds": {}}
+
+    def print(self, text: str) -> None:
+        print(f"{time.perf_counter() - self._start:6.1f} s  {text}", flush=True)
+
+    def save(self, *, complete: bool = False) -> None:
+        """Replaces the file in one step: a run that ends here leaves the old file or the new one."""
+        text = json.dumps({**self._record, "complete": complete, "measured": self.measured}, indent=1)
+        new = self._out.with_name(f"{self._out.name}.new")
+        new.write_text(f"{text}\n", encoding="utf-8")
+        new.replace(self._out)
+
+    async def run(self, phase: str, work: Awaitable[Any], log: Path | None = None) -> Any:
+        """Waits for a phase of the start. Meanwhile, prints the last line of `log` every WAIT_S seconds."""
+        start, task = time.perf_counter(), asyncio.ensure_future(work)
+        while not (await asyncio.wait({task}, timeout=WAIT_S))[0]:
+            lines = (
+                log.read_text(encoding="utf-8", errors="replace").split("\n")[-2:]
+                if log and log.exists()
+                else []
+            )
+            self.print(f"{phase}: not ready yet. {''.join(lines)[-120:]}")
+        found = await task
+        self.measured["seconds"][phase] = round(time.perf_counter() - start, 1)
+        self.print(f"{phase}: ready")
+        self.save()
+        return found
 
 
 @dataclass
@@ -161,36 +199,44 @@ class Service:
         return (time.perf_counter() - start) / SWITCHES * 1e6
 
 
-async def measure(service: Service, tenants: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Returns the speeds of all kinds, in tokens per second."""
+async def create(service: Service, tenants: Sequence[str]) -> None:
+    """Makes an adapter per tenant, and loads it into the engine."""
     for tenant in tenants:
         spec = TenantSpec(service.sizes.rank)
         await service.on_trainer(partial(service.trainer.add, tenant, spec))
         await service.publish(tenant)
+
+
+async def measure(service: Service, tenants: Sequence[str], repeats: int, progress: Progress) -> None:
+    """Measures the speeds of all kinds, in tokens per second."""
     kinds: dict[str, Callable[[Sequence[str]], Awaitable[int]]] = {
         "train": service.train,
         "sample": service.sample_all,
         "both": service.run_rounds,
     }
-    record: dict[str, Any] = {"switch_us": await service.on_trainer(partial(service.time_switch, tenants))}
+    record = progress.measured
+    record["bytes_per_tenant"] = service.trainer.tenants[tenants[0]].count_bytes()
+    record["switch_us"] = await service.on_trainer(partial(service.time_switch, tenants))
     for kind, run in kinds.items():
         speeds: dict[int, list[float]] = {1: [], len(tenants): []}
         for repeat in range(repeats + 1):
             for count in speeds:
                 start = time.perf_counter()
-                done = await run(tenants[:count])
+                speed = await run(tenants[:count]) / (time.perf_counter() - start)
                 if repeat:  # the first is the warm-up
-                    speeds[count].append(done / (time.perf_counter() - start))
-        one, several = (statistics.median(speeds[count]) for count in speeds)
-        record[kind] = {"one": one, "several": several, "ratio": several / one, "repeats": speeds}
-        print(f"{kind}: {one:.0f} and {several:.0f} tokens/s, ratio {several / one:.2f}", flush=True)
-    record["bytes_per_tenant"] = service.trainer.tenants[tenants[0]].count_bytes()
-    if service.sizes.device == "cuda":
-        record["trainer_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return record
+                    speeds[count].append(speed)
+                turn = f"repeat {repeat} of {repeats}" if repeat else "warm-up"
+                progress.print(f"{kind}, {turn}, tenants {count}: {speed:.0f} tokens/s")
+            if repeat:
+                one, several = (statistics.median(speeds[count]) for count in speeds)
+                record[kind] = {"one": one, "several": several, "ratio": several / one, "repeats": speeds}
+                if service.sizes.device == "cuda":
+                    record["trainer_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                progress.save()
+        progress.print(f"{kind}: {one:.0f} and {several:.0f} tokens/s, ratio {several / one:.2f}")
 
 
-async def run(sizes: argparse.Namespace, folder: Path) -> dict[str, Any]:
+async def run(sizes: argparse.Namespace, folder: Path, progress: Progress) -> None:
     context, tenants = sizes.prompt + sizes.response, [f"t{number}" for number in range(sizes.tenants)]
     # while a tenant exports, the engine has its last adapter and its next one
     engine = TenantEngine(
@@ -201,17 +247,20 @@ async def run(sizes: argparse.Namespace, folder: Path) -> dict[str, Any]:
         folder / "engine",
         device=sizes.device,
         memory=sizes.memory,
+        eager=sizes.eager,
     )
     thread = ThreadPoolExecutor(1)
     loop = asyncio.get_running_loop()
     build = partial(build_trainer, sizes.model, sizes.rank, context)
     build = partial(build, device=sizes.device, micro_batch=sizes.micro_batch)
-    trainer = await loop.run_in_executor(thread, build)  # first: the engine then measures the free memory
+    # the trainer is first: the engine then measures the free memory
+    trainer = await progress.run("trainer", loop.run_in_executor(thread, build))
     try:
-        await engine.start()
+        await progress.run("engine", engine.start(), folder / "engine" / "engine.log")
         vocabulary = read_hf_config(str(sizes.model))["vocab_size"]
         service = Service(trainer, engine, thread, sizes, vocabulary, folder)
-        return await measure(service, tenants, sizes.repeats)
+        await progress.run(f"adapters of {len(tenants)} tenants", create(service, tenants))
+        await measure(service, tenants, sizes.repeats, progress)
     finally:
         await engine.stop()
         await loop.run_in_executor(thread, trainer.close)
@@ -234,6 +283,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--passes", type=int, default=16, help="passes of `train`")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of a tenant")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--eager", action="store_true", help="start the engine faster: no compilation, no CUDA graphs"
+    )
     parser.add_argument("--note", default="", help="other load on the machine")
     parser.add_argument("--commit", help="for a machine that has the files without their git history")
     sizes = parser.parse_args(argv)
@@ -243,12 +295,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sizes.tenants < 2:
         parser.error(f"--tenants must be at least 2, got {sizes.tenants}; one tenant is always measured")
     command = ["benchmarks/service_tenants.py", *(sys.argv[1:] if argv is None else argv)]
-    with tempfile.TemporaryDirectory() as folder:
-        measured = asyncio.run(run(sizes, Path(folder)))
     flags = {name: value for name, value in vars(sizes).items() if isinstance(value, int | float)}
     machine = describe(torch.device(sizes.device), command, sizes.commit)
-    record = {"machine": machine, "note": sizes.note, "goal": GOAL, **flags, "measured": measured}
-    sizes.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    progress = Progress(sizes.out, {"machine": machine, "note": sizes.note, "goal": GOAL, **flags})
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(run(sizes, Path(folder), progress))
+    progress.save(complete=True)
     return 0
 
 
