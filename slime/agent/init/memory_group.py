@@ -4,6 +4,7 @@ memory there, such as socket buffers, files in memory and page tables."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
@@ -14,6 +15,7 @@ from typing import Self
 _PREFIX = "vime-sandbox-"
 _LIMITS_V1 = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.kmem.tcp.limit_in_bytes")
 _REMOVE_S = 2.0
+_TRIES = 10
 
 
 class Members:
@@ -33,10 +35,14 @@ class Members:
 
 
 class MemoryGroup:
-    """The run's side of a group: makes and removes it. `descriptors` are for `Members`."""
+    """The run's side of a group: makes and removes it. `descriptors` are for `Members`.
 
-    def __init__(self, folder: str, events: str) -> None:
-        self.folder = folder
+    The run's process holds a lock on the folder, so that no `_sweep` removes the group while it is empty. Processes of
+    other containers respect the lock, although they do not see the run's process. The lock ends with the process.
+    """
+
+    def __init__(self, folder: str, lock: int, events: str) -> None:
+        self.folder, self._lock = folder, lock
         members = os.open(f"{folder}/cgroup.procs", os.O_WRONLY)
         self.descriptors = [members, os.open(f"{folder}/{events}", os.O_RDONLY)]
 
@@ -57,34 +63,60 @@ class MemoryGroup:
     @classmethod
     def _make_in(cls, parent: str, version: int, limit: int) -> Self:
         _sweep(parent)
-        folder = f"{parent}/{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-        os.mkdir(folder)
+        folder, lock = _make_locked(parent)
         try:
             if version == 1:
                 for name in _LIMITS_V1:
                     if os.path.exists(f"{folder}/{name}"):
                         Path(folder, name).write_text(str(limit), encoding="utf-8")
-                return cls(folder, "memory.oom_control")
+                return cls(folder, lock, "memory.oom_control")
             Path(folder, "memory.max").write_text(str(limit), encoding="utf-8")
             if os.path.exists(f"{folder}/memory.swap.max"):
                 Path(folder, "memory.swap.max").write_text("0", encoding="utf-8")
-            return cls(folder, "memory.events")
+            return cls(folder, lock, "memory.events")
         except OSError:
             os.rmdir(folder)
+            os.close(lock)
             raise
 
     def remove(self) -> None:
         """Removes the group. Every process in it must have ended."""
         self.close()
         end = time.monotonic() + _REMOVE_S
-        while time.monotonic() < end:
-            try:
+        while os.path.exists(self.folder) and time.monotonic() < end:
+            with contextlib.suppress(OSError):
                 os.rmdir(self.folder)
-                return
-            except FileNotFoundError:
-                return
-            except OSError:
-                time.sleep(0.01)
+                break
+            time.sleep(0.01)
+        os.close(self._lock)
+
+
+def _make_locked(parent: str) -> tuple[str, int]:
+    """Makes a folder and locks it. Returns its path and the lock's descriptor. A sweep may remove the folder before the
+    lock, so several names are tried."""
+    for _ in range(_TRIES):
+        folder = f"{parent}/{_PREFIX}{secrets.token_hex(8)}"
+        os.mkdir(folder)
+        lock = _lock(folder, fcntl.LOCK_SH)
+        if lock is not None and os.path.exists(folder):
+            return folder, lock
+        if lock is not None:
+            os.close(lock)
+    raise OSError(f"other processes remove the groups below {parent}")
+
+
+def _lock(folder: str, kind: int) -> int | None:
+    """Returns a descriptor that holds the lock, None if the folder is gone or another process holds it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _parents() -> list[tuple[int, str]]:
@@ -124,7 +156,11 @@ def _unlimited(mount: str, path: str) -> list[str]:
 def _sweep(parent: str) -> None:
     """Removes the groups of sandboxes whose processes were killed."""
     for name in os.listdir(parent):
-        owner = name.removeprefix(_PREFIX).partition("-")[0]
-        if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+        if name.startswith(_PREFIX):
             with contextlib.suppress(OSError):
-                os.rmdir(f"{parent}/{name}")
+                lock = _lock(f"{parent}/{name}", fcntl.LOCK_EX)
+                if lock is not None:
+                    try:
+                        os.rmdir(f"{parent}/{name}")
+                    finally:
+                        os.close(lock)

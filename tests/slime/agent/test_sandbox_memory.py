@@ -1,12 +1,19 @@
-"""Tests memory and disk that belong to no process: each kind ends the sandbox, or the kernel rejects it."""
+"""Tests memory and disk that belong to no process: each kind ends the sandbox, or the kernel rejects it.
+
+A program that has no more descriptors waits with what it holds: memory of a program that ended by itself is free again.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
 from sandbox_cases import PYTHON, as_another_user, command, run
 
+from slime.agent.init.memory_group import MemoryGroup
 from slime.agent.sandbox import Limits
 
 LIMITS = Limits(memory_bytes=64 << 20, disk_bytes=32 << 20, address_space_bytes=None)
@@ -20,7 +27,10 @@ FILLS = """
         except OSError: pass
 """
 ENDED = {
-    "unix sockets": (f"{FORKS}while True:\n    ends = socket.socketpair(){FILLS}", "memory"),
+    "unix sockets": (
+        f"{FORKS}while True:\n    try: ends = socket.socketpair()\n    except OSError: time.sleep(30){FILLS}",
+        "memory",
+    ),
     "unix sockets of a process that hides them": (
         f"import ctypes\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n{FORKS}while True:\n"
         f"    try: ends = socket.socketpair()\n    except OSError: time.sleep(30){FILLS}",
@@ -100,6 +110,31 @@ def test_without_root_it_counts_too():
         "    for kind, reason in zip(programs, reasons): print(kind, reason, sep=': ')\n"
     )
     assert as_another_user(script).splitlines() == [f"{kind}: {why}" for kind, (_, why) in ENDED.items()]
+
+
+def test_only_the_groups_of_ended_runs_are_removed():
+    """A run in another container makes a group, and does not see the first run in its /proc."""
+    make = "from slime.agent.init.memory_group import MemoryGroup; group = MemoryGroup.make(1 << 26)"
+    make += "; print(group and group.folder, flush=True)"
+    code = [sys.executable, "-c", f"{make}; input()"]
+    first = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    folder = first.stdout.readline().strip()
+    try:
+        if folder == "None":
+            pytest.skip("this host allows no memory group")
+        container = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+        other = subprocess.run(
+            [*container, sys.executable, "-c", f"{make}; group.remove()"], capture_output=True, text=True
+        )
+        if other.returncode and "unshare" in other.stderr:
+            pytest.skip(other.stderr)
+        assert other.returncode == 0, other.stderr
+        assert os.path.isdir(folder)
+    finally:
+        first.kill()
+        first.communicate()
+    MemoryGroup.make(1 << 26).remove()
+    assert not os.path.exists(folder)
 
 
 def test_the_kernel_refuses_what_nothing_counts(isolation):
