@@ -13,7 +13,8 @@ _PERIOD_S, _REST = 0.2, 20
 
 class DiskWatch:
     """Watches the disk limits. `breach(pids)` walks the folder and the descriptors of the processes, at most every 0.2
-    s and for at most 1/20 of the time."""
+    s and with at most 1/20 of a processor's time. Time in which the walk waits for a processor does not count: on a
+    busy host, the walks would become rare."""
 
     def __init__(self, folder: str, disk_bytes: int, files: int, network: bool) -> None:
         self.folder, self.disk_bytes, self.files, self.network = folder, disk_bytes, files, network
@@ -26,10 +27,11 @@ class DiskWatch:
         now = time.monotonic()
         if now < self._next:
             return ""
+        before = time.process_time()
         self.held = held(pids, self.folder, self.network)
         reason = self._walk(self.held.deleted_bytes)
-        took = time.monotonic() - now
-        self._next = now + took + max(_PERIOD_S, _REST * took)
+        took = time.process_time() - before
+        self._next = time.monotonic() + max(_PERIOD_S, _REST * took)
         return reason
 
     def _walk(self, deleted_bytes: int) -> str:
