@@ -102,6 +102,7 @@ class _Guard:
             service.audit.write(None, "refused", path=request.path[:100], address=request.remote)
             return write_error(401, "the key must be one of this service, got another; set TINKER_API_KEY")
         if self._open[tenant] >= service.limits.open_requests:
+            service.audit.write(tenant, "refused", path=request.path[:200], status=429)
             return write_error(429, "too many requests are open with this key; wait for their results", 1.0)
         self._open[tenant] += 1
         request["tenant"] = tenant

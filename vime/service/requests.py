@@ -313,6 +313,7 @@ async def sample(service: TenantService, tenant: str, request: web.Request) -> w
             f"num_samples must be 1 to {limits.samples_per_request}, got {fields.num_samples}; split the request",
         )
     check_ids(fields.prompt_tokens(), service.settings.vocabulary, "the prompt")
+    service.budget.require_possible(length)
     identity = service.accept(tenant, sampler["id"], fields.seq_id, "sample", body, length)
     service.sampling.wake()
     return _answer_future(identity, samples=[f"{identity}:{number}" for number in range(fields.num_samples)])

@@ -226,15 +226,14 @@ class TenantService:
             await asyncio.sleep(min(10.0, self.settings.idle_seconds / 2))
             now = time.time()
             for session in self.store.query("SELECT * FROM sessions WHERE status = ?", ACTIVE):
-                if not self._is_away(session):
-                    continue
-                tenant, name = session["tenant"], session["id"]
+                tenant, name, away = session["tenant"], session["id"], self._is_away(session)
                 if now - session["seen"] > self.settings.keep_seconds:
                     await self.end_session(tenant, name)
                     continue
                 for model in self.store.find("models", tenant, session=name, status=ACTIVE):
-                    self._give_up_gaps(model)
-                    await self.training.release(model["id"])
+                    self._give_up_gap(model, now if away else now - self.settings.idle_seconds)
+                    if away:
+                        await self.training.release(model["id"])
             self.checkpoints.expire(self.sampling.slots.busy)
             old = int((now - self.settings.keep_seconds) * 1e6)
             self.store.write(
@@ -247,14 +246,21 @@ class TenantService:
                 ]
             )
 
-    def _give_up_gaps(self, model: Row) -> None:
-        """Fails requests that wait for an earlier one, which a client that died has never sent."""
-        arrived = self.store.find("requests", model["tenant"], owner=model["id"], seq=model["next_seq"])
-        if not arrived:
+    def _give_up_gap(self, model: Row, latest: float) -> None:
+        """Fails requests that have waited since `latest` for an earlier one, which their client did not send.
+
+        A client that died sends no more. A client that is there has given up the earlier request after many refusals.
+        """
+        missing = model["next_seq"]
+        if self.store.find("requests", model["tenant"], owner=model["id"], seq=missing):
+            return
+        waiting = self.store.find("requests", model["tenant"], owner=model["id"], status=WAITING)
+        if waiting and min(row["created"] for row in waiting) <= latest:
             self.training.give_up(
                 model["id"],
-                f"request {model['next_seq']} of this model never arrived; send the whole step again",
+                f"request {missing} of this model never arrived; repeat the requests from {missing} on",
             )
+            self.store.change("models", model["id"], next_seq=max(row["seq"] for row in waiting) + 1)
 
     def describe(self) -> dict[str, object]:
         """Returns what the service prints when it is ready."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from vime.service.engine import TenantEngine
 from vime.service.keys import TenantKeys
 from vime.service.limits import Refusal, TenantLimits, TokenBudget
 from vime.service.service import ServiceSettings, TenantService
-from vime.service.store import ACTIVE, FAILED, Row
+from vime.service.store import ACTIVE, FAILED, WAITING, Row
 from vime.testing.tiny_model import write_tiny_model
 
 
@@ -73,17 +74,26 @@ def test_models_per_tenant(service: TenantService) -> None:
 
 
 def test_a_gap_of_a_dead_client(service: TenantService) -> None:
-    """Requests behind one that never arrived fail with its number. Those of a model without a gap stay."""
+    """Requests behind one that never arrived fail with its number, and the model continues after them. Requests that
+    came after the given time stay, and those of a model without a gap."""
     alice, bob = add_model(service, "alice"), add_model(service, "bob")
     gap = service.accept_training(alice, 1, "forward", b"{}")
     whole = service.accept_training(bob, 0, "forward", b"{}")
+    service._give_up_gap(alice, time.time() - 60)
+    assert find_status(service, "alice", gap) == WAITING
     for model in (alice, bob):
-        service._give_up_gaps(model)
+        service._give_up_gap(model, time.time())
     failed = service.store.get("requests", "alice", gap)
     assert failed is not None and failed["status"] == FAILED
-    assert b"request 0 of this model never arrived; send the whole step again" in failed["result"]
-    waits = service.store.get("requests", "bob", whole)
-    assert waits is not None and waits["status"] != FAILED
+    assert b"request 0 of this model never arrived; repeat the requests from 0 on" in failed["result"]
+    assert service.model("alice", alice["id"])["next_seq"] == 2
+    assert find_status(service, "bob", whole) == WAITING
+
+
+def find_status(service: TenantService, tenant: str, request: str) -> str:
+    row = service.store.get("requests", tenant, request)
+    assert row is not None
+    return str(row["status"])
 
 
 def test_a_context_beyond_the_base_is_one_line(tmp_path: Path) -> None:
