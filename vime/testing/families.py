@@ -32,6 +32,7 @@ from slime.models import FAMILIES, family_for
 from slime.models.decoder import Hf
 from slime.models.family import Family
 from slime.plan.model_shape import Shape
+from slime.protocols import WeightUpdate
 from slime.records.errors import FlagError
 from slime.weight_sync.file_channel import FileChannel
 from vime.testing.ranks import run_ranks
@@ -39,6 +40,8 @@ from vime.vllm.cpu.offline import ENVIRONMENT, OfflineEngine
 
 LENGTHS = (5, 9, 3, 12, 3)
 """Lengths of the sequences. Their sum is even, because two tensor-parallel ranks share the tokens."""
+LONGEST = 2 * sum(LENGTHS)
+"""Longest sequence of the engine, whose cache is small."""
 LOG_PROBS, GRADIENTS = 1e-5, 1e-4
 """Largest differences: of a log-prob in nats, and of a gradient's element, divided by the gradient's largest value."""
 LARGEST = 100_000_000
@@ -120,7 +123,7 @@ def check_family(
         parameters = check_plan(folder, hf, found["one rank"]["gradients"])
         served = None
         if engine is not None:
-            settings = {**engine, "trust_remote_code": trust_remote_code}
+            settings = {"max_model_len": LONGEST, **engine, "trust_remote_code": trust_remote_code}
             _run(serve, 1, (folder, work, settings), "vLLM")
             served = compare_engine(work, str(dtype), limit)
     return FamilyReport(
@@ -214,7 +217,10 @@ def compute_ranks(rank: int, folder: Path, work: Path, family: str | None, dtype
                 channel = FileChannel(work / "weights")
                 tokens = torch.cat(wanted["batch"])
                 versions = publish_versions(folder, make_trainer_config(params_dtype=dtype), channel, tokens)
-                torch.save(versions, work / "versions.pt")
+                torch.save(
+                    [(x, {"version": u.version, "channel": u.channel, "info": u.info}) for x, u in versions],
+                    work / "versions.pt",
+                )
             torch.save(found, work / f"{size}.pt")
         destroy_parallel()
 
@@ -301,7 +307,7 @@ def serve(rank: int, folder: Path, work: Path, settings: Mapping[str, object]) -
         engine = OfflineEngine.from_folder(str(folder), **settings)
         found = [(engine.log_probs(tokens) - before).abs()]
         for update, expected in ((second, after), (first, before)):
-            engine.take(update)
+            engine.take(WeightUpdate(**update))
             found.append((engine.log_probs(tokens) - expected).abs())
     torch.save(found, work / "served.pt")
     engine.stop()

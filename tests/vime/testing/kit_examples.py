@@ -48,6 +48,14 @@ def fragile(args: Any, sample: Sample) -> float:
     return float(sample.response.split()[-1])
 
 
+def wordy(args: Any, sample: Sample) -> str:
+    return "good"
+
+
+async def too_few(args: Any, samples: list[Sample]) -> list[float]:
+    return [1.0 for _ in samples[1:]]
+
+
 def keep_mixed(args: Any, samples: list[Sample]) -> bool:
     return len({sample.reward for sample in samples}) > 1
 
@@ -58,6 +66,15 @@ def keep_in_turn(args: Any, samples: list[Sample]) -> bool:
 
 def keep_text(args: Any, samples: list[Sample]) -> str:
     return "yes"
+
+
+def keep_and_mark(args: Any, samples: list[Sample]) -> bool:
+    samples[0].reward = 0.5
+    return True
+
+
+def keep_first(args: Any, samples: list[Sample]) -> bool:
+    return samples[2].reward == 1.0
 
 
 async def plain(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -82,6 +99,25 @@ async def unmasked_tool(args: Any, sample: Sample, sampling_params: dict[str, An
     return sample
 
 
+async def short_mask(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample = await engine_generate(args, sample, sampling_params)
+    sample.loss_mask = [1] * (sample.response_length - 1)
+    return sample
+
+
+async def other_version(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Gives each token the version after the engine's."""
+    sample = await engine_generate(args, sample, sampling_params)
+    sample.weight_versions = [str(int(version) + 1) for version in sample.weight_versions]
+    return sample
+
+
+async def made_up_log_probs(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    sample = await engine_generate(args, sample, sampling_params)
+    sample.rollout_log_probs = [0.0] * sample.response_length
+    return sample
+
+
 def _log_probs(args: Any, batch: Any, logits: torch.Tensor) -> torch.Tensor:
     names = ("unconcat_tokens", "total_lengths", "response_lengths")
     _, found = get_log_probs_and_entropy(logits, args=args, **{name: batch[name] for name in names})
@@ -101,6 +137,13 @@ def mean_of_rank(
     """Averages over the micro-batch, so that the loss depends on how samples are spread over ranks."""
     loss = -(torch.cat(batch["advantages"]) * _log_probs(args, batch, logits)).mean() * len(batch["tokens"])
     return loss, {"loss": loss.detach()}
+
+
+def endless(
+    args: Any, batch: Any, logits: torch.Tensor, sum_of_sample_mean: Any
+) -> tuple[torch.Tensor, dict]:
+    loss, metrics = reinforce(args, batch, logits, sum_of_sample_mean)
+    return loss + float("inf"), metrics
 
 
 class _Half(torch.autograd.Function):

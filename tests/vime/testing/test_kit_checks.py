@@ -26,6 +26,8 @@ def test_a_right_reward_passes() -> None:
         ("changing", {}, "must not change the sample, got new response"),
         ("slow", {"limit_s": 0.2}, "must take at most 0.2 s"),
         ("fragile", {}, "must be a number, got an error"),
+        ("wordy", {}, "must be a number, got an error"),
+        ("too_few", {"group": True}, "must be a number, got an error: .*2"),
         ("right", {"expected": [1.0, 1.0]}, "must be 1.0, got 0.0"),
     ],
 )
@@ -47,6 +49,10 @@ def test_filters() -> None:
         check_filter(kit_examples.keep_in_turn)
     with pytest.raises(AssertionError, match="must return DynamicFilterOutput or bool, got str"):
         check_filter(kit_examples.keep_text)
+    with pytest.raises(AssertionError, match="must not change samples, got a change in group 0"):
+        check_filter(kit_examples.keep_and_mark)
+    with pytest.raises(IndexError):
+        check_filter(kit_examples.keep_first)
     with pytest.raises(AssertionError, match="must decide"):
         check_filter(kit_examples.keep_mixed, expected=[True] * 6)
 
@@ -59,7 +65,11 @@ def test_a_right_loss_passes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("mean_of_rank", "two ranks must compute"), ("wrong_gradient", "gradient must be that of the loss")],
+    [
+        ("mean_of_rank", "two ranks must compute"),
+        ("wrong_gradient", "gradient must be that of the loss"),
+        ("endless", "the loss must be finite, got inf"),
+    ],
 )
 def test_a_wrong_loss_fails(name: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):

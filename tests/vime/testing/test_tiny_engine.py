@@ -24,7 +24,13 @@ def test_a_right_generate_function_passes(tiny_engine: TinyEngine) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("tokenised_again", "must be those of its tokens"), ("unmasked_tool", "must be those of its tokens")],
+    [
+        ("tokenised_again", "must be those of its tokens"),
+        ("unmasked_tool", "must be those of its tokens"),
+        ("made_up_log_probs", "must be those of its tokens"),
+        ("short_mask", "loss_mask"),
+        ("other_version", r"must have weight version \d+, got \[\d+\]"),
+    ],
 )
 def test_a_wrong_generate_function_fails(tiny_engine: TinyEngine, name: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
