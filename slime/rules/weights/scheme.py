@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from slime.algo.losses import loss_for
+from slime.checkpoints.checkpoint_dir import is_hf_directory, start_directory
+from slime.checkpoints.hf_config import read_hf_config, with_own_quantization
 from slime.config.problems import require_value
 from slime.config.schema import Config
 from slime.models import family_for
@@ -14,6 +17,7 @@ from slime.models.quantization import QuantizationScheme
 from slime.plan.model_shape import Shape
 from slime.plan.scheme_bytes import check_widths, quantized_matrices
 from slime.records.errors import FlagError
+from slime.roles import POLICY
 from slime.system.extras import IS_CHECKOUT
 
 _READ_ONLY = "no code writes weights in this scheme"
@@ -110,7 +114,8 @@ def _check_read_only(c: Config, method: str) -> None:
 
 
 def scheme_notes(c: Config, hf: Hf) -> Iterator[str]:
-    """Yields a note that recommends a correction if the engines keep the scheme of a quantised checkpoint."""
+    """Yields a note that recommends a correction if the engines keep the scheme of a quantised checkpoint, and a note
+    that recommends plain weights if the trainer starts from rounded ones."""
     scheme = family_for(hf).scheme(hf)
     if scheme is None or not c.num_engines or not loss_for(c.algorithm).rewarded:
         return
@@ -127,3 +132,19 @@ def scheme_notes(c: Config, hf: Hf) -> Iterator[str]:
             "(IcePop) trains without the tokens that differ most"
         )
     yield text
+    if _starts_rounded(c):
+        yield (
+            f"the trainer starts from weights in {scheme.title}, in the middle between two rounding limits, so most of "
+            "its first small updates do not change the engines' weights; --ref-load DIR with the model's plain weights "
+            "starts from values that are not rounded (docs/models.md)"
+        )
+
+
+def _starts_rounded(c: Config) -> bool:
+    """Returns whether a new run reads its first weights from quantised files. Converted weights are plain."""
+    start = start_directory(c)
+    if not is_hf_directory(start) or POLICY.resumes(c) is not None:
+        return False
+    return bool(
+        with_own_quantization(read_hf_config(POLICY.shape(c)), Path(start)).get("quantization_config")
+    )

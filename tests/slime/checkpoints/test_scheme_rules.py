@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from architectures import ARCHITECTURES
 from config_cases import good_argv, write_model
 
+from slime.checkpoints.hf_files import write_tensors
 from slime.rules import parse_args
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -50,6 +52,21 @@ def test_a_run_is_accepted_and_a_correction_recommended(tmp_path, said, title):
             "sums"
         )
     assert noted("--debug-train-only") == []
+
+
+@pytest.mark.parametrize("scheme", [FP8, INT4], ids=["fp8", "int4"])
+def test_a_start_from_rounded_weights_is_noted(tmp_path, scheme):
+    def noted(*flags: str) -> list[str]:
+        return [
+            note
+            for note in parse_args(argv(tmp_path, scheme, *flags)).notes
+            if "the trainer starts from weights in" in note
+        ]
+
+    (note,) = noted()
+    assert "--ref-load DIR with the model's plain weights" in note
+    write_tensors({"head": torch.zeros(1)}, write_model(tmp_path / "plain") / "model.safetensors")
+    assert noted("--ref-load", str(tmp_path / "plain")) == []
 
 
 @pytest.mark.parametrize(
