@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
@@ -68,6 +69,7 @@ def build_optimizer(
     # The groups hold parts of the weights, main weights are a state, and gradients are `decoupled_grad`.
     core.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
     optimizer = get_megatron_optimizer(core, get_parts(model), use_gloo_process_groups=False)
+    _number_weights(optimizer)
     if on_host:
         _move_to_host(optimizer, config)
     if config.megatron.optimizer == "muon":
@@ -75,6 +77,22 @@ def build_optimizer(
     _start_adam(optimizer)
     fuse_adam(optimizer)
     return optimizer, _schedule(optimizer, config, total_steps, role)
+
+
+def _number_weights(optimizer: MegatronOptimizer) -> None:
+    """Corrects the place of each weight in its group, by which megatron-core finds main weight and moments in a save.
+
+    megatron-core counts in the order of the gradient buffers, but a group has its fp32 weights first. The two orders
+    differ for a bf16 model with fp32 weights, such as `A_log` of linear attention.
+    """
+    for chained in optimizer.chained_optimizers:
+        if isinstance(chained, DistributedOptimizer) and chained.optimizer is not None:
+            groups = zip(chained.model_fp32_groups, chained.model_float16_groups, strict=True)
+            chained.model_param_group_index_map = {
+                weight: (number, order)
+                for number, (exact, rounded) in enumerate(groups)
+                for order, weight in enumerate([*exact, *rounded])
+            }
 
 
 def _move_to_host(optimizer: MegatronOptimizer, config: Config) -> None:

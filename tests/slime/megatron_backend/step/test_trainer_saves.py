@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from trainer_cases import exported, hf_log_probs, make_samples, rank_data, train
+from trainer_cases import exported, hf_log_probs, make_checkpoints, make_samples, rank_data, train
 
 from slime.checkpoints.checkpoint_dir import latest
 from slime.checkpoints.checkpoint_files import iterations
@@ -41,6 +41,23 @@ def test_saves_in_the_background_resume_exactly(build, tmp_path, flags):
     assert resumed.start_rollout_id == 3
     assert train(resumed, 3, seed=3)[0].steps == after[0]
     for name, tensor in exported(resumed).items():
+        assert torch.equal(tensor, after[1][name]), name
+
+
+def test_fp32_weights_of_a_bf16_model_resume_with_their_own_moments(build, tmp_path):
+    """The decay rates of linear attention stay in fp32, so a group of the optimizer has weights of two dtypes."""
+    make_checkpoints(tmp_path / "hybrid", "qwen3_next")
+    policy = str(tmp_path / "hybrid" / "policy")
+    flags = {"hf_checkpoint": policy, "ref_load": policy, "fp32": False, "bf16": True, "adam_eps": 1e-3}
+    trainer = build(**flags, load=policy, save=str(tmp_path / "saved"))
+    train(trainer, 0, seed=0)
+    trainer.save(0)
+    after = [train(trainer, 1, seed=1)[0].steps, exported(trainer)]
+    resumed = build(**flags, load=str(tmp_path / "saved"))
+    assert train(resumed, 1, seed=1)[0].steps == after[0]
+    weights = exported(resumed)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32, torch.bfloat16}
+    for name, tensor in weights.items():
         assert torch.equal(tensor, after[1][name]), name
 
 
