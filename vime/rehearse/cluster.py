@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ PATHS = (
     "opd_teacher_load",
     "custom_config_path",
 )
+FITS = "What would make it fit"
+"""The section of a plan with the flags that help."""
 TOO_SMALL = re.compile(r"does not fit|too small", re.IGNORECASE)
 
 
@@ -50,6 +53,29 @@ def _plan(
 ) -> list[Finding]:
     if flags.value("device") == "cpu":
         return [ok("plan", "the launch itself is for a CPU, so no GPU was planned")]
+    asked = _ask(flags, config, rows, folder)
+    sized = [] if flags.has("gpu") else ["--gpu", gpu]
+    words = [sys.executable, "-P", "-m", "vime", "plan", *asked.argv, *sized]
+    try:
+        done = subprocess.run(
+            words, cwd=base, env=dict(environ), capture_output=True, encoding="utf-8", timeout=PLAN_S
+        )
+    except subprocess.TimeoutExpired:
+        return [warning("plan", f"not done after {PLAN_S} s", f"run it: {shlex.join(words[3:])}")]
+    log = folder / "plan.log"
+    log.write_text(done.stdout + done.stderr, encoding="utf-8")
+    if done.returncode == 0:
+        return [ok("plan", f"the flags fit {asked.value('gpu') or gpu}; the whole plan: {log}")]
+    lines = [line.strip() for line in done.stdout.splitlines() if TOO_SMALL.search(line)]
+    if not lines:
+        return [problem("plan", "\n".join(done.stderr.strip().splitlines()[-8:]), "")]
+    advice = re.search(rf"^{FITS}\n  (.*)", done.stdout, re.M)
+    remedy = f"{advice[1]}; the whole plan: {log}" if advice else f"the whole plan: {log}"
+    return [problem("plan", line, remedy if line is lines[-1] else "") for line in lines[-8:]]
+
+
+def _ask(flags: Flags, config: Mapping[str, object], rows: Path | None, folder: Path) -> Flags:
+    """Returns the launch's flags with a folder that has config.json and no weights, and with the rehearsal's rows."""
     asked = Flags(list(flags.groups))
     shape = folder / "shape"
     shape.mkdir(exist_ok=True)
@@ -58,29 +84,21 @@ def _plan(
             shutil.copyfile(file, shape / file.name)
     (shape / "config.json").write_text(json.dumps(config), encoding="utf-8")
     asked.set("hf_checkpoint", "", shape)
-    for name in ("ref_load", "load", "critic_load", "opd_teacher_load"):
+    for name in ("ref_load", "load", "critic_load"):
         asked.drop(name, "")
+    if flags.has("opd_teacher_load"):
+        asked.set("opd_teacher_load", "", shape)
     for name in ("save", "run_dir"):
         if flags.has(name):
             asked.set(name, "", folder / "planned" / name)
     if rows is not None and rows.exists():
         asked.set("prompt_data", "", rows)
+        if flags.has("num_epoch"):  # a few rows are less than an epoch
+            asked.drop("num_epoch", "")
+            asked.set("num_rollout", "", 1)
     asked.drop("eval_prompt_data", "")
     asked.drop("eval_interval", "")
-    sized = [] if flags.has("gpu") else ["--gpu", gpu]
-    words = [sys.executable, "-P", "-m", "vime", "plan", *asked.argv, *sized]
-    done = subprocess.run(
-        words, cwd=base, env=dict(environ), capture_output=True, encoding="utf-8", timeout=PLAN_S
-    )
-    (folder / "plan.log").write_text(done.stdout + done.stderr, encoding="utf-8")
-    if done.returncode == 0:
-        return [
-            ok("plan", f"the flags fit {asked.value('gpu') or gpu}; the whole plan: {folder / 'plan.log'}")
-        ]
-    lines = [
-        line.strip() for line in done.stdout.splitlines() if TOO_SMALL.search(line)
-    ] or done.stderr.strip().splitlines()
-    return [problem("plan", line, "") for line in lines[-8:]]
+    return asked
 
 
 def _paths(flags: Flags, base: Path) -> list[Finding]:

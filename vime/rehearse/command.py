@@ -35,6 +35,7 @@ TOKENIZER_FILES = (
     "chat_template*",
     "*.model",
     "*.py",
+    "*processor_config.json",
 )
 PAGE_FILE = "page.txt"
 USAGE = """vime rehearse run.sh [ARGUMENTS OF THE SCRIPT]
@@ -178,6 +179,13 @@ def _read_model(flags: Flags, base: Path, notes: list[str]) -> tuple[Mapping[str
         notes.append(f"{name} has no config.json here, so the model's flags describe the family")
         return guess_config(flags), None
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if flags.has("multimodal_keys") and not any(folder.glob("p*processor_config.json")):
+        raise FlagError(
+            "--hf-checkpoint",
+            "have the files of its processor and tokenizer here, because --multimodal-keys is given",
+            name,
+            "copy preprocessor_config.json, tokenizer.json and tokenizer_config.json to that path",
+        )
     if not any(folder.glob("tokenizer*")):
         notes.append(f"{name} has no tokenizer here, so one with a token per byte was made")
         return config, None

@@ -108,9 +108,8 @@ def _fit_layout(flags: Flags, processes: int) -> None:
     data = 2 if ranks == 1 and wanted > 1 and processes > 1 else 1
     experts = flags.number("expert_model_parallel_size", 1)
     if experts > 1:
-        flags.set(
-            "expert_model_parallel_size", f"at most {processes} trainer processes here", min(2, ranks * data)
-        )
+        shared = ranks * data // flags.number("pipeline_model_parallel_size", 1)
+        flags.set("expert_model_parallel_size", f"at most {processes} trainer processes here", min(2, shared))
     if flags.number("expert_tensor_parallel_size", 1) > 1:
         flags.set("expert_tensor_parallel_size", f"at most {processes} trainer processes here", 1)
     if flags.number("tensor_model_parallel_size", 1) == 1:

@@ -28,7 +28,6 @@ SIZES: dict[str, int] = {
     "v_head_dim": 16,
     "index_head_dim": 128,
     "index_n_heads": 32,
-    "index_topk": 512,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 128,
@@ -93,6 +92,8 @@ def _shrink_text(config: Hf, layers: int, vocab: int | None) -> Values:
     tiny["num_key_value_heads"] = HEADS if shared == kept else 2
     if config.get("kv_lora_rank") is not None:
         tiny |= LATENT
+    if tiny.get("index_topk"):
+        tiny["index_topk"] = CONTEXT  # on a CPU, vLLM's sparse attention sees all tokens
     if "first_k_dense_replace" in tiny:
         tiny["first_k_dense_replace"] = min(int(tiny["first_k_dense_replace"] or 0), 1)
     tiny["num_experts_per_tok"] = min(int(config.get("num_experts_per_tok") or 0), 2) or None
