@@ -22,7 +22,6 @@ class TenantSpec:
     seed: int | None = None
     train_attn: bool = True
     train_mlp: bool = True
-    train_unembed: bool = False
 
 
 @dataclass(frozen=True)

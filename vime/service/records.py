@@ -142,7 +142,7 @@ async def set_lifetime(service: TenantService, tenant: str, request: web.Request
 async def get_weights_info(service: TenantService, tenant: str, request: web.Request) -> web.Response:
     path = str(read_json(await request.read()).get("tinker_path"))
     spec = json.loads(str(service.checkpoints.find(tenant, path)["spec"]))
-    parts = {name: spec[name] for name in ("train_unembed", "train_mlp", "train_attn")}
+    parts = {"train_unembed": False, **{name: spec[name] for name in ("train_mlp", "train_attn")}}
     return web.json_response(
         {"base_model": service.settings.name, "is_lora": True, "lora_rank": spec["rank"], **parts}
     )

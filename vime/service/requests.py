@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,8 @@ _CLIENT_BLOCK = 1_000_000_000
 """Numbers of sample requests per client of a sampling session."""
 _BINARY = ("forward", "forward_backward", "sample")
 """Kinds of requests whose results are protobuf."""
+NO_HEAD = "train_unembed=True has no effect, because the head gets no adapter here; pass train_unembed=False"
+_log = logging.getLogger(__name__)
 
 
 class LoraBody(msgspec.Struct, frozen=True):
@@ -128,22 +131,24 @@ async def create_model(service: TenantService, tenant: str, request: web.Request
     lora = fields.lora_config
     if not 1 <= lora.rank <= service.limits.rank:
         raise Refusal(400, f"rank must be 1 to {service.limits.rank}, got {lora.rank}; choose a smaller rank")
-    if (kind := fields.optimizer_config.get("type", "adamw")) != "adamw":
-        raise Refusal(400, f"the optimizer must be adamw, got {str(kind)[:40]}; leave the optimizer out")
-    spec = TenantSpec(
-        lora.rank,
-        seed=lora.seed,
-        train_attn=lora.train_attn,
-        train_mlp=lora.train_mlp,
-        train_unembed=lora.train_unembed,
-    )
+    _require_adam(fields.optimizer_config)
+    spec = TenantSpec(lora.rank, seed=lora.seed, train_attn=lora.train_attn, train_mlp=lora.train_mlp)
     spec_text = msgspec.json.encode(spec).decode()
     model = await _add_model(
         service, tenant, fields.session_id, fields.model_seq_id, spec_text, fields.user_metadata
     )
-    return _answer_future(
-        service.accept_training(model, 0, "create_model", body), fields.session_id and model["id"]
-    )
+    answer = _answer_future(service.accept_training(model, 0, "create_model", body), model["id"])
+    if lora.train_unembed:  # the client's default; the client logs a note of this header
+        answer.headers["x-deprecation-note"] = NO_HEAD
+        service.audit.write(tenant, "no_head_adapter", request=f"{model['id']}:0")
+        _log.warning("model %s of %s: %s", model["id"], tenant, NO_HEAD)
+    return answer
+
+
+def _require_adam(optimizer: Row) -> None:
+    """Refusal for another optimizer than the service's."""
+    if (kind := optimizer.get("type", "adamw")) != "adamw":
+        raise Refusal(400, f"the optimizer must be adamw, got {str(kind)[:40]}; leave the optimizer out")
 
 
 def _accept(
@@ -217,6 +222,8 @@ async def save_weights(service: TenantService, tenant: str, request: web.Request
 async def load_weights(service: TenantService, tenant: str, request: web.Request) -> web.Response:
     """Accepts a load into a model, or a new model with a checkpoint's state."""
     fields = read_json(await request.read())
+    if isinstance(optimizer := fields.get("optimizer_config"), dict):
+        _require_adam(optimizer)
     content = {"path": fields.get("path"), "optimizer": bool(fields.get("optimizer"))}
     if fields.get("session_id") is not None:
         spec = _find_state(service, tenant, fields)["spec"]

@@ -15,6 +15,7 @@ from service_thread import ServiceThread
 from tinker import types
 
 from vime.service.limits import TenantLimits
+from vime.service.requests import NO_HEAD
 from vime.testing.tiny_model import write_tiny_model
 
 PER_MINUTE = 600
@@ -92,6 +93,31 @@ def test_the_message_of_a_refusal(service: ServiceThread) -> None:
         too_many = [make_datum("x" * 202)] * 3
         with pytest.raises(tinker.RequestFailedError, match="at most 600 tokens, got 603; send fewer"):
             trainer.forward(too_many, "cross_entropy").result()
+
+
+def test_the_head_has_no_adapter(service: ServiceThread, caplog: pytest.LogCaptureFixture) -> None:
+    """The client asks for an adapter of the head by default. It logs that the service has none."""
+    with service.client("alice") as client:
+        path = client.create_lora_training_client("tiny", rank=8).result().save_state("one").result().path
+        assert (
+            client.create_rest_client().get_weights_info_by_tinker_path(path).result().train_unembed is False
+        )
+        (line,) = service.read_audit("alice", "no_head_adapter")
+        assert line["request"] == f"{path.split('/')[2]}:0"
+    assert (
+        sum(
+            NO_HEAD in record.getMessage()
+            for record in caplog.records
+            if record.name == "tinker._base_client"
+        )
+        == 1
+    )
+    caplog.clear()
+    with service.client("bob") as client:
+        make_trainer(client)
+        with pytest.raises(tinker.BadRequestError, match="the optimizer must be adamw, got dimuon"):
+            client.create_training_client_from_state(path, optimizer=types.DimuonOptimizerConfig()).result()
+    assert NO_HEAD not in caplog.text
 
 
 def test_a_key_of_another_tenant(service: ServiceThread) -> None:

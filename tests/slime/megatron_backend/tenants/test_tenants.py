@@ -237,7 +237,7 @@ def test_bad_requests_are_errors(trainer: Trainer) -> None:
     with pytest.raises(ValueError, match="rank must be 1 to 8, the largest of this service, got 9"):
         trainer.add("a", TenantSpec(9))
     with pytest.raises(ValueError, match="must train attention or MLP, got neither"):
-        trainer.add("a", TenantSpec(4, train_attn=False, train_mlp=False, train_unembed=True))
+        trainer.add("a", TenantSpec(4, train_attn=False, train_mlp=False))
     with pytest.raises(ValueError, match="the adapter must exist, got z"):
         trainer.optim_step("z", STEP)
     trainer.add("a", TenantSpec(4))
