@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
-TenantLoss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+TenantLoss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 TENANT_LOSSES: tuple[str, ...] = get_args(TenantLoss)
 
 StopReason = Literal["stop", "length"]
@@ -30,9 +30,9 @@ class TenantDatum:
 
     tokens: list[int]
     inputs: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """target_tokens and weights for cross_entropy; target_tokens, logprobs and advantages for the other losses. Each
-    has one value per token. A clip threshold may have one value per token instead of the value in `LossSpec.config`.
-    """
+    """target_tokens and weights for cross_entropy; target_tokens, logprobs and advantages for the other losses, and
+    sequence_ratio_mask for gspo. Each has one value per token. A clip threshold may have one value per token instead
+    of the value in `LossSpec.config`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LossSpec:
 
     name: TenantLoss
     config: Mapping[str, float] = field(default_factory=dict)
-    """clip_low_threshold and clip_high_threshold for ppo and cispo, beta for dro."""
+    """clip_low_threshold and clip_high_threshold for ppo, cispo and gspo, beta for dro."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from slime.protocols.tenants import TenantSpec
+from slime.protocols.tenants import TENANT_LOSSES, TenantSpec
 from vime.service.limits import Refusal
 from vime.service.service import TenantService, read_json
 from vime.service.store import ACTIVE, DONE, FAILED, WAITING, Row
@@ -303,6 +303,12 @@ async def sample(service: TenantService, tenant: str, request: web.Request) -> w
     if fields.target_prompt_logprobs is not None or fields.prompt_alt_tokens_k:
         raise Refusal(
             400, "target_prompt_logprobs and prompt_alt_tokens_k must be absent, got one; leave them out"
+        )
+    if fields.record_stability_info:
+        raise Refusal(
+            400,
+            "record_stability_info must be false, got true, because only the loss stable_reinforce reads it; choose "
+            f"one of {', '.join(TENANT_LOSSES)}",
         )
     sampler = service.sampler(tenant, fields.sampling_session_id)
     service.session(tenant, sampler["session"])

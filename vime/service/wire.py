@@ -101,6 +101,7 @@ class SampleBody(msgspec.Struct, frozen=True):
     prompt_logprobs_last_n: int | None = None
     target_prompt_logprobs: msgspec.Raw | None = None
     prompt_alt_tokens_k: int = 0
+    record_stability_info: bool | None = None
 
     def prompt_tokens(self) -> list[int]:
         if other := [chunk.type for chunk in self.prompt.chunks if chunk.type != "encoded_text"]:

@@ -7,6 +7,11 @@
     ppo                   -min(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
     cispo                 -(ratio.clamp(low, high).detach() * log_probs * advantages).sum()
     dro                   -(log_probs * advantages - beta / 2 * (log_probs - logprobs) ** 2).sum()
+    gspo                  as ppo, with s * exp(log_probs - log_probs.detach()) in place of ratio
+                          s = exp(mean of log_probs.detach() - logprobs over the datum's tokens in sequence_ratio_mask)
+
+The clip range of gspo is by default the one of its paper (arXiv 2507.18071), since the protocol's documentation that we
+could read does not state one.
 """
 
 from __future__ import annotations
@@ -21,6 +26,9 @@ from slime.protocols.tenants import LossSpec, TenantDatum
 
 TARGETS, WEIGHTS, SAMPLED, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
 LOW, HIGH, BETA = "clip_low_threshold", "clip_high_threshold", "beta"
+IN_RATIO = "sequence_ratio_mask"
+DATUM = "datum"
+"""The column with the number of each token's datum. All other columns are inputs of the client."""
 
 Columns = Mapping[str, Tensor]
 """Inputs and settings of a pass by name, [R] each."""
@@ -35,7 +43,22 @@ def importance_sampling(log_probs: Tensor, columns: Columns) -> Tensor:
 
 
 def clipped_objective(log_probs: Tensor, columns: Columns) -> Tensor:
-    ratio = (log_probs - columns[SAMPLED]).exp()
+    return _clip((log_probs - columns[SAMPLED]).exp(), columns)
+
+
+def sequence_objective(log_probs: Tensor, columns: Columns) -> Tensor:
+    """A datum's sums have its tokens only, so that they do not depend on the other data of a micro-batch."""
+    counted = columns[IN_RATIO] != 0
+    differences = (log_probs.detach() - columns[SAMPLED]).where(counted, 0.0)
+    sizes = columns[DATUM].unique_consecutive(return_counts=True)[1].tolist()
+    means = [
+        (x.sum() / some.sum()).expand(len(x))
+        for x, some in zip(differences.split(sizes), counted.split(sizes), strict=True)
+    ]
+    return _clip((torch.cat(means) + log_probs - log_probs.detach()).exp(), columns)
+
+
+def _clip(ratio: Tensor, columns: Columns) -> Tensor:
     clipped = ratio.clamp(columns[LOW], columns[HIGH])
     return -torch.minimum(ratio * columns[ADVANTAGES], clipped * columns[ADVANTAGES])
 
@@ -69,6 +92,7 @@ LOSSES: dict[str, TokenLoss] = {
     "ppo": TokenLoss(clipped_objective, settings=_CLIPS),
     "cispo": TokenLoss(clipped_ratio, settings=_CLIPS),
     "dro": TokenLoss(direct_reward, settings={BETA: 0.05}),
+    "gspo": TokenLoss(sequence_objective, (SAMPLED, ADVANTAGES, IN_RATIO), {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}),
 }
 
 
@@ -110,6 +134,10 @@ def check_datum(number: int, datum: TenantDatum, loss: LossSpec, vocab: int, con
             raise ValueError(
                 f"datum {number} must have finite values of {name}; check how they were computed"
             )
+    if IN_RATIO in needed and not any(datum.inputs[IN_RATIO]):
+        raise ValueError(
+            f"datum {number} must have a token in {IN_RATIO}, got only zeros; mark the sampled tokens with 1"
+        )
     for name, ids in (("tokens", datum.tokens), (TARGETS, datum.inputs[TARGETS])):
         if min(ids) < 0 or max(ids) >= vocab:
             raise ValueError(
@@ -127,7 +155,8 @@ def make_columns(data: list[TenantDatum], loss: LossSpec, device: torch.device) 
     for all tokens of its datum."""
     described = LOSSES[loss.name]
     defaults = {**described.per_token, **described.settings, **loss.config}
-    columns: dict[str, Tensor] = {}
+    sizes = torch.tensor([len(datum.tokens) for datum in data], device=device)
+    columns: dict[str, Tensor] = {DATUM: torch.arange(len(data), device=device).repeat_interleave(sizes)}
     for name in (*described.needed, *defaults):
         values: list[float] = []
         for datum in data:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tinker
-from service_process import make_datum, make_trainer, train
+from service_process import STEP, make_datum, make_trainer, train
 from service_thread import ServiceThread
 from tinker import types
 
@@ -118,6 +118,28 @@ def test_the_head_has_no_adapter(service: ServiceThread, caplog: pytest.LogCaptu
         with pytest.raises(tinker.BadRequestError, match="the optimizer must be adamw, got dimuon"):
             client.create_training_client_from_state(path, optimizer=types.DimuonOptimizerConfig()).result()
     assert NO_HEAD not in caplog.text
+
+
+def test_a_loss_that_is_not_served(service: ServiceThread) -> None:
+    """A client of stable_reinforce gets the names of the served losses before it samples. gspo is one of these."""
+    served = "cross_entropy, importance_sampling, ppo, cispo, dro, gspo"
+    inputs = {"target_tokens": [66, 67], "logprobs": [-5.5, -5.5], "advantages": [1.0, 1.0]}
+    inputs["sequence_ratio_mask"] = [0.0, 1.0]
+    datum = types.Datum(model_input=types.ModelInput.from_ints([65, 66]), loss_fn_inputs=inputs)
+    with service.client("alice") as client:
+        trainer = make_trainer(client)
+        done = trainer.forward_backward(
+            [datum], "gspo", {"clip_low_threshold": 0.1, "clip_high_threshold": 9.0}
+        )
+        assert trainer.optim_step(STEP).result().metrics["grad_norm"] > 0
+        assert done.result().metrics["loss:sum"] < 0
+        with pytest.raises(tinker.RequestFailedError, match=f"must be one of {served}, got stable_reinforce"):
+            trainer.forward_backward([datum], "stable_reinforce").result()
+        recorded = client.create_sampling_client(base_model="tiny", record_stability_info=True).result()
+        with pytest.raises(
+            tinker.BadRequestError, match=f"record_stability_info must be .* choose one of {served}"
+        ):
+            recorded.sample(types.ModelInput.from_ints([65]), 1, types.SamplingParams(max_tokens=1)).result()
 
 
 def test_a_key_of_another_tenant(service: ServiceThread) -> None:

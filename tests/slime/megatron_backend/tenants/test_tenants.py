@@ -3,6 +3,7 @@ saved states."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -53,6 +54,8 @@ def make_data(seed: int, loss: str = "cross_entropy", count: int = 5) -> list[Te
         else:
             inputs["logprobs"] = [-5.5 + 0.3 * rng.gauss(0, 1) for _ in range(size)]
             inputs["advantages"] = [rng.gauss(0, 1) for _ in range(size)]
+        if loss == "gspo":
+            inputs["sequence_ratio_mask"] = [0.0, *(rng.choice([0.0, 1.0]) for _ in range(size - 2)), 1.0]
         data.append(TenantDatum([rng.randrange(256) for _ in range(size)], inputs))
     return data
 
@@ -77,7 +80,8 @@ def train(trainer: Trainer, name: str, seed: int) -> PassResult:
 
 @pytest.mark.parametrize("loss", TENANT_LOSSES)
 def test_losses_have_the_gradients_of_float64(loss: str) -> None:
-    spec = LossSpec(loss, {"beta": 0.3} if loss == "dro" else {})  # type: ignore[arg-type]
+    settings = {"dro": {"beta": 0.3}, "gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}}
+    spec = LossSpec(loss, settings.get(loss, {}))  # type: ignore[arg-type]
     data = make_data(1, loss)
     columns = make_columns(data, spec, torch.device("cpu"))
     at = torch.linspace(-6.5, -4.5, len(columns[min(columns)]), dtype=torch.float64, requires_grad=True)
@@ -95,6 +99,8 @@ def reference_loss(loss: str, at: Tensor, columns: dict[str, Tensor]) -> Tensor:
     if loss == "cross_entropy":
         return sum((-w * x for w, x in zip(columns["weights"], at, strict=True)), at.new_zeros(()))
     total = at.new_zeros(())
+    if loss == "gspo":
+        return sum((reference_gspo(at, columns, n) for n in columns["datum"].unique()), total)
     for x, sampled, advantage in zip(at, columns["logprobs"], columns["advantages"], strict=True):
         ratio = torch.exp(x - sampled)
         if loss == "importance_sampling":
@@ -105,6 +111,18 @@ def reference_loss(loss: str, at: Tensor, columns: dict[str, Tensor]) -> Tensor:
             total = total - ratio.detach().clamp(0.8, 1.2) * x * advantage
         else:
             total = total - (x * advantage - 0.5 * 0.3 * (x - sampled) ** 2)
+    return total
+
+
+def reference_gspo(at: Tensor, columns: dict[str, Tensor], number: Tensor) -> Tensor:
+    """One datum. The ratio is the geometric mean over the masked tokens, with the gradient of each token's own."""
+    rows = (columns["datum"] == number).nonzero().flatten().tolist()
+    logs = [(at[i] - columns["logprobs"][i]).item() for i in rows if columns["sequence_ratio_mask"][i]]
+    ratio, total = math.exp(sum(logs) / len(logs)), at.new_zeros(())
+    for i in rows:
+        own = ratio * torch.exp(at[i] - at[i].item())
+        advantage = columns["advantages"][i]
+        total = total - min(own * advantage, own.clamp(0.9, 1.1) * advantage)
     return total
 
 
@@ -249,6 +267,12 @@ def test_bad_requests_are_errors(trainer: Trainer) -> None:
         trainer.forward("a", [TenantDatum([1], {"target_tokens": [1]})], LossSpec("ppo"))
     with pytest.raises(ValueError, match="ppo must have only the settings it reads"):
         trainer.forward("a", make_data(1, "ppo"), LossSpec("ppo", {"beta": 1.0}))
+    with pytest.raises(ValueError, match="datum 0 must have a token in sequence_ratio_mask, got only zeros"):
+        zeros = [
+            replace(x, inputs={**x.inputs, "sequence_ratio_mask": [0.0] * len(x.tokens)})
+            for x in make_data(1, "ppo")
+        ]
+        trainer.forward("a", zeros, LossSpec("gspo"))
     with pytest.raises(ValueError, match="a pass must have data, got none"):
         trainer.forward("a", [], CROSS_ENTROPY)
 
