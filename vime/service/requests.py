@@ -16,7 +16,7 @@ from slime.protocols.tenants import TENANT_LOSSES, TenantSpec
 from vime.service.limits import Refusal
 from vime.service.service import TenantService, read_json
 from vime.service.store import ACTIVE, DONE, FAILED, WAITING, Row
-from vime.service.wire import AdamBody, SampleBody, check_ids, read_message, read_pass
+from vime.service.wire import AdamBody, ModelBody, SampleBody, check_ids, read_message, read_pass
 
 Handler = Callable[[TenantService, str, web.Request], Awaitable[web.StreamResponse]]
 SERVICE: web.AppKey[TenantService] = web.AppKey("service", TenantService)
@@ -28,25 +28,6 @@ _BINARY = ("forward", "forward_backward", "sample")
 """Kinds of requests whose results are protobuf."""
 NO_HEAD = "train_unembed=True has no effect, because the head gets no adapter here; pass train_unembed=False"
 _log = logging.getLogger(__name__)
-
-
-class LoraBody(msgspec.Struct, frozen=True):
-    rank: int
-    seed: int | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-
-class ModelBody(msgspec.Struct, frozen=True):
-    """The body of create_model."""
-
-    session_id: str
-    model_seq_id: int
-    base_model: str
-    lora_config: LoraBody
-    user_metadata: dict[str, object] | None = None
-    optimizer_config: dict[str, object] = {}
 
 
 async def get_client_config(service: TenantService, tenant: str, request: web.Request) -> web.Response:

@@ -44,6 +44,25 @@ class PassRequest(msgspec.Struct, frozen=True):
         return sum(len(datum.tokens) for datum in self.data)
 
 
+class LoraBody(msgspec.Struct, frozen=True):
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class ModelBody(msgspec.Struct, frozen=True):
+    """The body of create_model."""
+
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    lora_config: LoraBody
+    user_metadata: dict[str, object] | None = None
+    optimizer_config: dict[str, object] = {}
+
+
 class AdamBody(msgspec.Struct, frozen=True):
     """The optimizer's fields in the body of optim_step."""
 
