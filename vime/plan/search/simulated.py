@@ -9,10 +9,11 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.hardware import Hardware
 from vime.plan.search.lengths import Lengths
-from vime.plan.search.results import Found, Searched
+from vime.plan.search.results import Searched
 from vime.plan.search.step_time import (
     GpuLayout,
     Model,
+    PredictedStep,
     Rates,
     decode_time,
     most_sequences,
@@ -47,7 +48,7 @@ def simulate(c: Config, gpu: Hardware, lengths: Lengths, searched: Searched) -> 
         if one.layout.colocated:
             continue
         found = [
-            Simulation(make_stream(model, gpu, one, samples, faults)).run(STEPS)
+            Simulation(make_stream(model, gpu, one.layout, one.prediction, samples, faults)).run(STEPS)
             for faults in (0.0, FAULTS_PER_GPU_HOUR / 3600)
         ]
         rows.append((f"{number}. {place(one.layout)}", found[0], found[1]))
@@ -61,10 +62,15 @@ def place(layout: GpuLayout) -> str:
 
 
 def make_stream(
-    model: Model, gpu: Hardware, found: Found, samples: Sequence[tuple[int, int]], faults: float
+    model: Model,
+    gpu: Hardware,
+    layout: GpuLayout,
+    prediction: PredictedStep,
+    samples: Sequence[tuple[int, int]],
+    faults: float,
 ) -> StreamParts:
     """Returns the stream of a layout. `faults`: faults per GPU and second."""
-    layout, rates = found.layout, Rates()
+    rates = Rates()
     mean = sum(prompt + response for prompt, response in samples) / len(samples)
     trained = ("forward", "backward", "head and loss", "optimizer", "gradients")
 
@@ -75,7 +81,7 @@ def make_stream(
         engines=layout.engines,
         sequences=most_sequences(model, gpu, layout, mean, 256),
         token_s=token_s,
-        train_s=sum(found.prediction.parts[name] for name in trained),
+        train_s=sum(prediction.parts[name] for name in trained),
         update_s=update_time(model, rates) + rates.turn_s,
         lengths=samples,
         ahead=layout.ahead,

@@ -61,6 +61,8 @@ class _Engine:
     length: float = 0.0
     """Sum of the present lengths of its requests, as far as they are known without the tokens decoded since `since`."""
     since: float = 0.0
+    token_s: float = 0.0
+    """Seconds per token until the next response ends, from the mean length until then."""
     version: int = 0
     up: bool = True
     times: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -170,22 +172,20 @@ class Simulation:
         elif self.paused:
             engine.times[UPDATING] += lasted
         elif engine.ends:
-            tokens = lasted / self._token_s(engine)
+            tokens = lasted / engine.token_s
             engine.done += tokens
             engine.length += tokens * len(engine.ends)
             engine.times[DECODING] += lasted
         else:
             engine.times[WAITING] += lasted
 
-    def _token_s(self, engine: _Engine) -> float:
-        return self.stream.token_s(len(engine.ends), engine.length / len(engine.ends))
-
     def _plan_end(self, engine: _Engine) -> None:
         engine.version += 1
         if not engine.ends or self.paused or not engine.up:
             return
         version, left = engine.version, max(0.0, engine.ends[0][0] - engine.done)
-        self._at(left * self._token_s(engine), lambda: self._end(engine, version))
+        engine.token_s = self.stream.token_s(len(engine.ends), engine.length / len(engine.ends) + left / 2)
+        self._at(left * engine.token_s, lambda: self._end(engine, version))
 
     def _end(self, engine: _Engine, version: int) -> None:
         if version != engine.version:

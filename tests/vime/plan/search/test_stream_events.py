@@ -38,6 +38,13 @@ def test_a_long_response_holds_up_the_step() -> None:
     assert Simulation(replace(QUIET, lengths=lengths)).run(5).step_s == pytest.approx(12.0 + 3.5)
 
 
+def test_a_token_takes_longer_after_more_tokens() -> None:
+    """A token takes 1 ms per token of the sequence's length."""
+    stream = replace(QUIET, token_s=lambda count, length: 1e-3 * length)
+    decoding = 1e-3 * (10 * 400 + 400**2 / 2)
+    assert Simulation(stream).run(3).step_s == pytest.approx(decoding + 3.5)
+
+
 def test_rewards_delay_the_batch() -> None:
     step = Simulation(replace(QUIET, reward_s=1.0), seed=3).run(20).step_s
     assert 7.5 + 1.0 < step < 7.5 + 8.0
