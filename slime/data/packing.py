@@ -30,6 +30,7 @@ from slime.models.decoder import Hf
 from slime.models.vision import Vision
 from slime.plan.flops import ForwardFlops
 from slime.plan.stages import micro_batch_group
+from slime.system.uploads import upload
 from slime.types import TrainData
 
 
@@ -316,7 +317,6 @@ def pack(
     images = sample_images(data, samples, vision)
     prompts = shared_prompts(data, samples, columns, images) if share_prompts else ()
     part = token_slice(lengths, rank=cp_rank, size=cp_size, multiple=multiple, prompts=prompts)
-    # First, because most of the host's time goes here, and the copies below wait for the device.
     wanted = [COLUMNS[name] for name in columns]
     of_rows = {c.name: c.to_rows(data, samples, part) for c in wanted if c.to_rows is not None}
     packed = torch.cat([data["tokens"][i] for i in samples])
@@ -333,18 +333,18 @@ def pack(
     packed_images = pack_images(images, vision, part.tokens, part.rows, has_tower=has_tower, cache=cache)
     return MicroBatch(
         part=part,
-        tokens=tokens.to(device),
-        rows=rows.to(device),
-        targets=packed[predicting[mine] + 1].to(device),
-        mine=mine.to(device) if cp_size > 1 else None,
-        sample_of_row=sample_of_row.to(device),
+        tokens=upload(tokens, device),
+        rows=upload(rows, device),
+        targets=upload(packed[predicting[mine] + 1], device),
+        mine=upload(mine, device) if cp_size > 1 else None,
+        sample_of_row=upload(sample_of_row, device),
         samples=list(samples),
         columns={
-            c.name: torch.cat([data[c.name][i] for i in samples]).to(device)
+            c.name: upload(torch.cat([data[c.name][i] for i in samples]), device)
             for c in wanted
             if c.kind == "response"
         },
-        of_rows={name: rows.to(device) for name, rows in of_rows.items()},
+        of_rows={name: upload(rows, device) for name, rows in of_rows.items()},
         packed=packed,
         predicting=predicting,
         images=None if packed_images is None else packed_images.to(device),

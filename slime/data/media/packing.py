@@ -16,6 +16,7 @@ from slime.data.media.media import Medium, list_media
 from slime.data.media.positions import ImageRun, find_runs, image_positions
 from slime.data.media.tower_cache import TowerCache
 from slime.models.vision import Vision
+from slime.system.uploads import upload
 from slime.vision.inputs import TrainInputs
 
 
@@ -39,9 +40,9 @@ class PackedImages:
     def to(self, device: torch.device | str) -> PackedImages:
         return PackedImages(
             self.media,
-            self.rows.to(device),
-            self.features.to(device),
-            None if self.positions is None else self.positions.to(device),
+            upload(self.rows, device),
+            upload(self.features, device),
+            None if self.positions is None else upload(self.positions, device),
             self.cache,
             self.whole,
         )

@@ -44,6 +44,7 @@ from slime.megatron_backend.model.vision.whole_images import (
     attend_to_whole_images,
     find_whole_images,
 )
+from slime.system.uploads import upload
 
 # Longest divided by shortest sequence of a bucket. This ratio limits the padding and the number of buckets.
 _BUCKET_RATIO = 1.5
@@ -135,18 +136,18 @@ def packed_layout(
     seen = [run.stop for run in part.runs]
     layout = PackedLayout(
         qkv_format="thd",
-        cu_seqlens_q=_cumulative(queries).to(device),
-        cu_seqlens_kv=_cumulative(seen).to(device),
+        cu_seqlens_q=upload(_cumulative(queries), device),
+        cu_seqlens_kv=upload(_cumulative(seen), device),
         max_seqlen_q=max(queries, default=0),
         max_seqlen_kv=max(seen, default=0),
         own=len(part.tokens),
         lengths=tuple(part.lengths),
-        token_indices=index.to(device),
-        bounds=_cumulative(list(part.lengths)).to(device),
-        positions=positions.to(device),
-        buckets=[b if b.mask is None else b._replace(mask=b.mask.to(device)) for b in buckets],
-        query_slots=query_slots.to(device),
-        key_slots=key_slots.to(device),
+        token_indices=upload(index, device),
+        bounds=upload(_cumulative(list(part.lengths)), device),
+        positions=upload(positions, device),
+        buckets=[b if b.mask is None else b._replace(mask=upload(b.mask, device)) for b in buckets],
+        query_slots=upload(query_slots, device),
+        key_slots=upload(key_slots, device),
         images=images,
         whole_images=None if images is None else find_whole_images(part.runs, images.whole, device),
     )
@@ -156,7 +157,7 @@ def packed_layout(
         total = part.size * part.rows if part.size > 1 else len(part.tokens)
         layout.keys = GatheredRows.of(keys, total).to(device)
         if part.size > 1:
-            layout.context_group, layout.gathered = context_group, part.gathered.to(device)
+            layout.context_group, layout.gathered = context_group, upload(part.gathered, device)
     return layout
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from slime.system.uploads import upload
+
 
 @dataclass(frozen=True)
 class GatheredRows:
@@ -28,7 +30,7 @@ class GatheredRows:
         return cls(order, readers, torch.searchsorted(in_order, torch.arange(total, device=order.device)))
 
     def to(self, device: torch.device | str) -> GatheredRows:
-        return GatheredRows(self.order.to(device), self.readers.to(device), self.starts.to(device))
+        return GatheredRows(*(upload(x, device) for x in (self.order, self.readers, self.starts)))
 
 
 def take(x: Tensor, rows: GatheredRows) -> Tensor:

@@ -17,6 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.functional import grouped_mm
 
 from rl_kernel import fp8
+from slime.system.uploads import upload
 
 Rounding = Callable[[Tensor], Tensor]
 
@@ -24,12 +25,9 @@ Rounding = Callable[[Tensor], Tensor]
 def expert_ends(shares: Tensor, device: torch.device) -> Tensor:
     """Maps the number of rows per expert, [E] on any device, to the end of each expert's rows, int32 [E] on `device`.
 
-    The host does not wait for the device. Numbers on the host are copied from pinned memory.
+    The host does not wait for the device.
     """
-    ends = shares.cumsum(0, dtype=torch.int32)
-    if device.type == "cuda" and not ends.is_cuda:
-        ends = ends.pin_memory()
-    return ends.to(device, non_blocking=True)
+    return upload(shares.cumsum(0, dtype=torch.int32), device)
 
 
 class GroupedProduct(torch.autograd.Function):

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from slime.data.token_slice import TokenRun, ranges
 from slime.megatron_backend.model.attention_scores import plain_attention, varlen_attention
+from slime.system.uploads import upload
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,10 @@ def find_whole_images(
         starts.append(first_keys[number])
     queries, keys = zip(*lengths, strict=True)
     return WholeImages(
-        ranges([start for start, _ in spans], queries).to(device),
-        ranges(starts, keys).to(device),
-        torch.tensor([0, *accumulate(queries)], dtype=torch.int32, device=device),
-        torch.tensor([0, *accumulate(keys)], dtype=torch.int32, device=device),
+        upload(ranges([start for start, _ in spans], queries), device),
+        upload(ranges(starts, keys), device),
+        upload(torch.tensor([0, *accumulate(queries)], dtype=torch.int32), device),
+        upload(torch.tensor([0, *accumulate(keys)], dtype=torch.int32), device),
         tuple(lengths),
     )
 
