@@ -2,10 +2,12 @@
 
     python benchmarks/fp8_products.py OUT.json                   the four products of a Qwen3-4B layer, 16,384 rows
     python benchmarks/fp8_products.py OUT.json --experts         also the grouped products of a Qwen3-30B-A3B layer
+    python benchmarks/fp8_products.py OUT.json --deepgemm        also with DeepGEMM, from the package sgl-deep-gemm
     python benchmarks/fp8_products.py OUT.json --device cpu --rows 64       the reference, to try the script
 
 A row has the time of the product alone, with the rounding of its operands, and of bfloat16 (cuBLAS, or torch's grouped
-product). Weights are rounded once per optimizer step, so their rounding has its own row in the JSON. Each time is the
+product). `weight_gradient_added` is the weight's gradient and its sum with a float32 buffer, which DeepGEMM computes in
+one kernel. Weights are rounded once per optimizer step, so their rounding has its own row in the JSON. Each time is the
 median of `--repeats` calls between two events of the device. `host_us` are the host's times of a layer's forward and
 backward, with few rows. The errors are relative to the
 float64 product of the unrounded operands, and the last column compares the kernels with the reference of
@@ -18,7 +20,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +73,24 @@ class Timer:
         return float(begin.elapsed_time(end))
 
 
+@contextmanager
+def products(name: str) -> Iterator[None]:
+    """Multiplies with a library inside the block, and with torch afterwards."""
+    device = torch.device("cuda")
+    fp8.choose_products(name, device)
+    try:
+        yield
+    finally:
+        fp8.choose_products("torch", device)
+
+
 def relative(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def parts_on_gpu(x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | None) -> dict[str, Call]:
+def parts_on_gpu(
+    x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | None, deepgemm: bool
+) -> dict[str, Call]:
     """Returns name -> product of operands that are rounded already."""
     from rl_kernel.fp8 import fast, library
     from rl_kernel.fp8.kernels import RowGroups, multiply_columns, multiply_rows, quantize, quantize_blocks
@@ -96,6 +112,8 @@ def parts_on_gpu(x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | No
             "input_gradient_torch": lambda: library.multiply_rows(grad_rows, turned, dtype),
             "weight_gradient_torch": lambda: library.multiply_columns(grad_columns, columns, dtype),
         }
+    if deepgemm:
+        found |= parts_with_deepgemm(x, weights, upstream, spans)
     rounding: dict[str, Callable[[], object]] = {
         "round_rows": lambda: quantize(x, None, rows=True, columns=False, power_of_two=False),
         "round_columns": lambda: quantize(x, spans, rows=False, columns=True, power_of_two=False),
@@ -105,13 +123,33 @@ def parts_on_gpu(x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | No
     return {**found, **rounding}  # type: ignore[dict-item]  # a rounding returns operands
 
 
+def parts_with_deepgemm(x: Tensor, weights: Tensor, upstream: Tensor, spans: Any) -> dict[str, Call]:
+    from rl_kernel.fp8 import deepgemm
+    from rl_kernel.fp8.kernels import quantize, quantize_blocks
+
+    apart = {"rows": True, "columns": False, "power_of_two": False, "apart": spans is not None}
+    rows: Any = quantize(x, spans, **apart)[0]
+    grads: Any = quantize(upstream, spans, **apart)[0]
+    blocks, turned = quantize_blocks(weights, power_of_two=False, exact=True)
+    pairs: dict[str, tuple[Any, Any]] = {"forward": (rows, blocks), "input_gradient": (grads, turned)}
+
+    def multiply(left: Any, right: Any) -> Call:
+        if spans is None:
+            return lambda: deepgemm.multiply_rows(left, right)
+        return lambda: deepgemm.multiply_expert_rows(left, right, spans, len(weights))
+
+    return {f"{name}_deepgemm": multiply(*pair) for name, pair in pairs.items()}
+
+
 def plain(x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | None) -> dict[str, Call]:
     """Returns name -> the product in bfloat16."""
     if ends is None:
+        total = torch.zeros(weights[0].shape, device=x.device)
         return {
             "forward": lambda: x @ weights[0].T,
             "input_gradient": lambda: upstream @ weights[0],
             "weight_gradient": lambda: upstream.T @ x,
+            "weight_gradient_added": lambda: total.add_(upstream.T @ x),
         }
     return {
         "forward": lambda: grouped_mm(x, weights.transpose(1, 2), offs=ends),
@@ -126,13 +164,26 @@ def whole(module: Any, x: Tensor, weights: Tensor, upstream: Tensor, ends: Tenso
     rounded = module.round_upstream(upstream, ends, False)
     _, columns = module.outputs_and_columns(x, module.round_weights(weights, False), ends, False)
     kept = module.round_weights(weights, False)  # once per optimizer step
+    added: dict[str, Call] = {}
+    if ends is None:
+        total = torch.zeros(weights[0].shape, device=x.device)
+        added["weight_gradient_added"] = lambda: add_gradient(module, rounded, columns, x.dtype, total)
     return {
         "forward": lambda: module.outputs_and_columns(x, kept, ends, False)[0],
         "input_gradient": lambda: module.input_gradients(
             module.round_upstream(upstream, ends, False), kept, ends, False
         ),
         "weight_gradient": lambda: module.weight_gradients(rounded, columns, ends, False, x.dtype),
+        **added,
     }
+
+
+def add_gradient(module: Any, rounded: Any, columns: Any, dtype: torch.dtype, total: Tensor) -> Tensor:
+    """Adds a weight's gradient to a buffer: in one kernel with DeepGEMM, and otherwise as Megatron does."""
+    if fp8.uses_deepgemm(dtype):
+        module.add_weight_gradient(rounded, columns, False, total)
+        return total
+    return total.add_(module.weight_gradients(rounded, columns, None, False, dtype)[0])
 
 
 def errors(got: dict[str, Tensor], x: Tensor, weight: Tensor, upstream: Tensor, rows: int) -> dict[str, Any]:
@@ -159,16 +210,22 @@ def errors(got: dict[str, Tensor], x: Tensor, weight: Tensor, upstream: Tensor, 
     }
 
 
-def host_time(shape: tuple[int, int]) -> dict[str, float]:
+def host_time(shape: tuple[int, int], deepgemm: bool) -> dict[str, float]:
     """Returns the host's time of a layer's forward and backward in fp8 and in bfloat16, and the launches, with
-    128 rows. The weight is rounded once, as in a step of several micro-batches."""
+    128 rows. The weight is rounded once, as in a step of several micro-batches. With DeepGEMM, the weight's gradient is
+    added to a buffer."""
     weight = nn.Parameter(torch.randn(*shape, device="cuda").bfloat16())
     x = torch.randn(128, shape[1], device="cuda").bfloat16().requires_grad_()
     upstream = torch.randn(128, shape[0], device="cuda").bfloat16()
+    total = torch.zeros(shape, device="cuda")
     found: dict[str, float] = {}
     wait = torch.cuda.synchronize
-    for name, layer in (("fp8", fp8.linear), ("bf16", linear)):
-        with fp8.keep_rounded(gradients=True):
+    layers: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]]
+    layers = {"fp8": ("torch", fp8.linear), "bf16": ("torch", linear)}
+    if deepgemm:
+        layers["deepgemm"] = "deepgemm", lambda x, weight: fp8.linear(x, weight, weight_grad=total)
+    for name, (library, layer) in layers.items():
+        with products(library), fp8.keep_rounded(gradients=True):
             for calls in (5, HOST_CALLS):
                 wait()
                 start = time.perf_counter()
@@ -203,16 +260,24 @@ def compare(shape: tuple[int, int], asked: argparse.Namespace, experts: int) -> 
         from rl_kernel.fp8 import fast
 
         module = fast
-        parts = parts_on_gpu(x, weights, upstream, ends)
+        parts = parts_on_gpu(x, weights, upstream, ends, asked.deepgemm)
         found["parts_ms"] = {name: timer.median_ms(call) for name, call in parts.items()}
     calls = whole(module, x, weights, upstream, ends)
     found["fp8_ms"] = {name: timer.median_ms(call) for name, call in calls.items()}
     found["bf16_ms"] = {name: timer.median_ms(c) for name, c in plain(x, weights, upstream, ends).items()}
+    results = {name: call() for name, call in calls.items()}
+    if asked.deepgemm:
+        with products("deepgemm"):
+            calls = whole(module, x, weights, upstream, ends)
+            found["deepgemm_ms"] = {name: timer.median_ms(call) for name, call in calls.items()}
+            again = {name: call() for name, call in calls.items()}
+        found["deepgemm_difference"] = max(
+            relative(again[name], result) for name, result in results.items() if "added" not in name
+        )
     if not experts:
-        results = {name: call() for name, call in calls.items()}
         found["errors"] = errors(results, x, weights[0], upstream, min(rows, CHECKED))
         if asked.device == "cuda":
-            found["host"] = host_time(shape)
+            found["host"] = host_time(shape, asked.deepgemm)
     flops = 2 * rows * outputs * inputs
     found["fp8_tflops"] = {name: flops / ms / 1e9 for name, ms in found["fp8_ms"].items()}
     found["bf16_tflops"] = {name: flops / ms / 1e9 for name, ms in found["bf16_ms"].items()}
@@ -225,6 +290,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--deepgemm", action="store_true")
     parser.add_argument("--repeats", type=int, default=9)
     asked = parser.parse_args()
     cuda = asked.device == "cuda"
@@ -237,32 +303,51 @@ def main() -> None:
     shapes = {name: (shape, 0) for name, shape in LAYERS.items()}
     if asked.experts:
         shapes |= {name: (shape, COUNT) for name, shape in EXPERTS.items()}
-    print(
-        "product | bf16 / fp8 with rounding: forward, input gradient, weight gradient | bf16 / fp8 products alone"
-    )
+    print(TITLE)
     for name, (shape, experts) in shapes.items():
         found = record["layers"][name] = compare(shape, asked, experts)
-        ratios = [found["bf16_ms"][key] / ms for key, ms in found["fp8_ms"].items()]
-        line = f"{name} | " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        if parts := found.get("parts_ms"):
-            line += " | rounding ms " + ", ".join(
-                f"{v:.3f}" for k, v in parts.items() if k.startswith("round")
-            )
-            kinds = [kind for kind in ("torch", "triton") if f"forward_{kind}" in parts]
-            alone = [
-                f"{kind} "
-                + ", ".join(f"{ms / parts[f'{key}_{kind}']:.2f}" for key, ms in found["bf16_ms"].items())
-                for kind in kinds
-            ]
-            line += " | " + "; ".join(alone)
-        if "errors" in found:
-            worst = max(error["to_reference"] for error in found["errors"].values())
-            line += f" | largest difference from the reference {worst:.1e}"
-        if host := found.get("host"):
-            line += f" | host us, launches: fp8 {host['fp8_us']:.0f}, {host['fp8_launches']}; bf16 "
-            line += f"{host['bf16_us']:.0f}, {host['bf16_launches']}"
-        print(line, flush=True)
+        print(f"{name} | {describe_layer(found)}", flush=True)
         asked.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+TITLE = (
+    "product | bf16 / fp8 with rounding: forward, input gradient, weight gradient, the same added to a buffer | "
+    "with DeepGEMM | bf16 / fp8 products alone"
+)
+
+
+def ratios(found: dict[str, Any], kind: str) -> str:
+    return ", ".join(f"{found['bf16_ms'][key] / ms:.2f}" for key, ms in found[kind].items())
+
+
+def describe_layer(found: dict[str, Any]) -> str:
+    """Returns the figures of a layer in one line."""
+    line = ratios(found, "fp8_ms")
+    if "deepgemm_ms" in found:
+        difference = found["deepgemm_difference"]
+        line += f" | deepgemm {ratios(found, 'deepgemm_ms')}, difference {difference:.1e}"
+    if parts := found.get("parts_ms"):
+        rounding = ", ".join(f"{v:.3f}" for k, v in parts.items() if k.startswith("round"))
+        kinds = [kind for kind in ("torch", "triton", "deepgemm") if f"forward_{kind}" in parts]
+        names = ("forward", "input_gradient", "weight_gradient")
+        alone = (
+            f"{kind} "
+            + ", ".join(
+                f"{found['bf16_ms'][key] / parts[f'{key}_{kind}']:.2f}"
+                for key in names
+                if f"{key}_{kind}" in parts
+            )
+            for kind in kinds
+        )
+        line += f" | rounding ms {rounding} | " + "; ".join(alone)
+    if "errors" in found:
+        worst = max(error["to_reference"] for error in found["errors"].values())
+        line += f" | largest difference from the reference {worst:.1e}"
+    if host := found.get("host"):
+        kinds = [kind for kind in ("fp8", "bf16", "deepgemm") if f"{kind}_us" in host]
+        line += " | host us, launches: "
+        line += "; ".join(f"{kind} {host[f'{kind}_us']:.0f}, {host[f'{kind}_launches']}" for kind in kinds)
+    return line
 
 
 if __name__ == "__main__":

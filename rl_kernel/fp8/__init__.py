@@ -2,9 +2,10 @@
 
 A value is rounded to `code * scale`, where the code is a number of e4m3 and the scale belongs to 128 elements of an
 activation, or to 128 x 128 elements of a weight. `reference` defines the results in plain PyTorch. On a GPU, Triton
-kernels round, with the same bits, and torch (cuBLAS) or Triton multiplies.
+kernels round, with the same bits, and torch (cuBLAS), DeepGEMM or Triton multiplies.
 """
 
+from rl_kernel.fp8.choice import PRODUCTS, choose_products, uses_deepgemm
 from rl_kernel.fp8.kept import keep_rounded
 from rl_kernel.fp8.layers import (
     check_sizes,
@@ -19,7 +20,9 @@ from rl_kernel.fp8.reference import GROUP
 
 __all__ = [
     "GROUP",
+    "PRODUCTS",
     "check_sizes",
+    "choose_products",
     "expert_gradients",
     "expert_outputs",
     "keep_rounded",
@@ -28,4 +31,5 @@ __all__ = [
     "refusal",
     "round_experts",
     "row_parallel_linear",
+    "uses_deepgemm",
 ]

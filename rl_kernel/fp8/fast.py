@@ -1,7 +1,9 @@
-"""The functions of `rl_kernel.fp8.reference` for a GPU: Triton quantisers, and the products of torch or Triton.
+"""The functions of `rl_kernel.fp8.reference` for a GPU: Triton quantisers, and the products of torch, DeepGEMM or
+Triton.
 
-torch's products run for one weight on a GPU that has them. Triton's run for the weights of experts, for
-`invariant=True`, and on other GPUs.
+The chosen library (`choice`) multiplies for one weight on a GPU that has its products. DeepGEMM also multiplies rows
+with the weights of experts. Triton multiplies for the other products of experts, for `invariant=True`, and on other
+GPUs.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_kernel.fp8 import library
+from rl_kernel.fp8 import deepgemm, library
+from rl_kernel.fp8.choice import uses_deepgemm
 from rl_kernel.fp8.kernels import (
     Operand,
     RowGroups,
@@ -41,7 +44,8 @@ def round_weights(
     weights: Tensor, power_of_two: bool, plain: bool = True, turned: bool = True
 ) -> RoundedWeights:
     """Rounds weights [E, N, K] for `outputs` (`plain`) and `input_gradients` (`turned`), in one pass over them."""
-    found = quantize_blocks(weights, plain=plain, turned=turned, power_of_two=power_of_two)
+    exact = uses_deepgemm(weights.dtype)
+    found = quantize_blocks(weights, plain=plain, turned=turned, power_of_two=power_of_two, exact=exact)
     return RoundedWeights(*found, len(weights), weights.dtype)
 
 
@@ -49,9 +53,11 @@ def outputs(
     x: Tensor, weights: RoundedWeights, ends: Tensor | None, power_of_two: bool, invariant: bool = False
 ) -> Tensor:
     """Computes `reference.outputs`. With `invariant`, a row's bits do not depend on the other rows."""
-    rows, _ = quantize(x, None, rows=True, columns=False, power_of_two=power_of_two)
+    spans = _groups(ends, len(x))
+    apart = _sets_apart(spans, x.dtype, invariant)
+    rows, _ = quantize(x, spans, rows=True, columns=False, power_of_two=power_of_two, apart=apart)
     assert rows is not None and weights.plain is not None
-    return _multiply_rows(rows, weights.plain, _groups(ends, len(x)), weights.experts, x.dtype, invariant)
+    return _multiply_rows(rows, weights.plain, spans, weights.experts, x.dtype, invariant)
 
 
 def outputs_and_columns(
@@ -59,7 +65,8 @@ def outputs_and_columns(
 ) -> tuple[Tensor, Columns]:
     """Computes `reference.outputs_and_columns`, with one pass over x."""
     spans = _groups(ends, len(x))
-    rows, columns = quantize(x, spans, rows=True, columns=True, power_of_two=power_of_two)
+    apart = _sets_apart(spans, x.dtype, invariant)
+    rows, columns = quantize(x, spans, rows=True, columns=True, power_of_two=power_of_two, apart=apart)
     assert rows is not None and columns is not None and weights.plain is not None
     out = _multiply_rows(rows, weights.plain, spans, weights.experts, x.dtype, invariant)
     return out, (columns.codes, columns.scales)
@@ -74,9 +81,9 @@ def multiply(x: Tensor, weights: RoundedWeights, dtype: torch.dtype, power_of_tw
 
 def round_upstream(upstream: Tensor, ends: Tensor | None, power_of_two: bool) -> Upstream:
     """Rounds the output's gradient along both axes, in one pass over it."""
-    rows, columns = quantize(
-        upstream, _groups(ends, len(upstream)), rows=True, columns=True, power_of_two=power_of_two
-    )
+    spans = _groups(ends, len(upstream))
+    apart = _sets_apart(spans, upstream.dtype, False)
+    rows, columns = quantize(upstream, spans, rows=True, columns=True, power_of_two=power_of_two, apart=apart)
     assert rows is not None and columns is not None
     return rows, columns
 
@@ -99,14 +106,32 @@ def weight_gradients(
     """Computes `reference.weight_gradients`."""
     rows, left = upstream
     spans = _groups(ends, rows.rows)
-    if isinstance(x, Tensor):
-        _, right = quantize(x, spans, rows=False, columns=True, power_of_two=power_of_two)
-        assert right is not None
-    else:
-        right = Operand(*x, len(x[0]))
+    right = _get_columns(x, spans, power_of_two)
     if spans is None and rows.rows and library.library_refusal(left.codes.device) is None:
         return library.multiply_columns(left, right, dtype)[None]
     return multiply_columns(left, right, spans, 1 if ends is None else len(ends), dtype)
+
+
+def add_weight_gradient(upstream: Upstream, x: Tensor | Columns, power_of_two: bool, total: Tensor) -> None:
+    """Adds the gradient of one weight to `total` [N, K], without an earlier rounding."""
+    left, right = upstream[1], _get_columns(x, None, power_of_two)
+    if upstream[0].rows and deepgemm.can_add(total) and uses_deepgemm(torch.bfloat16):
+        deepgemm.add_columns(left, right, total)
+    else:
+        total += multiply_columns(left, right, None, 1, total.dtype)[0]
+
+
+def _get_columns(x: Tensor | Columns, spans: RowGroups | None, power_of_two: bool) -> Operand:
+    if not isinstance(x, Tensor):
+        return Operand(*x, len(x[0]))
+    _, columns = quantize(x, spans, rows=False, columns=True, power_of_two=power_of_two)
+    assert columns is not None
+    return columns
+
+
+def _sets_apart(spans: RowGroups | None, dtype: torch.dtype, invariant: bool) -> bool:
+    """Returns True if the rows of experts go to DeepGEMM, which needs each expert's rows at a multiple of 128."""
+    return spans is not None and not invariant and uses_deepgemm(dtype)
 
 
 def _multiply_rows(
@@ -117,10 +142,14 @@ def _multiply_rows(
     dtype: torch.dtype,
     invariant: bool,
 ) -> Tensor:
-    if spans is not None or invariant or not rows.rows:
+    if invariant or not rows.rows:
         return multiply_rows(rows, blocks, spans, experts, dtype)
-    if library.library_refusal(rows.codes.device) is not None:
-        return multiply_rows(rows, blocks, None, 1, dtype)
+    if uses_deepgemm(dtype):
+        if spans is None:
+            return deepgemm.multiply_rows(rows, blocks)
+        return deepgemm.multiply_expert_rows(rows, blocks, spans, experts)
+    if spans is not None or library.library_refusal(rows.codes.device) is not None:
+        return multiply_rows(rows, blocks, spans, experts, dtype)
     return library.multiply_rows(rows, blocks, dtype)
 
 

@@ -47,6 +47,7 @@ def linear(
     invariant: bool = False,
     group: dist.ProcessGroup | None = None,
     gather: bool = False,
+    weight_grad: Tensor | None = None,
 ) -> Tensor:
     """Computes `round(x) @ round(weight).T`, with rounding to e4m3 and float32 sums.
 
@@ -61,6 +62,8 @@ def linear(
         invariant: a row's bits do not depend on the other rows. On a host they never do.
         group: the ranks whose gradients of x are added.
         gather: x is this rank's part of the first dimension of the input. Every rank gets all outputs.
+        weight_grad: [M, K] float32 buffer (Megatron's `main_grad`), with M a multiple of 128. The backward adds the
+            weight's gradient to it, unrounded. Autograd gets undefined values, so that hooks of the weight run.
 
     Returns:
         [..., M] in the dtype of x, differentiable in x and weight. Saves the weight, and x rounded for the weight's
@@ -77,13 +80,15 @@ def linear(
         check_tensor("weight", weight, ["M", x.shape[-1]], (x.dtype,), device=x.device)
         _check(x, (len(weight) + -len(weight) % GROUP, x.shape[-1]))
         _passed.add(key)
-    gathers = gather and group is not None
-    if not (missing := -len(weight) % GROUP):
-        out: Tensor = _Linear8.apply(x, weight, power_of_two, invariant, group, gathers)
+    options = power_of_two, invariant, group, gather and group is not None
+    missing = -len(weight) % GROUP
+    if weight_grad is not None:
+        check_sizes("weight_grad", tuple(weight_grad.shape))
+        check_tensor("weight_grad", weight_grad, weight.shape, (torch.float32,), device=weight.device)
+    if not missing:
+        out: Tensor = _Linear8.apply(x, weight, *options, weight_grad)
         return out
-    padded: Tensor = _Linear8.apply(
-        x, pad(weight, (0, 0, 0, missing)), power_of_two, invariant, group, gathers
-    )
+    padded: Tensor = _Linear8.apply(x, pad(weight, (0, 0, 0, missing)), *options, None)
     return padded[..., :-missing]
 
 
@@ -126,6 +131,7 @@ class _Linear8(torch.autograd.Function):
         invariant: bool,
         group: dist.ProcessGroup | None,
         gather: bool,
+        weight_grad: Tensor | None,
     ) -> Tensor:
         arithmetic, lead = arithmetic_for(x.device), x.shape[:-1]
         rows = x.reshape(-1, x.shape[-1])
@@ -134,6 +140,7 @@ class _Linear8(torch.autograd.Function):
         )
         ctx.rounded = rounded if kept else None
         ctx.power_of_two, ctx.group, ctx.gather, ctx.lead = power_of_two, group, gather, lead
+        ctx.weight_grad = weight_grad
         if ctx.needs_input_grad[1] and not gather:
             out, columns = arithmetic.outputs_and_columns(rows, rounded, None, power_of_two, invariant)
             ctx.save_for_backward(weight, *columns)
@@ -161,12 +168,16 @@ class _Linear8(torch.autograd.Function):
         if needs_weight:
             # gather again, so that only this rank's rows are kept from forward to backward
             x = gather_stack(kept[0], ctx.group).flatten(0, 1) if ctx.gather else tuple(kept)
-            grad_weight = arithmetic.weight_gradients(rounded, x, None, power_of_two, weight.dtype)[0]
+            if ctx.weight_grad is None:
+                grad_weight = arithmetic.weight_gradients(rounded, x, None, power_of_two, weight.dtype)[0]
+            else:
+                arithmetic.add_weight_gradient(rounded, x, power_of_two, ctx.weight_grad)
+                grad_weight = torch.empty_like(weight)
         if added is not None:
             added.wait()
         if grad is not None:
             grad = grad.view(*ctx.lead, weight.shape[1])
-        return grad, grad_weight, None, None, None, None
+        return grad, grad_weight, None, None, None, None, None
 
 
 def round_experts(weights: Sequence[Tensor], power_of_two: bool) -> tuple[object, bool]:

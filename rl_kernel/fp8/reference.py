@@ -149,6 +149,11 @@ def weight_gradients(
     return torch.stack(parts)
 
 
+def add_weight_gradient(upstream: Tensor, x: Tensor | Columns, power_of_two: bool, total: Tensor) -> None:
+    """Adds the gradient of one weight to `total` [N, K], without an earlier rounding."""
+    total += weight_gradients(upstream, x, None, power_of_two, torch.float64)[0]
+
+
 def expert_slices(ends: Tensor | None, x: Tensor) -> Sequence[slice]:
     """Returns the rows per expert, or all rows of x without `ends`. The host waits for `ends`."""
     stops = [len(x)] if ends is None else ends.tolist()

@@ -14,13 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_kernel.fp8.kernels.launch import Launcher
 from rl_kernel.fp8.reference import GROUP
 
 WARPS, REGISTERS, BLOCK_REGISTERS = 8, 80, 128
 """Warps of a program, and the registers of a thread for rows and columns and for blocks: the fastest of five settings
 on an H100. With 80 registers, three programs run on a processor at the same time."""
 _ROWS, _BLOCKS = 16, 4
-"""torch's products need a row count and a count of scales along K that are multiples of these numbers."""
+"""torch's products need a row count and a count of scales along K that are multiples of these numbers. DeepGEMM needs
+a row count that is a multiple of 4, and blocks without scales that no block has."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,53 @@ class RowGroups:
     last: Tensor
     starts: Tensor
     """[E + 1]: the first group per expert, and the number of groups that are not empty."""
+    owner: Tensor
+    """[G * 128]: the expert of a group, for each of the 128 rows of a group. -1 in empty groups."""
+    place: Tensor
+    """[M]: `group * 128` and the position in the group, for each row."""
 
     @classmethod
     def from_ends(cls, ends: Tensor, rows: int) -> RowGroups:
         """Makes the groups from where the rows of the experts end, int32 [E]. The host does not wait for the device."""
-        begins = torch.cat((ends.new_zeros(1), ends[:-1]))
-        groups = (ends - begins + GROUP - 1) // GROUP
-        starts = torch.cat((ends.new_zeros(1), groups.cumsum(0, dtype=torch.int32)))
-        numbers = torch.arange(rows // GROUP + len(ends), dtype=torch.int32, device=ends.device)
-        expert = torch.bucketize(numbers, starts[1:], right=True, out_int32=True).clamp(max=len(ends) - 1)
-        first = begins[expert] + (numbers - starts[expert]) * GROUP
-        return cls(expert, first, torch.where(numbers < starts[-1], ends[expert], 0), starts)
+        experts, groups, device = len(ends), rows // GROUP + len(ends), ends.get_device()
+        sizes = groups, groups, groups, experts + 1, groups * GROUP, rows
+        fields = [ends.new_empty(size) for size in sizes]
+        _launch_groups(
+            (device, experts, ends.data_ptr() % 16),
+            (groups, 1, 1),
+            device,
+            *(ends, *fields, experts, max(2, triton.next_power_of_2(experts)), GROUP),
+        )
+        return cls(*fields)
+
+
+@triton.jit
+def groups_kernel(
+    ENDS, EXPERT, FIRST, LAST, STARTS, OWNER, PLACE, experts, WIDTH: tl.constexpr, SIZE: tl.constexpr
+):
+    """Finds the expert and the rows of a group. The first program also writes where the experts' groups start."""
+    group, number, lane = tl.program_id(0), tl.arange(0, WIDTH), tl.arange(0, SIZE)
+    inside = number < experts
+    ends = tl.load(ENDS + number, inside, other=0)
+    begins = tl.load(ENDS + number - 1, inside & (number > 0), other=0)
+    counts = tl.where(inside, (ends - begins + SIZE - 1) // SIZE, 0)
+    stops = tl.cumsum(counts, 0)
+    used = group < tl.sum(counts, 0)
+    expert = tl.minimum(tl.sum((inside & (stops <= group)).to(tl.int32), 0), experts - 1)
+    mine = number == expert
+    first = tl.sum(tl.where(mine, begins + (group - stops + counts) * SIZE, 0), 0)
+    last = tl.where(used, tl.sum(tl.where(mine, ends, 0), 0), 0)
+    tl.store(EXPERT + group, expert)
+    tl.store(FIRST + group, first)
+    tl.store(LAST + group, last)
+    tl.store(OWNER + group * SIZE + lane, tl.full((SIZE,), 0, tl.int32) + tl.where(used, expert, -1))
+    tl.store(PLACE + first + lane, group * SIZE + lane, first + lane < last)
+    if group == 0:
+        tl.store(STARTS, 0)
+        tl.store(STARTS + 1 + number, stops, inside)
+
+
+_launch_groups = Launcher(groups_kernel)
 
 
 @triton.jit
@@ -95,10 +133,11 @@ def codes_for(x, scale, AXIS: tl.constexpr, FAST: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "padded", "groups"])
 def quantize_kernel(
     X, CODES, SCALES, T_CODES, T_SCALES, FIRST, LAST, M, padded, stride, K, groups,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, POWER: tl.constexpr, FAST: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, APART: tl.constexpr, POWER: tl.constexpr, FAST: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Rounds 128 x 128 elements in groups of a row (ROWS) and of a column (COLUMNS). Offsets in a tile are int32, which
-    halves the registers of addresses."""
+    """Rounds 128 x 128 elements in groups of a row (ROWS) and of a column (COLUMNS). With APART, a group's rows go to
+    `group * 128`. Offsets in a tile are int32, which halves the registers of addresses."""
     group, part = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, SIZE)
     if FIRST is None:
@@ -111,9 +150,10 @@ def quantize_kernel(
     x = tl.load(read + (lane[:, None] * stride + lane[None, :]), inside[:, None], other=0.0).to(tl.float32)
     if ROWS:
         scale = scale_for(tl.max(tl.abs(x), 1), POWER)
-        place = CODES + start * K + left
+        above = tl.cast(group, tl.int64) * SIZE if APART else start
+        place = CODES + above * K + left
         tl.store(place + (lane[:, None] * K + lane[None, :]), codes_for(x, scale, 1, FAST), inside[:, None])
-        tl.store(SCALES + tl.cast(part, tl.int64) * padded + first + lane, scale, inside)
+        tl.store(SCALES + tl.cast(part, tl.int64) * padded + above + lane, scale, inside)
     if COLUMNS:
         scale = scale_for(tl.max(tl.abs(x), 0), POWER)
         wide = groups * SIZE
@@ -146,35 +186,44 @@ def blocks_kernel(
         tl.store(T_SCALES + (expert * tl.num_programs(1) + part) * turned_stride + block, one)
 
 
+_launch_quantize = Launcher(quantize_kernel)
+
+
 def quantize(
-    x: Tensor, spans: RowGroups | None, *, rows: bool, columns: bool, power_of_two: bool
+    x: Tensor, spans: RowGroups | None, *, rows: bool, columns: bool, power_of_two: bool, apart: bool = False
 ) -> tuple[Operand | None, Operand | None]:
     """Rounds x [M, K] in groups of 1 x 128 (`rows`), and its transpose [K, G * 128] (`columns`). A column's groups are
-    those of `spans`, or all 128 rows from the first; the rest of the last group is zero."""
+    those of `spans`, or all 128 rows from the first; the rest of the last group is zero. With `apart`, the codes by
+    rows are [G * 128, K], at the places of `spans`, and the rest of a group is undefined."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     count, width = x.shape
-    padded = -(-count // _ROWS) * _ROWS
     groups = -(-count // GROUP) if spans is None else len(spans.first)
+    padded = groups * GROUP if apart else -(-count // _ROWS) * _ROWS
     by_row = by_column = None
     if rows:
         by_row = Operand(*_empty(x, padded, width), count)
     if columns:
         by_column = Operand(*_empty(x, width, groups * GROUP), width)
     if groups:
-        with torch.cuda.device_of(x):
-            quantize_kernel[(groups, width // GROUP)](
-                x, *_pointers(by_row), *_pointers(by_column),
-                None if spans is None else spans.first, None if spans is None else spans.last,
-                count, padded, x.stride(0), width, groups,
-                ROWS=rows, COLUMNS=columns, POWER=power_of_two, FAST=x.dtype == torch.bfloat16, SIZE=GROUP,
-                num_warps=WARPS, maxnreg=REGISTERS,
-            )  # fmt: skip
+        device, stride = x.get_device(), x.stride(0)
+        given = rows, columns, apart, power_of_two, x.dtype is torch.bfloat16
+        _launch_quantize(
+            (device, x.dtype, x.data_ptr() % 16, stride, width, spans is None, given, WARPS, REGISTERS),
+            (groups, width // GROUP, 1),
+            device,
+            *(x, *_pointers(by_row), *_pointers(by_column)),
+            *((None, None) if spans is None else (spans.first, spans.last)),
+            *(count, padded, stride, width, groups, *given, GROUP),
+            num_warps=WARPS,
+            maxnreg=REGISTERS,
+        )
     return by_row, by_column
 
 
 def _empty(x: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
-    codes = x.new_empty(rows, width, dtype=torch.float8_e4m3fn)
-    return codes, x.new_empty(width // GROUP, rows, dtype=torch.float32).T
+    codes = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty_strided((rows, width // GROUP), (1, rows), dtype=torch.float32, device=x.device)
+    return codes, scales
 
 
 def _pointers(operand: Operand | None) -> tuple[Tensor | None, Tensor | None]:
@@ -182,26 +231,27 @@ def _pointers(operand: Operand | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def quantize_blocks(
-    weights: Tensor, *, plain: bool = True, turned: bool = True, power_of_two: bool
+    weights: Tensor, *, plain: bool = True, turned: bool = True, power_of_two: bool, exact: bool = False
 ) -> tuple[Operand | None, Operand | None]:
     """Rounds weights [E, N, K] in blocks of 128 x 128: codes [E * N, K] (`plain`), and those of the transposed weights
-    [E * K, N] (`turned`), in one pass over the weights."""
+    [E * K, N] (`turned`), in one pass over the weights. With `exact`, there are K / 128 scales per row of blocks, as
+    DeepGEMM reads them, and otherwise a multiple of 4, for torch."""
     experts, rows, width = weights.shape
-    straight = _empty_blocks(weights, experts * rows, width) if plain else None
-    across = _empty_blocks(weights, experts * width, rows) if turned else None
+    straight = _empty_blocks(weights, experts * rows, width, exact) if plain else None
+    across = _empty_blocks(weights, experts * width, rows, exact) if turned else None
     strides = (0 if each is None else each.scales.shape[0] for each in (straight, across))
     if experts:
         with torch.cuda.device_of(weights):
             blocks_kernel[(rows // GROUP, width // GROUP, experts)](
                 weights.contiguous(), *_pointers(straight), *_pointers(across), rows, width, *strides,
-                POWER=power_of_two, FAST=weights.dtype == torch.bfloat16, SIZE=GROUP,
+                POWER=power_of_two, FAST=weights.dtype is torch.bfloat16, SIZE=GROUP,
                 num_warps=WARPS, maxnreg=BLOCK_REGISTERS,
             )  # fmt: skip
     return straight, across
 
 
-def _empty_blocks(weights: Tensor, rows: int, inner: int) -> Operand:
+def _empty_blocks(weights: Tensor, rows: int, inner: int, exact: bool) -> Operand:
     codes = weights.new_empty(rows, inner, dtype=torch.float8_e4m3fn)
-    stride = -(-inner // (GROUP * _BLOCKS)) * _BLOCKS
+    stride = inner // GROUP if exact else -(-inner // (GROUP * _BLOCKS)) * _BLOCKS
     make = weights.new_empty if stride * GROUP == inner else weights.new_zeros
     return Operand(codes, make(rows // GROUP, stride, dtype=torch.float32).T, rows)
