@@ -5,7 +5,7 @@ activation, or to 128 x 128 elements of a weight. `reference` defines the result
 kernels round, with the same bits, and torch (cuBLAS), DeepGEMM or Triton multiplies.
 """
 
-from rl_kernel.fp8.choice import PRODUCTS, choose_products, uses_deepgemm
+from rl_kernel.fp8.choice import PRODUCTS, choose_products, products_refusal, uses_deepgemm
 from rl_kernel.fp8.kept import keep_rounded
 from rl_kernel.fp8.layers import (
     check_sizes,
@@ -28,6 +28,7 @@ __all__ = [
     "keep_rounded",
     "linear",
     "multiply",
+    "products_refusal",
     "refusal",
     "round_experts",
     "row_parallel_linear",

@@ -11,6 +11,16 @@ PRODUCTS = ("torch", "deepgemm")
 _chosen = "torch"
 
 
+def products_refusal(name: str, device: torch.device) -> str | None:
+    """Returns the reason why a library cannot multiply on a device; None if it can. With `torch`, Triton multiplies
+    where cuBLAS has no product."""
+    if name == "torch":
+        return None
+    from rl_kernel.fp8.deepgemm import deepgemm_refusal
+
+    return deepgemm_refusal(device)
+
+
 def choose_products(name: str, device: torch.device) -> None:
     """Chooses the library for all layers of this process. A weight that was rounded before is rounded again.
 
@@ -19,11 +29,8 @@ def choose_products(name: str, device: torch.device) -> None:
     global _chosen
     if name not in PRODUCTS:
         raise invalid("products", f"be one of {', '.join(PRODUCTS)}", name, "choose one of them")
-    if name == "deepgemm":
-        from rl_kernel.fp8.deepgemm import deepgemm_refusal
-
-        if reason := deepgemm_refusal(device):
-            raise invalid("products", "be torch here", name, reason)
+    if reason := products_refusal(name, device):
+        raise invalid("products", f"be torch on {device}", name, reason)
     _chosen = name
 
 

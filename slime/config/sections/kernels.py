@@ -65,6 +65,13 @@ class KernelsConfig:
         "which of them, separated by commas (default: all): product, norm, activation, rotary, attention, head. Fewer "
         "show what each is worth, with --rlk-consistency audit",
     )
+    rlk_fp8_products: str = flag(
+        "torch",
+        "library that multiplies for --fp8-recipe blockwise on Hopper GPUs. torch: cuBLAS, and Triton for experts. "
+        "deepgemm: the package sgl-deep-gemm, which compiles with nvcc at the first step; the weights' gradients are "
+        "added to Megatron's float32 buffers unrounded",
+        choices=("torch", "deepgemm"),
+    )
     selected_logprob_provider: str | None = flag(
         None,
         "import path of `fn(request) -> result`, which computes log-probs and entropy in place of the trainer",

@@ -42,6 +42,7 @@ def use_own_layers(overrides: Values) -> tuple[Values, list[str]]:
 def check_fp8_flags(c: Config) -> None:
     """Checks the flags of the recipe."""
     flags, overrides = c.megatron, c.megatron.overrides
+    _check_products(c)
     if overrides.get("fp8_recipe") != "blockwise":
         if flags.force_fp8_ue8m0_scale:
             raise FlagError("--force-fp8-ue8m0-scale", f"come with {_BLOCKS}", "it alone", "leave it out")
@@ -77,6 +78,20 @@ def check_fp8_flags(c: Config) -> None:
             f"blockwise with --gpu {c.cluster.gpu}",
             "fp8 needs compute capability 8.9, as L40S and H100 have",
         )
+
+
+def _check_products(c: Config) -> None:
+    """Checks that the chosen library computes products of the run."""
+    products = c.kernels.rlk_fp8_products
+    if products == "torch":
+        return
+    why = ""
+    if not c.megatron.has_fp8_blocks:
+        why = f"it computes the products of --fp8-format e4m3 {_BLOCKS}"
+    elif c.kernels.rlk_bitwise:
+        why = "with --rlk-bitwise, the products are those of the engine"
+    if why:
+        raise FlagError("--rlk-fp8-products", "be torch in this run", products, f"leave it out: {why}")
 
 
 def _check_bitwise(c: Config) -> None:
@@ -163,6 +178,8 @@ def fp8_notes(c: Config, hf: Hf) -> Iterator[str]:
         parts.append("gated delta nets")
     if any(kind.sparse for kind in shape.kinds):
         parts.append("routers")
+    if (products := c.kernels.rlk_fp8_products) != "torch":
+        yield f"--rlk-fp8-products: {products} multiplies, and Triton for the gradients of experts' weights"
     yield (
         f"{_BLOCKS}: attention's linear layers, MLPs and experts compute in fp8; {', '.join(parts)} and the vision "
         f"tower stay in {c.megatron.params_dtype}"

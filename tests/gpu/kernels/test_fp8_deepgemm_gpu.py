@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gpu
 CLOSE = 2**-7
 """Largest error of a product in bfloat16, relative to its largest value."""
 CLOSE_SUM = 2**-9
-"""Largest error of a sum in float32, relative to its largest value: the tensor cores add the 128 products of a group with
-fewer bits than float32."""
+"""Largest error of a sum in float32, relative to its largest value: the tensor cores add the 128 products of a group
+with fewer bits than float32."""
 TOP = 64
 """Number of rows that the reference computes."""
 ODD = Fp8Case("odd_scales", 200, 384, 640)

@@ -83,6 +83,32 @@ def test_groups_of_experts_by_hand():
     assert spans.expert.tolist()[:4] == [0, 0, 2, 3]
     assert spans.first.tolist()[:4] == [0, 128, 129, 130]
     assert spans.last.tolist() == [129, 129, 130, 200, 0]
+    assert spans.owner.view(5, 128).tolist() == [[expert] * 128 for expert in (0, 0, 2, 3, -1)]
+    assert spans.place.tolist() == [*range(129), 256, *range(384, 454)]
+
+
+def test_rows_of_experts_may_start_at_multiples_of_128():
+    case = CASES[4]
+    x, ends = case.tensors(torch.bfloat16, DEVICE)[0], case.ends(DEVICE)
+    spans = RowGroups.from_ends(ends, len(x))
+    plain, columns = quantize(x, spans, rows=True, columns=True, power_of_two=False)
+    apart, same = quantize(x, spans, rows=True, columns=True, power_of_two=False, apart=True)
+    assert apart.codes.shape == (5 * 128, 128) and apart.scales.stride() == (1, 5 * 128)
+    assert torch.equal(codes(apart.codes)[spans.place], codes(plain.codes)[: len(x)])
+    assert torch.equal(apart.scales[spans.place], plain.scales[: len(x)])
+    assert torch.equal(codes(same.codes), codes(columns.codes))
+
+
+def test_blocks_may_have_no_scales_that_no_block_has():
+    weights = CASES[3].tensors(torch.bfloat16, DEVICE)[1]
+    for padded, exact in zip(
+        quantize_blocks(weights, power_of_two=False),
+        quantize_blocks(weights, power_of_two=False, exact=True),
+        strict=True,
+    ):
+        inner = exact.codes.shape[1] // 128
+        assert exact.scales.T.is_contiguous() and exact.scales.shape[0] == inner and padded.scales.shape[0] == 4
+        assert torch.equal(exact.scales, padded.scales[:inner])
 
 
 def test_a_row_has_the_same_bits_alone_and_in_a_batch():

@@ -146,3 +146,28 @@ def test_weights_of_experts_are_kept_together():
     assert torch.equal(found[0], reference.input_gradients(upstream, weights, ends, False))
     assert torch.equal(found[1], reference.weight_gradients(upstream, x, ends, False, x.dtype))
     assert not fp8.round_experts(parameters, False)[1]
+
+
+def test_a_backward_may_add_the_gradient_of_its_weight_to_a_buffer():
+    x, weights, upstream = CASES[3].tensors()
+    weight, plain = (weights[0].clone().requires_grad_() for _ in range(2))
+    total = torch.ones_like(weights[0])
+    fp8.linear(x, weight, weight_grad=total).backward(upstream)
+    fp8.linear(x, plain).backward(upstream)
+    assert weight.grad is not None and weight.grad.shape == weight.shape
+    assert torch.allclose(total - 1, plain.grad, atol=1e-5)
+    with pytest.raises(ValueError, match=r"weight_grad must have dtype float32|weight_grad must be one of float32"):
+        fp8.linear(x, weight, weight_grad=total.double())
+    with pytest.raises(ValueError, match=r"weight_grad must have shape .*256"):
+        fp8.linear(x, weight, weight_grad=total[:256])
+    with pytest.raises(ValueError, match="weight_grad must be a multiple of 128 on both sides"):
+        fp8.linear(x, weights[0, :200], weight_grad=total[:200])
+
+
+def test_a_library_that_cannot_multiply_here_is_an_error():
+    device = torch.device("cpu")
+    assert fp8.products_refusal("torch", device) is None and not fp8.uses_deepgemm(torch.bfloat16)
+    with pytest.raises(ValueError, match="products must be torch on cpu, got deepgemm; DeepGEMM's products"):
+        fp8.choose_products("deepgemm", device)
+    with pytest.raises(ValueError, match="products must be one of torch, deepgemm, got cublas; choose"):
+        fp8.choose_products("cublas", device)

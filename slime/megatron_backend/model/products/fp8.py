@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -37,8 +39,14 @@ def use_fp8(parts: Sequence[nn.Module], config: Config, layers: int) -> None:
             f"blockwise on {device}, where {reason}",
             "leave --fp8-format and --fp8-recipe out",
         )
+    products = config.kernels.rlk_fp8_products
+    if reason := fp8.products_refusal(products, device):
+        raise FlagError("--rlk-fp8-products", f"be torch on {device}", products, reason)
+    fp8.choose_products(products, device)
     power_of_two = config.megatron.force_fp8_ue8m0_scale
-    forward = Fp8Forward(power_of_two, invariant="product" in operators.bitwise(config))
+    forward = Fp8Forward(
+        power_of_two, invariant="product" in operators.bitwise(config), adds=products == "deepgemm"
+    )
     for part in parts:
         model: GPTModel = part
         for layer in model.decoder.layers:
@@ -67,6 +75,8 @@ class Fp8Forward:
 
     power_of_two: bool
     invariant: bool
+    adds: bool = False
+    """The backward adds the weights' gradients to Megatron's float32 buffers."""
 
     def __call__(
         self,
@@ -86,5 +96,18 @@ class Fp8Forward:
             invariant=self.invariant,
             group=tp_group if allreduce_dgrad or sequence_parallel else None,
             gather=sequence_parallel,
+            weight_grad=take_main_grad(weight) if self.adds else None,
         )
         return product if bias is None else product + bias
+
+
+def take_main_grad(weight: Any) -> Tensor | None:
+    """Returns Megatron's float32 buffer that sums the weight's gradient, and marks the weight, so that Megatron's hook
+    drops the gradient that autograd gets. Returns None if the gradient must reach the buffer through autograd."""
+    total: Tensor | None = getattr(weight, "main_grad", None)
+    if total is None or total.dtype is not torch.float32 or len(weight) % fp8.GROUP:
+        return None
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return None
+    weight.grad_added_to_main_grad = True
+    return total

@@ -78,6 +78,17 @@ def test_first_and_last_layers_may_stay_in_16_bits(tmp_path: Path) -> None:
             "kept and gathered in --params-dtype",
         ),
         (
+            "--rlk-fp8-products deepgemm",
+            {},
+            "--rlk-fp8-products must be torch in this run, got deepgemm; leave it out: it computes the products of "
+            "--fp8-format e4m3 --fp8-recipe blockwise",
+        ),
+        (
+            f"{BLOCKS} --rlk-fp8-products deepgemm --rlk-bitwise --rlk-consistency strict --fp32",
+            {},
+            "--rlk-fp8-products must be torch in this run, got deepgemm; leave it out: with --rlk-bitwise, the products",
+        ),
+        (
             f"{BLOCKS} --fp8-margin 2",
             {},
             "--fp8-margin must be left out with --fp8-recipe blockwise, got 2; leave it out: the recipe has no such",

@@ -3,6 +3,7 @@ the reference of rl_kernel.fp8."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -93,6 +94,32 @@ def test_logits_and_gradients_are_those_of_transformers_in_fp8(tmp_path: Path, k
     assert ours.keys() == theirs.keys()
     for name, gradient in ours.items():
         assert relative(gradient, theirs[name]) < 1e-3, name
+
+
+def test_a_backward_may_add_to_megatrons_buffers(tmp_path: Path):
+    """Two micro-batches add up, and Megatron's hook drops the undefined gradients that autograd gets."""
+    tiny_checkpoint(tmp_path / "model", "qwen3", **SHAPES["qwen3"])
+    batch, models = one_sequence(), [loaded(tmp_path / "model", **BLOCKS) for _ in range(2)]
+    adding = []
+    for module in unwrap(models[1]).modules():
+        if isinstance(getattr(module, "_forward_impl", None), Fp8Forward):
+            module._forward_impl = replace(module._forward_impl, adds=True)
+            adding.append(module.weight)
+    assert adding and not any(weight.grad_added_to_main_grad for weight in adding)
+    for model in models:
+        for _ in range(2):
+            sum_loss(packed_logits(model, batch), batch).backward()
+        with torch.no_grad():
+            packed_logits(model, batch)
+    assert all(weight.grad_added_to_main_grad for weight in adding)
+    for plain, added in zip(*(unwrap(model).parameters() for model in models), strict=True):
+        assert relative(added.main_grad, plain.main_grad) < 1e-5 and added.grad is None
+
+
+def test_deepgemm_needs_a_hopper_gpu(tmp_path: Path):
+    tiny_checkpoint(tmp_path / "model", "qwen3", **SHAPES["qwen3"])
+    with pytest.raises(ValueError, match=r"--rlk-fp8-products must be torch on cpu, got deepgemm; DeepGEMM's products"):
+        loaded(tmp_path / "model", **BLOCKS, rlk_fp8_products="deepgemm")
 
 
 LATENT: dict[str, Any] = {
