@@ -127,9 +127,9 @@ def parts_with_deepgemm(x: Tensor, weights: Tensor, upstream: Tensor, spans: Any
     from rl_kernel.fp8 import deepgemm
     from rl_kernel.fp8.kernels import quantize, quantize_blocks
 
-    apart = {"rows": True, "columns": False, "power_of_two": False, "apart": spans is not None}
-    rows: Any = quantize(x, spans, **apart)[0]
-    grads: Any = quantize(upstream, spans, **apart)[0]
+    spaced = {"rows": True, "columns": False, "power_of_two": False, "spaced": spans is not None}
+    rows: Any = quantize(x, spans, **spaced)[0]
+    grads: Any = quantize(upstream, spans, **spaced)[0]
     blocks, turned = quantize_blocks(weights, power_of_two=False, exact=True)
     pairs: dict[str, tuple[Any, Any]] = {"forward": (rows, blocks), "input_gradient": (grads, turned)}
 

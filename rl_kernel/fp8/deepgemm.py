@@ -31,7 +31,7 @@ _ALIGNED = 16
 def deepgemm_refusal(device: torch.device) -> str | None:
     """Returns the reason why DeepGEMM cannot run on a device; None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return "DeepGEMM's products with such scales run on GPUs of compute capability 9.0"
+        return "DeepGEMM's products run on GPUs of compute capability 9.0"
     if importlib.util.find_spec("deep_gemm") is None:
         return "install the package sgl-deep-gemm"
     home = Path(importlib.import_module("deep_gemm.cuda_helpers").find_cuda_home())
@@ -52,7 +52,7 @@ def multiply_rows(left: Operand, right: Operand) -> Tensor:
 
 
 def multiply_expert_rows(left: Operand, right: Operand, spans: RowGroups, experts: int) -> Tensor:
-    """Computes `left[rows of e] @ right[e].T` per expert: rows [G * 128, K] from `quantize(apart=True)` and blocks [E *
+    """Computes `left[rows of e] @ right[e].T` per expert: rows [G * 128, K] from `quantize(spaced=True)` and blocks [E *
     N, K] -> [M, N]."""
     codes = right.codes.view(experts, -1, right.codes.shape[1])
     width = codes.shape[1]

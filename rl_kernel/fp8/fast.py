@@ -54,8 +54,8 @@ def outputs(
 ) -> Tensor:
     """Computes `reference.outputs`. With `invariant`, a row's bits do not depend on the other rows."""
     spans = _groups(ends, len(x))
-    apart = _sets_apart(spans, x.dtype, invariant)
-    rows, _ = quantize(x, spans, rows=True, columns=False, power_of_two=power_of_two, apart=apart)
+    spaced = _spaces_rows(spans, x.dtype, invariant)
+    rows, _ = quantize(x, spans, rows=True, columns=False, power_of_two=power_of_two, spaced=spaced)
     assert rows is not None and weights.plain is not None
     return _multiply_rows(rows, weights.plain, spans, weights.experts, x.dtype, invariant)
 
@@ -65,8 +65,8 @@ def outputs_and_columns(
 ) -> tuple[Tensor, Columns]:
     """Computes `reference.outputs_and_columns`, with one pass over x."""
     spans = _groups(ends, len(x))
-    apart = _sets_apart(spans, x.dtype, invariant)
-    rows, columns = quantize(x, spans, rows=True, columns=True, power_of_two=power_of_two, apart=apart)
+    spaced = _spaces_rows(spans, x.dtype, invariant)
+    rows, columns = quantize(x, spans, rows=True, columns=True, power_of_two=power_of_two, spaced=spaced)
     assert rows is not None and columns is not None and weights.plain is not None
     out = _multiply_rows(rows, weights.plain, spans, weights.experts, x.dtype, invariant)
     return out, (columns.codes, columns.scales)
@@ -82,8 +82,10 @@ def multiply(x: Tensor, weights: RoundedWeights, dtype: torch.dtype, power_of_tw
 def round_upstream(upstream: Tensor, ends: Tensor | None, power_of_two: bool) -> Upstream:
     """Rounds the output's gradient along both axes, in one pass over it."""
     spans = _groups(ends, len(upstream))
-    apart = _sets_apart(spans, upstream.dtype, False)
-    rows, columns = quantize(upstream, spans, rows=True, columns=True, power_of_two=power_of_two, apart=apart)
+    spaced = _spaces_rows(spans, upstream.dtype, False)
+    rows, columns = quantize(
+        upstream, spans, rows=True, columns=True, power_of_two=power_of_two, spaced=spaced
+    )
     assert rows is not None and columns is not None
     return rows, columns
 
@@ -129,8 +131,8 @@ def _get_columns(x: Tensor | Columns, spans: RowGroups | None, power_of_two: boo
     return columns
 
 
-def _sets_apart(spans: RowGroups | None, dtype: torch.dtype, invariant: bool) -> bool:
-    """Returns True if the rows of experts go to DeepGEMM, which needs each expert's rows at a multiple of 128."""
+def _spaces_rows(spans: RowGroups | None, dtype: torch.dtype, invariant: bool) -> bool:
+    """Returns True if the rows of experts go to DeepGEMM, which reads each expert's rows from a multiple of 128."""
     return spans is not None and not invariant and uses_deepgemm(dtype)
 
 

@@ -133,10 +133,10 @@ def codes_for(x, scale, AXIS: tl.constexpr, FAST: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "padded", "groups"])
 def quantize_kernel(
     X, CODES, SCALES, T_CODES, T_SCALES, FIRST, LAST, M, padded, stride, K, groups,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, APART: tl.constexpr, POWER: tl.constexpr, FAST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPACED: tl.constexpr, POWER: tl.constexpr, FAST: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Rounds 128 x 128 elements in groups of a row (ROWS) and of a column (COLUMNS). With APART, a group's rows go to
+    """Rounds 128 x 128 elements in groups of a row (ROWS) and of a column (COLUMNS). With SPACED, a group's rows go to
     `group * 128`. Offsets in a tile are int32, which halves the registers of addresses."""
     group, part = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, SIZE)
@@ -150,7 +150,7 @@ def quantize_kernel(
     x = tl.load(read + (lane[:, None] * stride + lane[None, :]), inside[:, None], other=0.0).to(tl.float32)
     if ROWS:
         scale = scale_for(tl.max(tl.abs(x), 1), POWER)
-        above = tl.cast(group, tl.int64) * SIZE if APART else start
+        above = tl.cast(group, tl.int64) * SIZE if SPACED else start
         place = CODES + above * K + left
         tl.store(place + (lane[:, None] * K + lane[None, :]), codes_for(x, scale, 1, FAST), inside[:, None])
         tl.store(SCALES + tl.cast(part, tl.int64) * padded + above + lane, scale, inside)
@@ -190,15 +190,15 @@ _launch_quantize = Launcher(quantize_kernel)
 
 
 def quantize(
-    x: Tensor, spans: RowGroups | None, *, rows: bool, columns: bool, power_of_two: bool, apart: bool = False
+    x: Tensor, spans: RowGroups | None, *, rows: bool, columns: bool, power_of_two: bool, spaced: bool = False
 ) -> tuple[Operand | None, Operand | None]:
     """Rounds x [M, K] in groups of 1 x 128 (`rows`), and its transpose [K, G * 128] (`columns`). A column's groups are
-    those of `spans`, or all 128 rows from the first; the rest of the last group is zero. With `apart`, the codes by
+    those of `spans`, or all 128 rows from the first; the rest of the last group is zero. With `spaced`, the codes by
     rows are [G * 128, K], at the places of `spans`, and the rest of a group is undefined."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     count, width = x.shape
     groups = -(-count // GROUP) if spans is None else len(spans.first)
-    padded = groups * GROUP if apart else -(-count // _ROWS) * _ROWS
+    padded = groups * GROUP if spaced else -(-count // _ROWS) * _ROWS
     by_row = by_column = None
     if rows:
         by_row = Operand(*_empty(x, padded, width), count)
@@ -206,7 +206,7 @@ def quantize(
         by_column = Operand(*_empty(x, width, groups * GROUP), width)
     if groups:
         device, stride = x.get_device(), x.stride(0)
-        given = rows, columns, apart, power_of_two, x.dtype is torch.bfloat16
+        given = rows, columns, spaced, power_of_two, x.dtype is torch.bfloat16
         _launch_quantize(
             (device, x.dtype, x.data_ptr() % 16, stride, width, spans is None, given, WARPS, REGISTERS),
             (groups, width // GROUP, 1),

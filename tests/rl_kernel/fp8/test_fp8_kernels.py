@@ -92,10 +92,10 @@ def test_rows_of_experts_may_start_at_multiples_of_128():
     x, ends = case.tensors(torch.bfloat16, DEVICE)[0], case.ends(DEVICE)
     spans = RowGroups.from_ends(ends, len(x))
     plain, columns = quantize(x, spans, rows=True, columns=True, power_of_two=False)
-    apart, same = quantize(x, spans, rows=True, columns=True, power_of_two=False, apart=True)
-    assert apart.codes.shape == (5 * 128, 128) and apart.scales.stride() == (1, 5 * 128)
-    assert torch.equal(codes(apart.codes)[spans.place], codes(plain.codes)[: len(x)])
-    assert torch.equal(apart.scales[spans.place], plain.scales[: len(x)])
+    spaced, same = quantize(x, spans, rows=True, columns=True, power_of_two=False, spaced=True)
+    assert spaced.codes.shape == (5 * 128, 128) and spaced.scales.stride() == (1, 5 * 128)
+    assert torch.equal(codes(spaced.codes)[spans.place], codes(plain.codes)[: len(x)])
+    assert torch.equal(spaced.scales[spans.place], plain.scales[: len(x)])
     assert torch.equal(codes(same.codes), codes(columns.codes))
 
 
@@ -107,7 +107,9 @@ def test_blocks_may_have_no_scales_that_no_block_has():
         strict=True,
     ):
         inner = exact.codes.shape[1] // 128
-        assert exact.scales.T.is_contiguous() and exact.scales.shape[0] == inner and padded.scales.shape[0] == 4
+        assert (
+            exact.scales.T.is_contiguous() and exact.scales.shape[0] == inner and padded.scales.shape[0] == 4
+        )
         assert torch.equal(exact.scales, padded.scales[:inner])
 
 

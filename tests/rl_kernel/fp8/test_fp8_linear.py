@@ -156,7 +156,9 @@ def test_a_backward_may_add_the_gradient_of_its_weight_to_a_buffer():
     fp8.linear(x, plain).backward(upstream)
     assert weight.grad is not None and weight.grad.shape == weight.shape
     assert torch.allclose(total - 1, plain.grad, atol=1e-5)
-    with pytest.raises(ValueError, match=r"weight_grad must have dtype float32|weight_grad must be one of float32"):
+    with pytest.raises(
+        ValueError, match=r"weight_grad must have dtype float32|weight_grad must be one of float32"
+    ):
         fp8.linear(x, weight, weight_grad=total.double())
     with pytest.raises(ValueError, match=r"weight_grad must have shape .*256"):
         fp8.linear(x, weight, weight_grad=total[:256])

@@ -41,7 +41,9 @@ def use_fp8(parts: Sequence[nn.Module], config: Config, layers: int) -> None:
         )
     products = config.kernels.rlk_fp8_products
     if reason := fp8.products_refusal(products, device):
-        raise FlagError("--rlk-fp8-products", f"be torch on {device}", products, reason)
+        raise FlagError(
+            "--rlk-fp8-products", f"be torch on {device}", f"{products}, but {reason}", "leave it out"
+        )
     fp8.choose_products(products, device)
     power_of_two = config.megatron.force_fp8_ue8m0_scale
     forward = Fp8Forward(

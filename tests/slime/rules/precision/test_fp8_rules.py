@@ -86,7 +86,7 @@ def test_first_and_last_layers_may_stay_in_16_bits(tmp_path: Path) -> None:
         (
             f"{BLOCKS} --rlk-fp8-products deepgemm --rlk-bitwise --rlk-consistency strict --fp32",
             {},
-            "--rlk-fp8-products must be torch in this run, got deepgemm; leave it out: with --rlk-bitwise, the products",
+            "--rlk-fp8-products must be torch in this run, got deepgemm; leave it out: with --rlk-bitwise, the",
         ),
         (
             f"{BLOCKS} --fp8-margin 2",

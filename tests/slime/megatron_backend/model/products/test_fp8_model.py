@@ -118,7 +118,10 @@ def test_a_backward_may_add_to_megatrons_buffers(tmp_path: Path):
 
 def test_deepgemm_needs_a_hopper_gpu(tmp_path: Path):
     tiny_checkpoint(tmp_path / "model", "qwen3", **SHAPES["qwen3"])
-    with pytest.raises(ValueError, match=r"--rlk-fp8-products must be torch on cpu, got deepgemm; DeepGEMM's products"):
+    with pytest.raises(
+        ValueError,
+        match=r"--rlk-fp8-products must be torch on cpu, got deepgemm, but DeepGEMM's products run on GPUs",
+    ):
         loaded(tmp_path / "model", **BLOCKS, rlk_fp8_products="deepgemm")
 
 
