@@ -52,8 +52,8 @@ def multiply_rows(left: Operand, right: Operand) -> Tensor:
 
 
 def multiply_expert_rows(left: Operand, right: Operand, spans: RowGroups, experts: int) -> Tensor:
-    """Computes `left[rows of e] @ right[e].T` per expert: rows [G * 128, K] from `quantize(spaced=True)` and blocks [E *
-    N, K] -> [M, N]."""
+    """Computes `left[rows of e] @ right[e].T` per expert: rows [G * 128, K] of `quantize(spaced=True)` and blocks
+    [E * N, K] -> [M, N]."""
     codes = right.codes.view(experts, -1, right.codes.shape[1])
     width = codes.shape[1]
     scales = right.scales.T.view(experts, width // GROUP, -1)
