@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,7 +102,7 @@ class Fp8Forward:
         return product if bias is None else product + bias
 
 
-def take_main_grad(weight: Any) -> Tensor | None:
+def take_main_grad(weight: Tensor) -> Tensor | None:
     """Returns Megatron's float32 buffer that sums the weight's gradient, and marks the weight, so that Megatron's hook
     drops the gradient that autograd gets. Returns None if the gradient must reach the buffer through autograd."""
     total: Tensor | None = getattr(weight, "main_grad", None)
@@ -111,5 +110,5 @@ def take_main_grad(weight: Any) -> Tensor | None:
         return None
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return None
-    weight.grad_added_to_main_grad = True
+    vars(weight)["grad_added_to_main_grad"] = True
     return total
