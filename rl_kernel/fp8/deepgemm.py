@@ -59,7 +59,7 @@ def multiply_expert_rows(left: Operand, right: Operand, spans: RowGroups, expert
     scales = right.scales.T.view(experts, width // GROUP, -1)
     out = torch.empty(len(left.codes), width, dtype=torch.bfloat16, device=codes.device)
     _package().m_grouped_fp8_gemm_nt_contiguous((left.codes, left.scales), (codes, scales), out, spans.owner)
-    return out.index_select(0, spans.place)
+    return out.index_select(0, spans.slot)
 
 
 def can_add(total: Tensor) -> bool:

@@ -48,7 +48,7 @@ class RowGroups:
     """[E + 1]: the first group per expert, and the number of groups that are not empty."""
     owner: Tensor
     """[G * 128]: the expert of a group, for each of the 128 rows of a group. -1 in empty groups."""
-    place: Tensor
+    slot: Tensor
     """[M]: `group * 128` and the position in the group, for each row."""
 
     @classmethod
@@ -68,7 +68,7 @@ class RowGroups:
 
 @triton.jit
 def groups_kernel(
-    ENDS, EXPERT, FIRST, LAST, STARTS, OWNER, PLACE, experts, WIDTH: tl.constexpr, SIZE: tl.constexpr
+    ENDS, EXPERT, FIRST, LAST, STARTS, OWNER, SLOT, experts, WIDTH: tl.constexpr, SIZE: tl.constexpr
 ):
     """Finds the expert and the rows of a group. The first program also writes where the experts' groups start."""
     group, number, lane = tl.program_id(0), tl.arange(0, WIDTH), tl.arange(0, SIZE)
@@ -86,7 +86,7 @@ def groups_kernel(
     tl.store(FIRST + group, first)
     tl.store(LAST + group, last)
     tl.store(OWNER + group * SIZE + lane, tl.full((SIZE,), 0, tl.int32) + tl.where(used, expert, -1))
-    tl.store(PLACE + first + lane, group * SIZE + lane, first + lane < last)
+    tl.store(SLOT + first + lane, group * SIZE + lane, first + lane < last)
     if group == 0:
         tl.store(STARTS, 0)
         tl.store(STARTS + 1 + number, stops, inside)
@@ -194,7 +194,7 @@ def quantize(
 ) -> tuple[Operand | None, Operand | None]:
     """Rounds x [M, K] in groups of 1 x 128 (`rows`), and its transpose [K, G * 128] (`columns`). A column's groups are
     those of `spans`, or all 128 rows from the first; the rest of the last group is zero. With `spaced`, the codes by
-    rows are [G * 128, K], at the places of `spans`, and the rest of a group is undefined."""
+    rows are [G * 128, K], at the slots of `spans`, and the rest of a group is undefined."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     count, width = x.shape
     groups = -(-count // GROUP) if spans is None else len(spans.first)
@@ -206,14 +206,14 @@ def quantize(
         by_column = Operand(*_empty(x, width, groups * GROUP), width)
     if groups:
         device, stride = x.get_device(), x.stride(0)
-        given = rows, columns, spaced, power_of_two, x.dtype is torch.bfloat16
+        forms = rows, columns, spaced, power_of_two, x.dtype is torch.bfloat16
         _launch_quantize(
-            (device, x.dtype, x.data_ptr() % 16, stride, width, spans is None, given, WARPS, REGISTERS),
+            (device, x.dtype, x.data_ptr() % 16, stride, width, spans is None, forms, WARPS, REGISTERS),
             (groups, width // GROUP, 1),
             device,
             *(x, *_pointers(by_row), *_pointers(by_column)),
             *((None, None) if spans is None else (spans.first, spans.last)),
-            *(count, padded, stride, width, groups, *given, GROUP),
+            *(count, padded, stride, width, groups, *forms, GROUP),
             num_warps=WARPS,
             maxnreg=REGISTERS,
         )

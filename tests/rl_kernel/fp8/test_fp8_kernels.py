@@ -84,7 +84,7 @@ def test_groups_of_experts_by_hand():
     assert spans.first.tolist()[:4] == [0, 128, 129, 130]
     assert spans.last.tolist() == [129, 129, 130, 200, 0]
     assert spans.owner.view(5, 128).tolist() == [[expert] * 128 for expert in (0, 0, 2, 3, -1)]
-    assert spans.place.tolist() == [*range(129), 256, *range(384, 454)]
+    assert spans.slot.tolist() == [*range(129), 256, *range(384, 454)]
 
 
 def test_rows_of_experts_may_start_at_multiples_of_128():
@@ -94,8 +94,8 @@ def test_rows_of_experts_may_start_at_multiples_of_128():
     plain, columns = quantize(x, spans, rows=True, columns=True, power_of_two=False)
     spaced, same = quantize(x, spans, rows=True, columns=True, power_of_two=False, spaced=True)
     assert spaced.codes.shape == (5 * 128, 128) and spaced.scales.stride() == (1, 5 * 128)
-    assert torch.equal(codes(spaced.codes)[spans.place], codes(plain.codes)[: len(x)])
-    assert torch.equal(spaced.scales[spans.place], plain.scales[: len(x)])
+    assert torch.equal(codes(spaced.codes)[spans.slot], codes(plain.codes)[: len(x)])
+    assert torch.equal(spaced.scales[spans.slot], plain.scales[: len(x)])
     assert torch.equal(codes(same.codes), codes(columns.codes))
 
 
