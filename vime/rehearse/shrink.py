@@ -126,6 +126,14 @@ def _vocabulary(tiny: Hf, vocab: int | None) -> Values:
     return {"vocab_size": vocab, **ids}
 
 
+def _shorten(kinds: list[object], layers: int) -> list[object]:
+    """Returns one entry per layer: every kind once, and then the last one again, as after the first dense layers."""
+    if not all(isinstance(kind, str) for kind in kinds):
+        return [kinds[i % len(kinds)] for i in range(layers)]
+    distinct = list(dict.fromkeys(kinds))
+    return [distinct[min(i, len(distinct) - 1)] for i in range(layers)]
+
+
 def _set_layers(tiny: Values, config: Hf, layers: int) -> Values:
     """Sets the number of layers so that every kind of layer occurs, and lists one kind per layer."""
     kinds = config.get("layer_types")
@@ -144,6 +152,6 @@ def _set_layers(tiny: Values, config: Hf, layers: int) -> Values:
         if name == "mlp_only_layers":
             tiny[name] = [i for i in value or [] if i < layers]
         elif name != "layer_types" and isinstance(value, list) and len(value) == depth:
-            tiny[name] = value[:layers]  # one entry per layer
+            tiny[name] = _shorten(value, layers)
     tiny["num_hidden_layers"] = layers
     return {name: value for name, value in tiny.items() if name != "num_experts_per_tok" or value}

@@ -75,6 +75,21 @@ def test_images_without_a_processor_are_an_error(tmp_path: Path) -> None:
         _read_model(flags, tmp_path, [])
 
 
+def test_every_kind_of_mlp_is_in_the_tiny_model() -> None:
+    kinds = ["dense"] * 3 + ["sparse"] * 5
+    config = {
+        "num_hidden_layers": 8,
+        "mlp_layer_types": kinds,
+        "first_k_dense_replace": 3,
+        "window": list(range(8)),
+    }
+    tiny = shrink_config(config, 3, None)
+    assert tiny["mlp_layer_types"] == ["dense", "sparse", "sparse"] and tiny["first_k_dense_replace"] == 1
+    assert tiny["window"] == [0, 1, 2]
+    few = {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
+    assert shrink_config(few, 4, None)["mlp_layer_types"] == ["dense", "sparse", "sparse", "sparse"]
+
+
 def test_sparse_attention_selects_all_tokens_of_the_context() -> None:
     config = {
         "index_topk": 2048,
