@@ -63,6 +63,8 @@ async def {name}(args, sample, sampling_params):
     return sample
 """
 """A generate function that also gives the reward, for a script without a reward of its own."""
+DEADLINE_S = 900
+"""Longest time of a rehearsal. Other work on the machine makes it longer than vime's own limit."""
 MARKERS = {
     **{"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
     **{"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
@@ -135,7 +137,8 @@ def rehearse(name: str, script: dict[str, Any], out: Path) -> dict[str, Any]:
             write_hook(root.joinpath("hooks", *modules).with_suffix(".py"), text, function)
     start = time.monotonic()
     commit = name_commit()
-    words = [sys.executable, "-P", "-m", "vime", "rehearse", "--out", str(root / "rehearsal"), *argv]
+    given = ["--out", str(root / "rehearsal"), "--deadline-s", str(DEADLINE_S)]
+    words = [sys.executable, "-P", "-m", "vime", "rehearse", *given, *argv]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{root / 'hooks'}"}
     done = subprocess.run(words, cwd=root, env=env, capture_output=True, encoding="utf-8")
     page = done.stdout
@@ -176,7 +179,7 @@ def write_hook(file: Path, text: str, name: str) -> None:
 def script_family(script: dict[str, Any]) -> str | None:
     """Returns the model_type of the script's model, or None for a script without one."""
     config = DATA["configs"].get(script.get("config"))
-    return config and json.loads(config)["model_type"]
+    return (json.loads(config or "null") or {}).get("model_type")
 
 
 def complete_model(folder: Path, out: Path) -> None:
