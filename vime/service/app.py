@@ -99,10 +99,10 @@ class _Guard:
             return await handler(request)
         tenant = service.keys.find(request.headers.get("X-API-Key", ""))
         if tenant is None:
-            service.audit.write(None, "refused", path=request.path[:100], address=request.remote)
+            service.audit.refuse(None, 401, path=request.path[:100], address=request.remote)
             return write_error(401, "the key must be one of this service, got another; set TINKER_API_KEY")
         if self._open[tenant] >= service.limits.open_requests:
-            service.audit.write(tenant, "refused", path=request.path[:200], status=429)
+            service.audit.refuse(tenant, 429, path=request.path[:200])
             return write_error(429, "too many requests are open with this key; wait for their results", 1.0)
         self._open[tenant] += 1
         request["tenant"] = tenant
@@ -111,7 +111,7 @@ class _Guard:
                 await request.read()
             return await handler(request)
         except Refusal as refusal:
-            service.audit.write(tenant, "refused", path=request.path[:200], status=refusal.status)
+            service.audit.refuse(tenant, refusal.status, path=request.path[:200])
             return write_error(refusal.status, str(refusal), refusal.retry_s)
         except TimeoutError:
             return write_error(

@@ -227,7 +227,7 @@ def test_keys_and_audit(service: ServiceProcess) -> None:
     assert any(line["tenant"] is None for line in lines) and any(line.get("status") == 404 for line in lines)
     assert set().union(*lines) <= {
         "time", "tenant", "action", "session", "client", "request", "bytes", "tokens", "sampler", "path", "status",
-        "address",
+        "address", "left_out",
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from slime.protocols.tenants import TenantTrainer
 from vime.service.app import write_error
+from vime.service.audit import AuditLog
 from vime.service.command import main
 from vime.service.engine import TenantEngine
 from vime.service.keys import TenantKeys
@@ -109,6 +110,31 @@ def test_keys_that_others_can_read(tmp_path: Path) -> None:
     os.chmod(path, 0o644)
     with pytest.raises(ValueError, match="keys.json must be readable only by its owner, got mode 644"):
         TenantKeys(path)
+
+
+def test_a_flood_of_refusals_has_few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line per tenant and status within the interval. Later lines count the refusals without a line."""
+    monkeypatch.setattr("vime.service.audit.REFUSAL_S", 3600.0)
+    log = AuditLog(tmp_path / "audit.jsonl")
+    for _ in range(1000):
+        log.refuse("alice", 429, path="/api/v1/asample")
+    log.refuse("alice", 404, path="/api/v1/asample")
+    log.refuse(None, 401, path="/api/v1/sessions")
+    monkeypatch.setattr("vime.service.audit.REFUSAL_S", 0.0)
+    log.refuse("alice", 429, path="/api/v1/forward_backward")
+    monkeypatch.setattr("vime.service.audit.REFUSAL_S", 3600.0)
+    log.refuse("alice", 429, path="/api/v1/forward_backward")
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    found = [(line["tenant"], line["status"], line.get("left_out")) for line in lines]
+    expected = [
+        ("alice", 429, None),
+        ("alice", 404, None),
+        (None, 401, None),
+        ("alice", 429, 999),
+        ("alice", 429, 1),
+    ]
+    assert found == expected
 
 
 def test_tokens_per_minute() -> None:
