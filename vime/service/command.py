@@ -140,7 +140,7 @@ async def _serve(
     service = TenantService(
         settings,
         limits,
-        lambda: build_trainer(settings.base, limits.rank, limits.tokens_per_sequence),
+        lambda: build_trainer(settings.base, limits.rank, limits.tokens_per_sequence, engine_share=memory),
         engine,
     )
     ended = asyncio.Event()

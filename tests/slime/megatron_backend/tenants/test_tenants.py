@@ -14,9 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from slime.checkpoints.hf_config import read_hf_config
 from slime.megatron_backend.tenants import build_trainer
+from slime.megatron_backend.tenants.build import choose_micro_batch, count_left_bytes
 from slime.megatron_backend.tenants.losses import LOSSES, make_columns
 from slime.megatron_backend.tenants.trainer import Trainer
+from slime.memory.host import host_total
+from slime.plan.memory_estimate import activation_memory, head_memory
+from slime.plan.model_shape import Shape
 from slime.protocols.tenants import TENANT_LOSSES, AdamParams, LossSpec, PassResult, TenantDatum, TenantSpec
 from vime.testing.tiny_model import write_tiny_model
 
@@ -275,6 +280,21 @@ def test_bad_requests_are_errors(trainer: Trainer) -> None:
         trainer.forward("a", zeros, LossSpec("gspo"))
     with pytest.raises(ValueError, match="a pass must have data, got none"):
         trainer.forward("a", [], CROSS_ENTROPY)
+
+
+def test_micro_batches_use_half_of_the_memory_left(trainer: Trainer, base: Path) -> None:
+    """The choice changes where the estimate of a size is half of the bytes left. Without them, it is the least."""
+    config, shape = trainer.config, Shape.of(read_hf_config(base))
+    for tokens, smaller in ((8192, 4096), (1024, 512)):
+        needed = activation_memory(config, shape, tokens)[0].bytes + head_memory(config, shape, tokens)[0]
+        assert choose_micro_batch(config, shape, 2 * needed) == tokens
+        assert choose_micro_batch(config, shape, 2 * needed - 1) == smaller
+    assert choose_micro_batch(config, shape, 0.0) == choose_micro_batch(config, shape, None) == 512
+    total, left = host_total(), count_left_bytes(trainer.model, trainer.info, 0.4)
+    assert total is not None and left is not None
+    parameters = [p for name, p in trainer.model.named_parameters() if "adapters" not in name]
+    assert total - left == 2 * sum(p.numel() for p in parameters) * 4
+    assert trainer.config.data.max_tokens_per_gpu == 48
 
 
 def test_a_switch_copies_no_values(trainer: Trainer) -> None:
