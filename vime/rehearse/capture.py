@@ -93,7 +93,7 @@ def capture_launches(
     """
     _require_script(script)
     _write_stand_ins(folder)
-    project = _find_project(script)
+    project = find_project(script)
     environ = _environment(folder, project, gpus)
     words = ["bash", str(script.resolve()), *arguments]
     output = folder / "script.log"
@@ -138,7 +138,7 @@ def _write_stand_ins(folder: Path) -> None:
         (folder / "shims" / "bin" / name).symlink_to(shim)
 
 
-def _find_project(script: Path) -> Path:
+def find_project(script: Path) -> Path:
     """Returns the folder of the script's checkout, or the script's own folder."""
     own = script.resolve().parent
     return next((above for above in (own, *own.parents) if (above / ".git").exists()), own)

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from slime.records.errors import FlagError
 from vime.pool.process import tail
-from vime.rehearse.capture import CapturedLaunch, capture_launches
+from vime.rehearse.capture import CapturedLaunch, capture_launches, find_project
 from vime.rehearse.changes import Flags
 from vime.rehearse.cluster import check_cluster
 from vime.rehearse.fitting import SFT, fit_flags
 from vime.rehearse.guess import guess_config
 from vime.rehearse.hooks import FILTER, USERS
+from vime.rehearse.made import keep_made
 from vime.rehearse.page import format_page
 from vime.rehearse.rows import take_rows
 from vime.rehearse.runs import Outcome, rehearse_run
@@ -103,6 +104,8 @@ def _take_launch(
             captured = capture_launches(
                 Path(words[0]), words[1:], Path(sandbox), gpus=options.plan_gpus, deadline_s=options.script_s
             )
+            project, layer = find_project(Path(words[0])), Path(sandbox) / "layer"
+            launch, made = keep_made(captured.launches[-1], project, layer, folder / "made")
         finally:
             log = Path(sandbox) / "script.log"
             if log.exists():
@@ -110,7 +113,9 @@ def _take_launch(
     notes += captured.remarks
     if len(captured.launches) > 1:
         notes.append(f"the script starts {len(captured.launches)} trainings; this is the last one")
-    return captured.launches[-1]
+    if made:
+        notes.append(f"made by the script: {', '.join(made)}")
+    return launch
 
 
 def rehearse(

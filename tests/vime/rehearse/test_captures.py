@@ -15,6 +15,7 @@ from vime.rehearse.capture import Captured, capture_launches
 from vime.rehearse.changes import Flags
 from vime.rehearse.fitting import fit_flags
 from vime.rehearse.guess import guess_config
+from vime.rehearse.made import keep_made
 from vime.rehearse.shrink import shrink_config
 
 pytestmark = pytest.mark.skipif(not landlock.version(), reason="a script runs only under Landlock")
@@ -32,7 +33,7 @@ ray "st"op
 
 
 def capture(tmp_path: Path, text: str, deadline_s: float = 30.0) -> Captured:
-    (tmp_path / "project").mkdir()
+    (tmp_path / "project").mkdir(exist_ok=True)
     script = tmp_path / "project" / "run.sh"
     script.write_text(text)
     return capture_launches(script, [], tmp_path / "out", gpus=8, deadline_s=deadline_s)
@@ -43,6 +44,28 @@ def test_a_script_of_ray_is_captured(tmp_path: Path) -> None:
     layout = ["--actor-num-gpus-per-node", "8", "--tensor-model-parallel-size", "2"]
     assert launch.argv == [*layout, "--lr", "1e-6", "--prompt-data", "a file.jsonl"]
     assert launch.variables == {"A": "b"}
+
+
+def test_files_that_the_script_makes_are_kept(tmp_path: Path) -> None:
+    """The rows are in the layer over the project. Where a user may not have layers, the script cannot make them."""
+    (tmp_path / "project" / "data").mkdir(parents=True)
+    (tmp_path / "project" / "data" / "old.jsonl").write_text("old")
+    text = """#!/bin/bash
+cd "$(dirname "${BASH_SOURCE[0]}")"
+mkdir -p data/base
+echo new > data/rows.jsonl && echo {} > data/base/config.json
+vime train --hf-checkpoint data/base --prompt-data "data/rows.jsonl@[0:2]" --eval-prompt-data x data/old.jsonl
+"""
+    captured = capture(tmp_path, text)
+    project, kept = tmp_path / "project", tmp_path / "kept"
+    launch, made = keep_made(captured.launches[-1], project, tmp_path / "out" / "layer", kept)
+    assert not (project / "data" / "rows.jsonl").exists()
+    if not captured.remarks:
+        assert made == ["data/base", "data/rows.jsonl"]
+        assert launch.argv[1:4:2] == [str(kept / "data/base"), str(kept / "data/rows.jsonl") + "@[0:2]"]
+        assert (kept / "data/rows.jsonl").read_text() == "new\n"
+        assert (kept / "data/base/config.json").read_text() == "{}\n"
+    assert launch.argv[-1] == "data/old.jsonl"
 
 
 def test_the_sandbox_may_be_inside_the_project(tmp_path: Path) -> None:
