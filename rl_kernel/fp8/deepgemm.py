@@ -46,9 +46,11 @@ def _package() -> Any:
 
 def multiply_rows(left: Operand, right: Operand) -> Tensor:
     """Computes `left @ right.T`: rows [M, K] and blocks [N, K] -> [M, N]."""
-    out = torch.empty(len(left.codes), len(right.codes), dtype=torch.bfloat16, device=left.codes.device)
-    _package().fp8_gemm_nt((left.codes, left.scales), (right.codes, right.scales.T), out)
-    return out if len(out) == left.rows else out[: left.rows]
+    out = torch.empty(
+        left.codes.shape[0], right.codes.shape[0], dtype=torch.bfloat16, device=left.codes.device
+    )
+    _package().fp8_gemm_nt((left.codes, left.scales), (right.codes, right.by_block), out)
+    return out if out.shape[0] == left.rows else out[: left.rows]
 
 
 def multiply_expert_rows(left: Operand, right: Operand, spans: RowGroups, experts: int) -> Tensor:
@@ -56,7 +58,7 @@ def multiply_expert_rows(left: Operand, right: Operand, spans: RowGroups, expert
     [E * N, K] -> [M, N]."""
     codes = right.codes.view(experts, -1, right.codes.shape[1])
     width = codes.shape[1]
-    scales = right.scales.T.view(experts, width // GROUP, -1)
+    scales = right.by_block.view(experts, width // GROUP, -1)
     out = torch.empty(len(left.codes), width, dtype=torch.bfloat16, device=codes.device)
     _package().m_grouped_fp8_gemm_nt_contiguous((left.codes, left.scales), (codes, scales), out, spans.owner)
     return out.index_select(0, spans.slot)

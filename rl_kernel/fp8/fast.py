@@ -53,7 +53,7 @@ def outputs(
     x: Tensor, weights: RoundedWeights, ends: Tensor | None, power_of_two: bool, invariant: bool = False
 ) -> Tensor:
     """Computes `reference.outputs`. With `invariant`, a row's bits do not depend on the other rows."""
-    spans = _groups(ends, len(x))
+    spans = _groups(ends, x.shape[0])
     spaced = _spaces_rows(spans, x.dtype, invariant)
     rows, _ = quantize(x, spans, rows=True, columns=False, power_of_two=power_of_two, spaced=spaced)
     assert rows is not None and weights.plain is not None
@@ -64,7 +64,7 @@ def outputs_and_columns(
     x: Tensor, weights: RoundedWeights, ends: Tensor | None, power_of_two: bool, invariant: bool = False
 ) -> tuple[Tensor, Columns]:
     """Computes `reference.outputs_and_columns`, with one pass over x."""
-    spans = _groups(ends, len(x))
+    spans = _groups(ends, x.shape[0])
     spaced = _spaces_rows(spans, x.dtype, invariant)
     rows, columns = quantize(x, spans, rows=True, columns=True, power_of_two=power_of_two, spaced=spaced)
     assert rows is not None and columns is not None and weights.plain is not None
@@ -81,7 +81,7 @@ def multiply(x: Tensor, weights: RoundedWeights, dtype: torch.dtype, power_of_tw
 
 def round_upstream(upstream: Tensor, ends: Tensor | None, power_of_two: bool) -> Upstream:
     """Rounds the output's gradient along both axes, in one pass over it."""
-    spans = _groups(ends, len(upstream))
+    spans = _groups(ends, upstream.shape[0])
     spaced = _spaces_rows(spans, upstream.dtype, False)
     rows, columns = quantize(
         upstream, spans, rows=True, columns=True, power_of_two=power_of_two, spaced=spaced
@@ -125,7 +125,7 @@ def add_weight_gradient(upstream: Upstream, x: Tensor | Columns, power_of_two: b
 
 def _get_columns(x: Tensor | Columns, spans: RowGroups | None, power_of_two: bool) -> Operand:
     if not isinstance(x, Tensor):
-        return Operand(*x, len(x[0]))
+        return Operand(*x, x[0].shape[0])
     _, columns = quantize(x, spans, rows=False, columns=True, power_of_two=power_of_two)
     assert columns is not None
     return columns

@@ -34,9 +34,11 @@ def keep_rounded(*, gradients: bool) -> Iterator[None]:
 def rounded_for(weight: Tensor, make: Callable[[bool], Any]) -> tuple[Any, bool]:
     """Returns the rounded forms of a weight, and whether they are kept. `make` rounds the weight, with the transposed
     form if its argument is True. Only parameters are kept: the memory of other tensors may get other values."""
-    if _kept is None or not isinstance(weight, nn.Parameter):
+    if _kept is None:
         return make(False), False
-    found = _kept.get(id(weight))
+    found = _kept.get(id(weight))  # before the check of the type, which takes longer
     if found is None:
+        if not isinstance(weight, nn.Parameter):
+            return make(False), False
         found = _kept[id(weight)] = weight, make(_turned)
     return found[1], True

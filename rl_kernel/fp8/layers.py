@@ -75,16 +75,18 @@ def linear(
 
     Deterministic. Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.
     """
-    key = (x.shape[-1], weight.shape, x.dtype, weight.dtype, x.device, weight.device)
+    inputs, rows = x.shape[-1], weight.shape[0]
+    total = None if weight_grad is None else (weight_grad.shape, weight_grad.dtype, weight_grad.device)
+    key = (inputs, weight.shape, x.dtype, weight.dtype, x.device, weight.device, total)
+    missing = -rows % GROUP
     if key not in _passed:
-        check_tensor("weight", weight, ["M", x.shape[-1]], (x.dtype,), device=x.device)
-        _check(x, (len(weight) + -len(weight) % GROUP, x.shape[-1]))
+        check_tensor("weight", weight, ["M", inputs], (x.dtype,), device=x.device)
+        _check(x, (rows + missing, inputs))
+        if weight_grad is not None:
+            check_sizes("weight_grad", tuple(weight_grad.shape))
+            check_tensor("weight_grad", weight_grad, weight.shape, (torch.float32,), device=weight.device)
         _passed.add(key)
     options = power_of_two, invariant, group, gather and group is not None
-    missing = -len(weight) % GROUP
-    if weight_grad is not None:
-        check_sizes("weight_grad", tuple(weight_grad.shape))
-        check_tensor("weight_grad", weight_grad, weight.shape, (torch.float32,), device=weight.device)
     if not missing:
         out: Tensor = _Linear8.apply(x, weight, *options, weight_grad)
         return out

@@ -8,6 +8,7 @@ nearest, so that the bits are those of the reference.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -33,6 +34,11 @@ class Operand:
     codes: Tensor
     scales: Tensor
     rows: int
+
+    @cached_property
+    def by_block(self) -> Tensor:
+        """Returns the scales of blocks: [N / 128, K / 128 rounded up], contiguous."""
+        return self.scales.T
 
 
 @dataclass(frozen=True)
@@ -197,7 +203,7 @@ def quantize(
     rows are [G * 128, K], at the slots of `spans`, and the rest of a group is undefined."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     count, width = x.shape
-    groups = -(-count // GROUP) if spans is None else len(spans.first)
+    groups = -(-count // GROUP) if spans is None else spans.first.shape[0]
     padded = groups * GROUP if spaced else -(-count // _ROWS) * _ROWS
     by_row = by_column = None
     if rows:
