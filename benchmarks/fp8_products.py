@@ -6,12 +6,11 @@
     python benchmarks/fp8_products.py OUT.json --device cpu --rows 64       the reference, to try the script
 
 A row has the time of the product alone, with the rounding of its operands, and of bfloat16 (cuBLAS, or torch's grouped
-product). `weight_gradient_added` is the weight's gradient and its sum with a float32 buffer, which DeepGEMM computes in
-one kernel. Weights are rounded once per optimizer step, so their rounding has its own row in the JSON. Each time is the
-median of `--repeats` calls between two events of the device. `host_us` are the host's times of a layer's forward and
-backward, with few rows. The errors are relative to the
-float64 product of the unrounded operands, and the last column compares the kernels with the reference of
-rl_kernel.fp8 on the first rows.
+product). `weight_gradient_added` is the weight's gradient and its sum with a float32 buffer. With DeepGEMM, one kernel
+computes both (Triton's for experts). Weights are rounded once per optimizer step, so their rounding has its own row in
+the JSON. Each time is the median of `--repeats` calls between two events of the device. `host_us` are the host's times of
+a layer's forward and backward, with few rows. The errors are relative to the float64 product of the unrounded operands,
+and the last column compares the kernels with the reference of rl_kernel.fp8 on the first rows.
 """
 
 from __future__ import annotations
@@ -143,19 +142,26 @@ def parts_with_deepgemm(x: Tensor, weights: Tensor, upstream: Tensor, spans: Any
 
 def plain(x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | None) -> dict[str, Call]:
     """Returns name -> the product in bfloat16."""
+    totals = [torch.zeros(weight.shape, device=x.device) for weight in weights]
     if ends is None:
-        total = torch.zeros(weights[0].shape, device=x.device)
         return {
             "forward": lambda: x @ weights[0].T,
             "input_gradient": lambda: upstream @ weights[0],
             "weight_gradient": lambda: upstream.T @ x,
-            "weight_gradient_added": lambda: total.add_(upstream.T @ x),
+            "weight_gradient_added": lambda: totals[0].add_(upstream.T @ x),
         }
     return {
         "forward": lambda: grouped_mm(x, weights.transpose(1, 2), offs=ends),
         "input_gradient": lambda: grouped_mm(upstream, weights, offs=ends),
         "weight_gradient": lambda: grouped_mm(upstream.T, x, offs=ends),
+        "weight_gradient_added": lambda: add_all(totals, grouped_mm(upstream.T, x, offs=ends)),
     }
+
+
+def add_all(totals: list[Tensor], gradients: Tensor) -> Tensor:
+    """Adds the gradients of experts as the trainer does, and returns the first sum."""
+    torch._foreach_add_(totals, list(gradients.unbind()))
+    return totals[0]
 
 
 def whole(module: Any, x: Tensor, weights: Tensor, upstream: Tensor, ends: Tensor | None) -> dict[str, Call]:
@@ -164,26 +170,28 @@ def whole(module: Any, x: Tensor, weights: Tensor, upstream: Tensor, ends: Tenso
     rounded = module.round_upstream(upstream, ends, False)
     _, columns = module.outputs_and_columns(x, module.round_weights(weights, False), ends, False)
     kept = module.round_weights(weights, False)  # once per optimizer step
-    added: dict[str, Call] = {}
-    if ends is None:
-        total = torch.zeros(weights[0].shape, device=x.device)
-        added["weight_gradient_added"] = lambda: add_gradient(module, rounded, columns, x.dtype, total)
+    totals = [torch.zeros(weight.shape, device=x.device) for weight in weights]
     return {
         "forward": lambda: module.outputs_and_columns(x, kept, ends, False)[0],
         "input_gradient": lambda: module.input_gradients(
             module.round_upstream(upstream, ends, False), kept, ends, False
         ),
         "weight_gradient": lambda: module.weight_gradients(rounded, columns, ends, False, x.dtype),
-        **added,
+        "weight_gradient_added": lambda: add_gradient(module, rounded, columns, ends, x.dtype, totals),
     }
 
 
-def add_gradient(module: Any, rounded: Any, columns: Any, dtype: torch.dtype, total: Tensor) -> Tensor:
-    """Adds a weight's gradient to a buffer: in one kernel with DeepGEMM, and otherwise as Megatron does."""
-    if fp8.uses_deepgemm(dtype):
-        module.add_weight_gradient(rounded, columns, False, total)
-        return total
-    return total.add_(module.weight_gradients(rounded, columns, None, False, dtype)[0])
+def add_gradient(
+    module: Any, rounded: Any, columns: Any, ends: Tensor | None, dtype: torch.dtype, totals: list[Tensor]
+) -> Tensor:
+    """Adds the weights' gradients to buffers: in one kernel with DeepGEMM, and otherwise as Megatron does."""
+    if not fp8.uses_deepgemm(dtype):
+        return add_all(totals, module.weight_gradients(rounded, columns, ends, False, dtype))
+    if ends is None:
+        module.add_weight_gradient(rounded, columns, False, totals[0])
+    else:
+        module.add_expert_gradients(rounded, columns, ends, False, totals)
+    return totals[0]
 
 
 def errors(got: dict[str, Tensor], x: Tensor, weight: Tensor, upstream: Tensor, rows: int) -> dict[str, Any]:

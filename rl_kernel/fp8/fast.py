@@ -8,7 +8,9 @@ GPUs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from rl_kernel.fp8.choice import uses_deepgemm
 from rl_kernel.fp8.kernels import (
     Operand,
     RowGroups,
+    add_columns,
     multiply_columns,
     multiply_rows,
     quantize,
@@ -121,6 +124,27 @@ def add_weight_gradient(upstream: Upstream, x: Tensor | Columns, power_of_two: b
         deepgemm.add_columns(left, right, total)
     else:
         total += multiply_columns(left, right, None, 1, total.dtype)[0]
+
+
+def add_expert_gradients(
+    upstream: Upstream, x: Tensor | Columns, ends: Tensor, power_of_two: bool, totals: Sequence[Tensor]
+) -> None:
+    """Adds the gradients of the experts' weights to `totals`, E float32 tensors [N, K], without an earlier rounding."""
+    spans = _groups(ends, upstream[0].rows)
+    left, right = upstream[1], _get_columns(x, spans, power_of_two)
+    if all(deepgemm.can_add(total) for total in totals):
+        addresses = tuple(total.data_ptr() for total in totals)
+        add_columns(left, right, spans, _addresses(addresses, left.codes.device))
+    else:
+        found = multiply_columns(left, right, spans, len(totals), torch.float32)
+        torch._foreach_add_(list(totals), list(found.unbind()))
+
+
+@lru_cache(maxsize=4096)
+def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns addresses as int64 on the device. They stay the same from step to step, unless a buffer moves."""
+    pinned = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 def _get_columns(x: Tensor | Columns, spans: RowGroups | None, power_of_two: bool) -> Operand:

@@ -221,9 +221,12 @@ def expert_gradients(
     power_of_two: bool = False,
     of_x: bool = True,
     of_weights: bool = True,
+    weight_grads: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, Tensor | None]:
     """Computes the gradients of `expert_outputs`: those of x [N, K] and of the weights [E, M, K], if they are wanted. x
     may be rounded already, by `expert_outputs`. `rounded`: the weights from `round_experts` if they were kept.
+    With `weight_grads`, E float32 tensors [M, K], the gradients of the weights are added to them, unrounded, and not
+    returned.
 
     The groups of 128 rows for the gradient of a weight are those of its expert's rows alone.
     """
@@ -234,6 +237,8 @@ def expert_gradients(
         if rounded is None:
             rounded = arithmetic.round_weights(torch.stack(list(weights)), power_of_two, plain=False)
         d_x = arithmetic.input_gradients(gradient, rounded, ends, power_of_two)
-    if of_weights:
+    if of_weights and weight_grads:
+        arithmetic.add_expert_gradients(gradient, x, ends, power_of_two, weight_grads)
+    elif of_weights:
         d_weights = arithmetic.weight_gradients(gradient, x, ends, power_of_two, weights[0].dtype)
     return d_x, d_weights

@@ -154,6 +154,15 @@ def add_weight_gradient(upstream: Tensor, x: Tensor | Columns, power_of_two: boo
     total += weight_gradients(upstream, x, None, power_of_two, torch.float64)[0]
 
 
+def add_expert_gradients(
+    upstream: Tensor, x: Tensor | Columns, ends: Tensor, power_of_two: bool, totals: Sequence[Tensor]
+) -> None:
+    """Adds the gradients of the experts' weights to `totals`, E tensors [N, K], without an earlier rounding."""
+    found = weight_gradients(upstream, x, ends, power_of_two, torch.float64)
+    for total, gradient in zip(totals, found, strict=True):
+        total += gradient
+
+
 def expert_slices(ends: Tensor | None, x: Tensor) -> Sequence[slice]:
     """Returns the rows per expert, or all rows of x without `ends`. The host waits for `ends`."""
     stops = [len(x)] if ends is None else ends.tolist()

@@ -232,6 +232,9 @@ def fp8_layers(batch: Batch) -> None:
         rounded = fast.round_upstream(upstream, stops, False)
         fast.input_gradients(rounded, both, stops, False)
         fast.weight_gradients(rounded, columns, stops, False, BF16)
+        if stops is not None:
+            totals = list(torch.zeros(2, FP8_OUTPUTS, FP8_INPUTS, device=DEVICE))
+            fast.add_expert_gradients(rounded, columns, stops, False, totals)
 
 
 STEPS: dict[str, Callable[[Batch], None]] = {

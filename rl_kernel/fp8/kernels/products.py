@@ -71,9 +71,10 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["groups"])
 def columns_kernel(
-    A, A_SCALES, B, B_SCALES, OUT, STARTS, N, K, groups, TOGETHER: tl.constexpr, SIZE: tl.constexpr
+    A, A_SCALES, B, B_SCALES, OUT, TOTALS, STARTS, N, K, groups, TOGETHER: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Computes a tile of A @ B.T over the groups of an expert. Both have a scale per row and 128 columns."""
+    """Computes a tile of A @ B.T over the groups of an expert. Both have a scale per row and 128 columns. Writes the
+    tile to OUT, or adds the tile to the expert's float32 matrix, whose address is in TOTALS."""
     part, tall, broad = tl.program_id(0), N // SIZE, K // SIZE
     group = part // (TOGETHER * broad)
     height = min(tall - group * TOGETHER, TOGETHER)
@@ -96,8 +97,13 @@ def columns_kernel(
         a_next, b_next = tl.load(A_SCALES + following * N + row), tl.load(B_SCALES + following * K + column)
         total += tl.dot(a, b.T) * a_scale[:, None] * b_scale[None, :]
         a_scale, b_scale = a_next, b_next
-    place = (expert * N + row)[:, None] * K + column[None, :]
-    tl.store(OUT + place, total.to(OUT.dtype.element_ty))
+    if TOTALS is None:
+        place = (expert * N + row)[:, None] * K + column[None, :]
+        tl.store(OUT + place, total.to(OUT.dtype.element_ty))
+    elif first < last:
+        matrix = tl.multiple_of(tl.load(TOTALS + expert).to(tl.pointer_type(tl.float32)), 16)
+        there = matrix + (row.to(tl.int64)[:, None] * K + column[None, :])
+        tl.store(there, tl.load(there) + total)
 
 
 def multiply_rows(
@@ -139,14 +145,34 @@ def multiply_columns(
     if not groups:
         return left.codes.new_zeros(experts, height, width, dtype=dtype)
     out = left.codes.new_empty(experts, height, width, dtype=dtype)
-    with torch.cuda.device_of(out):
-        columns_kernel[((height // GROUP) * (width // GROUP), experts)](
-            _tiles(left), left.scales, _tiles(right), right.scales, out,
-            None if spans is None else spans.starts, height, width, groups,
-            TOGETHER=TOGETHER, SIZE=GROUP, num_warps=launch.warps, num_stages=launch.stages or _stages(out.device),
-                maxnreg=launch.registers,
-        )  # fmt: skip
+    _launch_columns(left, right, spans, experts, out, None, launch)
     return out
+
+
+def add_columns(left: Operand, right: Operand, spans: RowGroups | None, totals: Tensor) -> None:
+    """Adds `multiply_columns` to the experts' float32 matrices [N, K], which start at multiples of 16 bytes. `totals`
+    has their addresses, int64 [E]."""
+    if left.scales.shape[1]:
+        _launch_columns(left, right, spans, totals.shape[0], None, totals, DEFAULT)
+
+
+def _launch_columns(
+    left: Operand,
+    right: Operand,
+    spans: RowGroups | None,
+    experts: int,
+    out: Tensor | None,
+    totals: Tensor | None,
+    launch: Launch,
+) -> None:
+    height, width, device = left.rows, right.rows, left.codes.device
+    with torch.cuda.device_of(left.codes):
+        columns_kernel[((height // GROUP) * (width // GROUP), experts)](
+            _tiles(left), left.scales, _tiles(right), right.scales, out, totals,
+            None if spans is None else spans.starts, height, width, left.scales.shape[1],
+            TOGETHER=TOGETHER, SIZE=GROUP, num_warps=launch.warps, num_stages=launch.stages or _stages(device),
+            maxnreg=launch.registers,
+        )  # fmt: skip
 
 
 @functools.cache

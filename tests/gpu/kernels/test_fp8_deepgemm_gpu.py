@@ -85,6 +85,10 @@ def test_products_of_experts_are_those_of_triton_never_run(case: Fp8Case) -> Non
     out, columns = fp8.expert_outputs(x, fp8.round_experts(list(weights), False)[0], ends, columns=True)
     d_x, d_weights = fp8.expert_gradients(upstream, columns, list(weights), ends)
     assert d_x is not None and d_weights is not None
+    sums = list(torch.ones(weights.shape, device="cuda"))
+    again, none = fp8.expert_gradients(upstream, columns, list(weights), ends, weight_grads=sums)
+    assert again is not None and torch.equal(again, d_x) and none is None
+    assert largest_error(torch.stack(sums) - 1, d_weights) < CLOSE
     fp8.choose_products("torch", x.device)  # Triton computes experts
     other, columns = fp8.expert_outputs(x, fp8.round_experts(list(weights), False)[0], ends, columns=True)
     other_d_x, other_d_weights = fp8.expert_gradients(upstream, columns, list(weights), ends)
@@ -128,6 +132,8 @@ def test_the_host_does_not_wait_never_run(case: Fp8Case) -> None:
         fast.input_gradients(rounded, both, ends, False)
         if ends is None:
             fast.add_weight_gradient(rounded, columns, False, total)
+        else:
+            fast.add_expert_gradients(rounded, columns, ends, False, [total] * len(weights))
 
     step()
     torch.cuda.synchronize()

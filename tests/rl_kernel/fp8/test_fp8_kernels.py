@@ -76,6 +76,22 @@ def test_products_are_those_of_the_reference(case, dtype):
         assert error <= CLOSE[dtype] * largest
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.shares], ids=lambda case: case.name)
+@pytest.mark.parametrize("start", [0, 1], ids=["aligned", "unaligned"])
+def test_gradients_of_experts_are_added_to_separate_buffers(case, start):
+    """An address that is no multiple of 16 bytes is added by torch."""
+    x, weights, upstream = case.tensors(torch.bfloat16, DEVICE)
+    ends, size = case.ends(DEVICE), weights[0].numel()
+    rounded = fast.round_upstream(upstream, ends, False)
+    _, columns = fast.outputs_and_columns(x, fast.round_weights(weights, False), ends, False)
+    memory = torch.ones(len(weights), size + 64, device=DEVICE)
+    totals = [part[start : start + size].view(weights[0].shape) for part in memory]
+    want = 1 + fast.weight_gradients(rounded, columns, ends, False, torch.float32)
+    fast.add_expert_gradients(rounded, columns, ends, False, totals)
+    assert torch.equal(torch.stack(totals), want)
+    assert torch.equal(memory[:, start + size :], torch.ones_like(memory[:, start + size :]))
+
+
 def test_groups_of_experts_by_hand():
     """Experts with 129, 0, 1 and 70 rows have 2, 0, 1 and 1 groups; 200 // 128 + 4 groups are allocated."""
     spans = RowGroups.from_ends(torch.tensor([129, 129, 130, 200], dtype=torch.int32, device=DEVICE), 200)

@@ -230,7 +230,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
     first rank in this group adds the biases of fc2 as `weight * bias`. `adapted` has, for each of the two products, the
     function that adds the output of adapters: (output, input, ends of the experts' rows) -> output. `rounding` has the
     functions that round the weights of the two products. With `fp8_powers`, the products are in fp8, and its value is
-    whether scales are powers of two.
+    whether scales are powers of two. With `fp8_adds`, these products add gradients to Megatron's float32 buffers.
     """
 
     def __init__(
@@ -240,6 +240,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
         self.gated = gated
         self.rounding: list[Rounding | None] = [None, None]
         self.fp8_powers: bool | None = None
+        self.fp8_adds = False
         self.adapted: list[Callable[[Tensor, Tensor, Tensor], Tensor] | None] = [None, None]
         if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
             # Megatron sets this mark only if EP is above 1: the gradients are summed over the expert's own replicas
@@ -280,7 +281,7 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
         N]."""
         rounding = self.rounding[index]
         if self.fp8_powers is not None:
-            product: Tensor = Fp8Product.apply(self.fp8_powers, x, ends, *weights)
+            product: Tensor = Fp8Product.apply(self.fp8_powers, self.fp8_adds, x, ends, *weights)
         elif rounding is None:
             product = GroupedProduct.apply(x, ends, *weights)
         else:

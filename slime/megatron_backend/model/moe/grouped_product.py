@@ -17,6 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.functional import grouped_mm
 
 from rl_kernel import fp8
+from slime.megatron_backend.model.moe.main_grads import mark_added, take_main_grads
 from slime.system.uploads import upload
 
 Rounding = Callable[[Tensor], Tensor]
@@ -94,6 +95,7 @@ class _Scaled(FunctionCtx):
     """The values that the forward pass of `Fp8Product` keeps."""
 
     power_of_two: bool
+    adds: bool
     rounded: object
     experts: int
     saved_tensors: tuple[Tensor, ...]
@@ -101,19 +103,21 @@ class _Scaled(FunctionCtx):
 
 
 class Fp8Product(torch.autograd.Function):
-    """`apply(power_of_two, x, ends, *weights)` computes `GroupedProduct` in fp8: `rl_kernel.fp8.expert_outputs`.
+    """`apply(power_of_two, adds, x, ends, *weights)` computes `GroupedProduct` in fp8: `rl_kernel.fp8.expert_outputs`.
 
     K and N are multiples of 128. The gradients are those of `rl_kernel.fp8.expert_gradients`, and reach Megatron's
-    buffers as those of `GroupedProduct` do.
+    buffers as those of `GroupedProduct` do. With `adds`, the product adds them to float32 buffers, unrounded.
     """
 
     @staticmethod
-    def forward(ctx: _Scaled, power_of_two: bool, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: _Scaled, power_of_two: bool, adds: bool, x: Tensor, ends: Tensor, *weights: Tensor
+    ) -> Tensor:
         rounded, kept = fp8.round_experts(weights, power_of_two)
         ctx.rounded = rounded if kept else None
-        ctx.power_of_two, ctx.experts = power_of_two, len(weights)
+        ctx.power_of_two, ctx.adds, ctx.experts = power_of_two, adds, len(weights)
         out, columns = fp8.expert_outputs(
-            x, rounded, ends, power_of_two=power_of_two, columns=any(ctx.needs_input_grad[3:])
+            x, rounded, ends, power_of_two=power_of_two, columns=any(ctx.needs_input_grad[4:])
         )
         ctx.save_for_backward(ends, *weights, *columns)
         return out
@@ -123,8 +127,11 @@ class Fp8Product(torch.autograd.Function):
     def backward(ctx: _Scaled, upstream: Tensor) -> tuple[Tensor | None, ...]:
         ends, *tensors = ctx.saved_tensors
         columns, weights = tuple(tensors[ctx.experts :]), tensors[: ctx.experts]
-        needed = ctx.needs_input_grad[1:]
-        return None, *fp8_gradients(columns, ends, weights, needed, upstream, ctx.power_of_two, ctx.rounded)
+        needed = ctx.needs_input_grad[2:]
+        found = fp8_gradients(
+            *(columns, ends, weights, needed, upstream, ctx.power_of_two, ctx.rounded), adds=ctx.adds
+        )
+        return None, None, *found
 
 
 def fp8_gradients(
@@ -135,17 +142,23 @@ def fp8_gradients(
     upstream: Tensor,
     power_of_two: bool,
     rounded: object = None,
+    adds: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Returns `plain_gradients` of products in fp8. x may be rounded already, by `expert_outputs`, and `rounded` has
-    the rounded weights if they were kept."""
+    the rounded weights if they were kept. With `adds`, the products add the weights' gradients to Megatron's buffers,
+    and the returned gradients of the weights have undefined values."""
     needs_x, _, *needs_weights = needed
+    totals = take_main_grads(weights) if adds and all(needs_weights) else []
     d_x, d_weights = fp8.expert_gradients(
         *(upstream, x, weights, ends),
         rounded=rounded,
         power_of_two=power_of_two,
         of_x=needs_x,
         of_weights=any(needs_weights),
+        weight_grads=totals,
     )
+    if totals:
+        return d_x, None, *(torch.empty_like(weight) for weight in weights)
     if d_weights is None:
         return d_x, None, *(None for _ in weights)
     _add_to_main_grads(weights, d_weights.unbind())
@@ -179,5 +192,4 @@ def _add_to_main_grads(weights: list[Tensor], gradients: tuple[Tensor, ...]) -> 
     if not theirs:
         return
     torch._foreach_add_([total for _, total, _ in theirs], [gradient for _, _, gradient in theirs])
-    for weight, _, _ in theirs:
-        weight.grad_added_to_main_grad = True
+    mark_added([weight for weight, _, _ in theirs])

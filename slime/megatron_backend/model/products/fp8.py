@@ -21,6 +21,7 @@ from slime import operators
 from slime.config import Config
 from slime.megatron_backend.model.gated_delta_net import GatedDeltaNet
 from slime.megatron_backend.model.moe.experts import GatedExperts
+from slime.megatron_backend.model.moe.main_grads import take_main_grads
 from slime.megatron_backend.model.products.linear import LAYERS, Owner
 from slime.records.errors import FlagError
 
@@ -54,7 +55,7 @@ def use_fp8(parts: Sequence[nn.Module], config: Config, layers: int) -> None:
             if config.megatron.computes_in_fp8(layer.layer_number - 1, layers):
                 for module in _products(layer):
                     if isinstance(module, GatedExperts):
-                        module.fp8_powers = power_of_two
+                        module.fp8_powers, module.fp8_adds = power_of_two, forward.adds
                     else:
                         module._forward_impl = forward
                         gathers = isinstance(module, ColumnParallelLinear) and module.sequence_parallel
@@ -97,18 +98,13 @@ class Fp8Forward:
             invariant=self.invariant,
             group=tp_group if allreduce_dgrad or sequence_parallel else None,
             gather=sequence_parallel,
-            weight_grad=take_main_grad(weight) if self.adds else None,
+            weight_grad=self._get_sum(weight) if self.adds and torch.is_grad_enabled() else None,
         )
         return product if bias is None else product + bias
 
-
-def take_main_grad(weight: Tensor) -> Tensor | None:
-    """Returns Megatron's float32 buffer that sums the weight's gradient, and marks the weight, so that Megatron's hook
-    drops the gradient that autograd gets. Returns None if the gradient must reach the buffer through autograd."""
-    total: Tensor | None = getattr(weight, "main_grad", None)
-    if total is None or total.dtype is not torch.float32 or len(weight) % fp8.GROUP:
-        return None
-    if not (weight.requires_grad and torch.is_grad_enabled()):
-        return None
-    vars(weight)["grad_added_to_main_grad"] = True
-    return total
+    @staticmethod
+    def _get_sum(weight: Tensor) -> Tensor | None:
+        """Returns the buffer to which the backward adds the weight's gradient; None if autograd brings it there."""
+        if weight.shape[0] % fp8.GROUP:
+            return None
+        return next(iter(take_main_grads([weight])), None)

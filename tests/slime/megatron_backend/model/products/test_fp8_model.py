@@ -96,15 +96,20 @@ def test_logits_and_gradients_are_those_of_transformers_in_fp8(tmp_path: Path, k
         assert relative(gradient, theirs[name]) < 1e-3, name
 
 
-def test_a_backward_may_add_to_megatrons_buffers(tmp_path: Path):
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_backward_may_add_to_megatrons_buffers(tmp_path: Path, kind: str):
     """Two micro-batches add up, and Megatron's hook drops the undefined gradients that autograd gets."""
-    tiny_checkpoint(tmp_path / "model", "qwen3", **SHAPES["qwen3"])
+    tiny_checkpoint(tmp_path / "model", kind, **SHAPES[kind])
     batch, models = one_sequence(), [loaded(tmp_path / "model", **BLOCKS) for _ in range(2)]
     adding = []
     for module in unwrap(models[1]).modules():
         if isinstance(getattr(module, "_forward_impl", None), Fp8Forward):
             module._forward_impl = replace(module._forward_impl, adds=True)
             adding.append(module.weight)
+        if isinstance(module, GatedExperts):
+            module.fp8_adds = True
+            adding += module.parameters()
+    adding = [weight for weight in adding if weight is not None]
     assert adding and not any(weight.grad_added_to_main_grad for weight in adding)
     for model in models:
         for _ in range(2):
