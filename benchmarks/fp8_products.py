@@ -8,9 +8,9 @@
 A row has the time of the product alone, with the rounding of its operands, and of bfloat16 (cuBLAS, or torch's grouped
 product). `weight_gradient_added` is the weight's gradient and its sum with a float32 buffer. With DeepGEMM, one kernel
 computes both (Triton's for experts). Weights are rounded once per optimizer step, so their rounding has its own row in
-the JSON. Each time is the median of `--repeats` calls between two events of the device. `host_us` are the host's times of
-a layer's forward and backward, with few rows. The errors are relative to the float64 product of the unrounded operands,
-and the last column compares the kernels with the reference of rl_kernel.fp8 on the first rows.
+the JSON. Each time is the median of `--repeats` calls between two events of the device. `host_us` are the host's times
+for a layer's forward and backward, with few rows. The errors are relative to the float64 product of the unrounded
+operands, and the last column compares the kernels with the reference of rl_kernel.fp8 on the first rows.
 """
 
 from __future__ import annotations
