@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,20 @@ def top_kernels(trainer: MegatronTrainer, arguments: argparse.Namespace, hf_conf
     )
 
 
+def list_waits(trainer: MegatronTrainer, arguments: argparse.Namespace, hf_config: dict[str, Any]) -> str:
+    """Runs one more step. Returns the lines where the host waits for the GPU, with the number of waits."""
+    data = batch(arguments, trainer, hf_config, arguments.steps + 1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            trainer.train(arguments.steps + 1, data)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = Counter(f"{x.filename}:{x.lineno}" for x in found if "synchroniz" in str(x.message))
+    return "\n".join(f"{count:6} waits in {place}" for place, count in places.most_common())
+
+
 def train(rank: int, arguments: argparse.Namespace, given: list[str], folder: str) -> None:
     """Trains `--steps` steps on one rank. Rank 0 prints every step's timers and writes them to rows.json."""
     if arguments.ranks > 1:
@@ -120,6 +135,10 @@ def train(rank: int, arguments: argparse.Namespace, given: list[str], folder: st
         table = top_kernels(trainer, arguments, hf_config)
         if rank == 0:
             print(table, flush=True)
+    if arguments.waits:
+        lines = list_waits(trainer, arguments, hf_config)
+        if rank == 0:
+            print(lines, flush=True)
     trainer.close()
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -171,6 +190,9 @@ def main(argv: list[str]) -> int:
         help=f"of the device, for the MFU; known of {', '.join(PEAK_TFLOPS)}, without it there is none",
     )
     parser.add_argument("--kernels", type=int, default=0, help="show this many kernels of one more step")
+    parser.add_argument(
+        "--waits", action="store_true", help="list the host's waits for the GPU in one more step"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file for the result")
     parser.add_argument("--commit", help="of the measured code, where git does not know it")
     arguments, given = parser.parse_known_args(argv)
