@@ -35,6 +35,8 @@ class OperandForm:
 BLOCKS = OperandForm("fp8", "--fp8-recipe blockwise", 8, 128, 4, True)
 MXFP8 = OperandForm("MXFP8", "--fp8-recipe mxfp8", 8, 32, 1, False)
 NVFP4 = OperandForm("NVFP4", "--fp4-format e2m1", 4, 16, 1, False)
+_RESULT = 2
+"""Bytes of an element in DeepGEMM's results."""
 _RECIPES = {"blockwise": BLOCKS, "mxfp8": MXFP8}
 
 
@@ -58,7 +60,8 @@ def rounded_bytes(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:
     for products in the dtype of the weights.
 
     The first product of an MLP or of experts is the largest. Its output's gradient is rounded along both axes, its
-    input along the columns, and its weight once. The operands of a product are freed before the next product.
+    input along the columns, and its weight once. The operands of a product are freed before the next product. The rows
+    of an expert are padded to whole blocks, and DeepGEMM's result is too, before its rows are copied.
     """
     form = form_for(c.megatron.overrides)
     if form is None:
@@ -70,8 +73,10 @@ def rounded_bytes(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:
     if any(kind.sparse for kind in shape.kinds):
         width = 2 * shape.expert_ffn / c.megatron.expert_tensor_parallel
         experts = shape.experts / c.megatron.expert_model_parallel_size
+        rows = tokens * expert_copies(c, shape) + experts * form.block
+        results = rows * shape.hidden * _RESULT if c.kernels.rlk_fp8_products == "deepgemm" else 0
         found.append(
-            tokens * expert_copies(c, shape) * (2 * width + shape.hidden) + experts * width * shape.hidden
+            rows * (2 * width + shape.hidden) + experts * width * shape.hidden + results / form.bytes
         )
     return max(found) * form.bytes, form.name
 

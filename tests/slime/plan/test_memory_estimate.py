@@ -367,6 +367,9 @@ def test_operands_in_fp8_by_hand():
         items(config(**blocks), QWEN3_30B_A3B)["layers, backward"]
         - items(config(), QWEN3_30B_A3B)["layers, backward"]
     )
-    operands = (1 + 4 / 128) * (9216 * 8 * (2 * 2 * 768 + 2048) + 128 * 2 * 768 * 2048)
+    rows = 9216 * 8 + 128 * 128  # each of the 128 experts has a last block of 128 rows
+    operands = (1 + 4 / 128) * (rows * (2 * 2 * 768 + 2048) + 128 * 2 * 768 * 2048)
     operands += (1 + 4 / 128) * 9216 * (2048 + 4096 + 512)
     assert back == pytest.approx(operands + 2 * (30_532_122_624 - 2 * 151_936 * 2048), rel=1e-4)
+    deepgemm = items(config(**blocks, rlk_fp8_products="deepgemm"), QWEN3_30B_A3B)["layers, backward"]
+    assert deepgemm - items(config(**blocks), QWEN3_30B_A3B)["layers, backward"] == 2 * rows * 2048
