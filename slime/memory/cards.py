@@ -1,4 +1,4 @@
-"""Memory of the GPUs of this host, from NVIDIA's driver: per card, and per process on the card.
+"""Memory and compute capability of the GPUs of this host, from NVIDIA's driver: per card, and memory per process.
 
 A container may hide the processes of the host from the driver. Then a card has bytes that no visible process owns.
 """
@@ -48,6 +48,11 @@ class Cards:
             except self._nvml.NVMLError:
                 continue
         return found
+
+    def capabilities(self) -> list[tuple[int, int]]:
+        """Returns the compute capability of each card, such as (9, 0)."""
+        read = self._nvml.nvmlDeviceGetCudaComputeCapability
+        return [read(handle) for handle in self._handles.values()]
 
     def _memory(self, handle: object) -> tuple[int, int]:
         try:

@@ -17,6 +17,7 @@ from offline_engine import offline_engine
 from quantize import find_routers, quantization_config, quantize_checkpoint
 from rank_processes import on_ranks
 
+from slime.memory.cards import Cards
 from vime.vllm.worker.live_quantized import quantized_pieces
 
 pytestmark = pytest.mark.gpu
@@ -87,3 +88,9 @@ def test_an_engine_keeps_the_scheme(
             assert (engine.log_probs(TOKENS) - old).abs().mean() > 2 * OF_SCHEME[scheme]
         with pytest.raises(RuntimeError, match="live weights must equal the trainer's"):
             engine.take(second, load=False)
+
+
+def test_the_driver_reports_the_compute_capabilities_never_run() -> None:
+    """`vime train` refuses fp8 on older GPUs before it starts. This process has no context for the check."""
+    counted = range(torch.cuda.device_count())
+    assert Cards().capabilities() == [torch.cuda.get_device_capability(index) for index in counted]

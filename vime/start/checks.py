@@ -19,11 +19,13 @@ from slime.config.hook_calls import CALLS, check_call
 from slime.config.problems import Problems, split_problems
 from slime.data.tokenizer import load_tokenizer
 from slime.hooks import load_function
+from slime.memory.cards import Cards
 from slime.operators import decide
 from slime.records.errors import FlagError
 from slime.roles.groups import on_one_host
 from slime.rollout.eval_datasets import check_evaluation
 from slime.rules.flags import FALLBACKS, own_flags
+from slime.rules.precision.fp8 import require_fp8_cards
 from slime.rules.precision.microscaling import require_kernels
 from slime.rules.validate import Rule
 from slime.tracking import check_trackers
@@ -195,6 +197,8 @@ def _require_fit(config: Config) -> None:
 
 def _require_kernels(config: Config) -> None:
     require_kernels(config)
+    if config.cluster.device == "cuda" and not os.environ.get("RAY_ADDRESS"):
+        require_fp8_cards(config, Cards().capabilities())
     if config.cluster.device == "cpu" and config.kernels.rlk_fast == "strict":
         decide(config, config.cluster.device)  # raises; on GPUs the trainers decide
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from slime.checkpoints.hf_config import read_hf_config
@@ -19,6 +19,8 @@ from slime.roles import get_roles
 if TYPE_CHECKING:
     from slime.config.schema import Config
 
+FP8_CAPABILITY = (8, 9)
+"""Least compute capability of a GPU that multiplies fp8 numbers."""
 GROUP = 128
 """Elements that share a scale (`rl_kernel.fp8.GROUP`; the driver imports no torch)."""
 _BLOCKS = "--fp8-recipe blockwise"
@@ -72,12 +74,23 @@ def check_fp8_flags(c: Config) -> None:
         )
     _check_bitwise(c)
     if c.cluster.gpu is not None and not HARDWARE[c.cluster.gpu].has_fp8:
-        raise FlagError(
-            "--fp8-recipe",
-            "be left out on GPUs without fp8",
-            f"blockwise with --gpu {c.cluster.gpu}",
-            "fp8 needs compute capability 8.9, as L40S and H100 have",
-        )
+        raise _lacks_fp8(f"--gpu {c.cluster.gpu}")
+
+
+def require_fp8_cards(c: Config, capabilities: Sequence[tuple[int, int]]) -> None:
+    """Raises ValueError for a run whose linear layers compute in fp8 if a GPU of this machine cannot. `capabilities`:
+    the compute capability of each GPU."""
+    if c.megatron.has_fp8_blocks and capabilities and (least := min(capabilities)) < FP8_CAPABILITY:
+        raise _lacks_fp8("a GPU of compute capability {}.{}".format(*least))
+
+
+def _lacks_fp8(where: str) -> FlagError:
+    return FlagError(
+        "--fp8-recipe",
+        "be left out on GPUs without fp8",
+        f"blockwise with {where}",
+        "fp8 needs compute capability 8.9, as L40S and H100 have",
+    )
 
 
 def _check_products(c: Config) -> None:

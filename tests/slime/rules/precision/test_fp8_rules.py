@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from config_cases import good_argv, write_model
 
 from slime.config.schema import Config
 from slime.rules import parse_args
+from slime.rules.precision.fp8 import require_fp8_cards
 
 BLOCKS = "--fp8-format e4m3 --fp8-recipe blockwise"
 SIZES: dict[str, Any] = {
@@ -130,6 +132,20 @@ def test_what_does_not_fit_fp8_is_an_error(
         parsed(tmp_path, flags, **changes)
     (found,) = [line for line in str(error.value).splitlines() if "fp8" in line]
     assert message in found
+
+
+def test_a_run_on_a_card_without_fp8_does_not_start(tmp_path: Path) -> None:
+    """`vime train` reads the compute capabilities from the driver. `--gpu` is not needed."""
+    fp8 = parsed(tmp_path, f"{BLOCKS} --device cuda")
+    wanted = (
+        "--fp8-recipe must be left out on GPUs without fp8, got blockwise with a GPU of compute capability 8.0; fp8 "
+        "needs compute capability 8.9, as L40S and H100 have"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(wanted)}$"):
+        require_fp8_cards(fp8, [(9, 0), (8, 0)])
+    for cards in ([], [(8, 9)], [(9, 0), (10, 0), (12, 0)]):
+        require_fp8_cards(fp8, cards)
+    require_fp8_cards(parsed(tmp_path / "plain", "--device cuda"), [(8, 0)])
 
 
 def test_a_teacher_whose_sizes_do_not_fit_is_an_error(tmp_path: Path) -> None:
