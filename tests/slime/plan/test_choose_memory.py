@@ -137,3 +137,14 @@ def test_a_run_is_fitted_to_the_gpus_that_are_here(tmp_path, capsys, monkeypatch
     monkeypatch.setattr("vime.memory.sizes.device_memory", lambda c: None)  # a driver's host without a GPU
     assert main(["--run", *flags]) == 0
     assert "76.8 GiB" not in capsys.readouterr().err
+
+
+def test_a_long_sequence_that_does_not_fit_is_an_error_before_the_start():
+    """An H100 trains samples of 8,192 tokens. The advice for samples of 524,288 tokens has context parallelism."""
+    machine = MachineSizes(79.18 * GIB, 2000 * GIB)
+    alone = {"debug_train_only": True, "colocate": False, "rollout_num_gpus": 0, "actor_num_gpus_per_node": 8}
+    require_fit(config(**alone, rollout_max_response_len=8192, max_tokens_per_gpu=8192), QWEN3_4B, machine)
+    with pytest.raises(ValueError, match=r"^the run must fit this machine, got .*--context-parallel-size \d"):
+        require_fit(
+            config(**alone, rollout_max_response_len=524288, max_tokens_per_gpu=8192), QWEN3_4B, machine
+        )

@@ -181,6 +181,25 @@ def test_bad_input_is_one_line(
     assert "RUN must have a receipt, got no" in error(run, "--step", 1)
 
 
+def test_a_receipt_is_verified_elsewhere(
+    recorded: Path,
+    run: Path,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In another working directory, from a copy of the run, while the run's own directory does not exist."""
+    monkeypatch.chdir(tmp_path)
+    away = recorded.rename(recorded.with_name("away"))
+    try:
+        code, text = call(capsys, run, "--verify", "--key", folder / "key.pem")
+    finally:
+        away.rename(recorded)
+    assert code == 0, text
+    assert "whole: 7 records of 1 rank(s), 3 steps" in text
+
+
 def test_a_receipt_without_its_last_steps_is_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(run, read_lines(run)[:3])
     code, text = call(capsys, run, "--verify")
