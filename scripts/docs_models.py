@@ -1,12 +1,14 @@
 """`python scripts/docs_models.py`: writes the tables of model families in README.md, docs/models.md and docs/status.md.
 
-All three tables come from slime/models/status.py. Each table is between two marks. A test fails if a page differs from
-the output of this script.
+The tables come from slime/models/status.py. The table of the newest families also has the differences of
+benchmarks/results/families_cpu.json. Each table is between two marks. A test fails if a page differs from the output
+of this script.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from slime.models import FAMILIES
@@ -14,9 +16,37 @@ from slime.models.status import PLANNED, STATUS
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = "python scripts/docs_models.py"
-BEGIN, END = "<!-- families: begin, written by scripts/docs_models.py -->", "<!-- families: end -->"
+BEGIN, END = "<!-- {}: begin, written by scripts/docs_models.py -->", "<!-- {}: end -->"
+RECORD = Path("benchmarks/results/families_cpu.json")
 
 Row = Sequence[str]
+
+NEWEST: dict[str, tuple[str, ...]] = {
+    "Gemma 4": (
+        *("gemma4_text gemma4", "gemma4 gemma4-moe gemma4-published", "46ef71b1, d9c02813", "3 and 20"),
+        "towers; E2B and E4B (embeddings per layer, shared keys and values)",
+    ),
+    "OLMo 3": ("olmo3", "olmo3", "26f8fcbf", "1 and 5", ""),
+    "Qwen3.5 and 3.6": (
+        "qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe",
+        "qwen3-5 qwen3-5-text qwen3-5-moe qwen3-5-moe-text",
+        *("281c239d, de4ab3ce", "2 and 7"),
+        "engines on CPUs in float32 or with images; the GPU test needs fla-core with a Triton that it accepts",
+    ),
+    "GLM-5": (
+        *("glm_moe_dsa", "glm-5 glm-5-shared", "21dff1df, for three families", "6 and 22"),
+        "a kernel for sparse attention in the trainer, the KL loss of an indexer, engines on CPUs beyond `index_topk`",
+    ),
+    "DeepSeek-V3.2": ("deepseek_v32", "deepseek-v32", "21dff1df", "the same", "as GLM-5"),
+    "Kimi K2.5": ("kimi_k25", "kimi-k2-5", "21dff1df", "the same", "the vision tower"),
+    "MiniMax-M2": (
+        *("minimax_m2", "minimax-m2", "6dabfba6, for five families", "5 and 4"),
+        "a GPU run since its norms of queries and keys changed",
+    ),
+}
+"""Family -> (values of model_type, tiny models of the record, commits that added it, new and changed files of
+rl_kernel, slime and vime in these commits, what it lacks)."""
+ON_ENGINE = ("engine_before", "engine_after", "engine_again")
 
 
 def by_maker() -> Iterator[Row]:
@@ -54,20 +84,47 @@ def by_run() -> Iterator[Row]:
         yield (family.title, f"`{name}`", status.engine, steps, status.gpu)
 
 
-TABLES = {
-    Path("README.md"): by_maker,
-    Path("docs/models.md"): by_family,
-    Path("docs/status.md"): by_run,
+def by_newest() -> Iterator[Row]:
+    """Yields the rows of docs/models.md on the newest families, with the largest differences of their tiny models."""
+    found = json.loads((ROOT / RECORD).read_text(encoding="utf-8"))["models"]
+    yield (
+        *("Family", "Commits", "New and changed files", "Logits", "Gradients", "Engine"),
+        *("GRPO steps on a CPU", "On a GPU", "Lacks"),
+    )
+    for name, (types, models, commits, files, lacks) in NEWEST.items():
+        rows = [found[model] for model in models.split()]
+        statuses = [STATUS[kind] for kind in types.split()]
+        (dtype,) = {status.engine for status in statuses}
+        engine = f"{largest(rows, ON_ENGINE)}" + f" ({dtype})" * (dtype != "float32")
+        gradients = largest(rows, ("gradients", "tp_gradients", "ep_gradients"))
+        steps = "yes" if any(status.steps for status in statuses) else "no"
+        gpu = "; ".join(dict.fromkeys(status.gpu for status in statuses))
+        yield (name, commits, files, largest(rows, ("logits",)), gradients, engine, steps, gpu, lacks)
+
+
+def largest(rows: Sequence[dict[str, float]], names: Sequence[str]) -> str:
+    """Returns the largest of the named differences over some tiny models."""
+    return f"{max(row[name] for row in rows for name in names if name in row):.1e}"
+
+
+TABLES: dict[Path, dict[str, Callable[[], Iterator[Row]]]] = {
+    Path("README.md"): {"families": by_maker},
+    Path("docs/models.md"): {"families": by_family, "newest families": by_newest},
+    Path("docs/status.md"): {"families": by_run},
 }
 
 
 def page(path: Path) -> str:
-    """Returns a page with its table between the two marks."""
-    head, *rows = TABLES[path]()
-    table = [head, ["---"] * len(head), *rows]
-    before, rest = (ROOT / path).read_text(encoding="utf-8").split(BEGIN)
-    lines = [f"| {' | '.join(cells)} |" for cells in table]
-    return "\n".join([f"{before}{BEGIN}", *lines, END]) + rest.split(END)[1]
+    """Returns a page with its tables between their marks."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    for name, rows in TABLES[path].items():
+        head, *body = rows()
+        table = [head, ["---"] * len(head), *body]
+        begin, end = BEGIN.format(name), END.format(name)
+        before, rest = text.split(begin)
+        lines = [f"| {' | '.join(cells)} |" for cells in table]
+        text = "\n".join([f"{before}{begin}", *lines, end]) + rest.split(end)[1]
+    return text
 
 
 if __name__ == "__main__":
