@@ -66,7 +66,9 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     text = content.get("text_config")
     found = {**text, **content, "text_config": None} if isinstance(text, dict) else content
     family = FAMILIES.get(str(content.get("model_type")))
-    return {**found, **_describe(Path(checkpoint))} if family is None else {**family.defaults, **found}
+    if family is None:
+        return {**found, **_describe(Path(checkpoint))}
+    return {**family.defaults, **family.derived(found), **found}
 
 
 def _describe(checkpoint: Path) -> dict[str, object]:

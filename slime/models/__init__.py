@@ -6,7 +6,7 @@ the decoder, so no other file names a family. The package imports neither torch 
 
 from __future__ import annotations
 
-from slime.models.decoder import Attention, Decoder, DeltaNet, Experts, Hf, Layer
+from slime.models.decoder import Attention, Decoder, DeltaNet, Experts, Hf, Layer, Mamba
 from slime.models.families.gemma2 import GEMMA2
 from slime.models.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from slime.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
@@ -23,6 +23,7 @@ from slime.models.families.llama import LLAMA
 from slime.models.families.mimo import MIMO
 from slime.models.families.minimax_m2 import MINIMAX_M2
 from slime.models.families.mistral import MISTRAL
+from slime.models.families.nemotron_h import NEMOTRON_H
 from slime.models.families.olmo3 import OLMO3
 from slime.models.families.qwen.qwen2 import QWEN2
 from slime.models.families.qwen.qwen2_5_vl import QWEN2_5_VL
@@ -45,6 +46,7 @@ __all__ = [
     "Family",
     "Hf",
     "Layer",
+    "Mamba",
     "read_decoder",
     "family_for",
 ]
@@ -80,6 +82,7 @@ _ALL = (
     MISTRAL,
     MINIMAX_M2,
     MIMO,
+    NEMOTRON_H,
     OLMO3,
 )
 

@@ -58,6 +58,10 @@ class Attention:
         )
 
 
+NO_ATTENTION = Attention(params=0, kept=0, context=0, cache=0, pair_flops=0)
+"""The sizes of a layer of kind "none", which has an MLP or experts only."""
+
+
 @dataclass(frozen=True)
 class DeltaNet:
     """Sizes of gated delta net layers. Neighbouring value heads share a key head."""
@@ -108,6 +112,52 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """Sizes of Mamba-2 layers. The heads of a group are neighbours and share B and C."""
+
+    keys: int
+    """Number of groups."""
+    heads: int
+    head_dim: int
+    state: int
+    """Size of B and C."""
+    taps: int
+    """Number of newest tokens that a convolution sees."""
+    conv_bias: bool = True
+
+    @property
+    def share(self) -> int:
+        """Returns the number of heads of a group."""
+        return self.heads // self.keys
+
+    @property
+    def widths(self) -> tuple[int, int, int, int, int]:
+        """Returns the rows of the input projection for one group: gates, values, B, C, time steps."""
+        wide = self.share * self.head_dim
+        return wide, wide, self.state, self.state, self.share
+
+    def attention(self, hidden: int) -> Attention:
+        """Returns the sizes of the layer. Its state [heads, state, head_dim] has a fixed size.
+
+        The least work per token is two products with each head's state, and the convolution. The backward keeps the
+        projection, the convolution's output, time steps and decays, and the outputs of scan, norm and layer. It
+        computes the scan again.
+        """
+        gates, values, b, c, steps = (self.keys * width for width in self.widths)
+        mixed, convolved = gates + values + b + c + steps, values + b + c
+        return Attention(
+            params=hidden * mixed + values * hidden,
+            kept=mixed + convolved + 2 * steps + 2 * values,
+            context=0,
+            cache=0,
+            pair_flops=0,
+            token_flops=4 * self.state * values + 2 * self.taps * convolved,
+            state=self.state * values,
+            newest=(self.taps - 1) * convolved,
+        )
+
+
+@dataclass(frozen=True)
 class Layer:
     """One decoder layer."""
 
@@ -120,6 +170,13 @@ class Layer:
     """Index of the rotary embedding in `Decoder.ropes`. None means that the layer has no rotary embedding."""
     sparse: bool = False
     """Experts replace the MLP."""
+    mlp: bool = True
+    """The layer has an MLP or experts. A layer of kind "none" has nothing else."""
+
+    @property
+    def dense(self) -> bool:
+        """Returns whether the layer has an MLP."""
+        return self.mlp and not self.sparse
 
     @property
     def sees(self) -> int | None:
@@ -190,6 +247,8 @@ class Decoder:
     """The outputs of attention and MLP have norms."""
     activation: str = "swiglu"
     """Activation of the MLP or the experts, a key of slime/megatron_backend/model."""
+    gated: bool = True
+    """The first product of an MLP or expert computes a gate and a value. Without a gate, it computes the value only."""
     zero_centred: bool = False
     """Norms multiply by 1 + weight."""
     embedding_scale: float = 1.0
@@ -210,8 +269,10 @@ class Decoder:
     """A frozen factor multiplies each layer's output."""
     delta: DeltaNet | None = None
     """Sizes of gated delta net layers."""
+    mamba: Mamba | None = None
+    """Sizes of Mamba-2 layers."""
     state_dtype: str = ""
-    """Dtype of the delta nets' state in an engine. "" means the engine's dtype."""
+    """Dtype of the layers' state in an engine. "" means the engine's dtype."""
     predictions: tuple[Layer, ...] = ()
     """Layers of multi-token prediction, which follow `layers`."""
     vision: Vision | None = None
@@ -228,7 +289,7 @@ class Decoder:
     def stateful(self) -> bool:
         """Returns whether a layer has a state that runs through the tokens of a sample. Samples and context-parallel
         ranks cannot share this state in the way that they share keys and values."""
-        return self.delta is not None
+        return self.delta is not None or self.mamba is not None
 
     @property
     def selects(self) -> bool:

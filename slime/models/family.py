@@ -51,6 +51,11 @@ def as_held(name: str, tensor: Tensor, hf: Hf) -> Written:
     return Written(name, tensor)
 
 
+def no_fields(hf: Hf) -> Mapping[str, object]:
+    """Returns no fields, for a family whose config.json has all of them."""
+    return {}
+
+
 def later_layers(hf: Hf) -> tuple[str, ...]:
     """Returns the usual name prefixes of multi-token prediction: the layers that follow the last decoder layer."""
     depth = hf["num_hidden_layers"]
@@ -93,6 +98,8 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values of fields that config.json may leave out, as in transformers' class of the configuration. The settings of
     a text model are at the top level."""
+    derived: Callable[[Hf], Mapping[str, object]] = no_fields
+    """Returns fields that config.json leaves out and that follow from its other fields."""
     ignored: tuple[str, ...] = ()
     """HF names that may be in a checkpoint but that the model does not use."""
     predicted: Callable[[Hf], tuple[str, ...]] = later_layers

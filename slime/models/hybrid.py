@@ -125,7 +125,8 @@ class GatedQkv(Direct):
 
 @dataclass(frozen=True)
 class ByKeyHead(Direct):
-    """Layout of a gated delta net's rows. Megatron orders them by key head, in the order of `DeltaNet.widths`."""
+    """Layout of the rows of a gated delta net or a Mamba-2 layer. Megatron orders them by key head or group, in the
+    order of `DeltaNet.widths` or `Mamba.widths`."""
 
     parts: tuple[tuple[int, ...], ...] = ()
     """For each HF tensor, the indices of `widths` that it holds."""

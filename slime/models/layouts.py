@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from slime.models.decoder import DeltaNet, WideHeads
+from slime.models.decoder import DeltaNet, Mamba, WideHeads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +30,8 @@ class Sizes:
     """V without padding."""
     padded_vocab: int
     """V with padding."""
-    delta: DeltaNet | None = None
-    """Sizes of gated delta net layers."""
+    delta: DeltaNet | Mamba | None = None
+    """Sizes of gated delta net layers or Mamba-2 layers."""
     wide: WideHeads | None = None
     """Heads of layers whose values are their keys."""
 

@@ -118,12 +118,14 @@ def read_decoder(
     post_norms: bool = False,
     activation: str = "swiglu",
     rope: Callable[[Hf, int], Rope] | None = None,
+    rotates: bool = True,
     windows: Sequence[int | None] | None = None,
     experts: Callable[[Hf], Experts] | None = None,
 ) -> Decoder:
     """Returns the decoder of a family with grouped softmax attention and gated MLPs.
 
-    `rope` reads the rotary embedding from config.json and the head size (None: whole heads). `windows` has the sliding
+    `rope` reads the rotary embedding from config.json and the head size (None: whole heads). Without
+    `rotates`, the model has no rotary embedding. `windows` has the sliding
     window per layer (None: no layer has a window). `experts` reads the experts of the sparse layers; a family without
     it is dense.
     """
@@ -148,7 +150,7 @@ def read_decoder(
         groups=groups,
         head_dim=size,
         layers=tuple(of_layers),
-        ropes=(rope(hf, size) if rope else read_rope(hf, size, whole=True),),
+        ropes=(rope(hf, size) if rope else read_rope(hf, size, whole=True),) if rotates else (),
         experts=found,
         qkv_bias=qkv_bias,
         output_bias=output_bias,

@@ -65,6 +65,20 @@ _GEMMA4 = {
 
 _GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 48}
 
+_MAMBA = {
+    "tie_word_embeddings": False,
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 24,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "time_step_min": 1e-20,  # transformers raises time steps to this value, vLLM does not
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
 TINY: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 32},  # not hidden / heads, as in the real Qwen3-0.6B
@@ -101,6 +115,7 @@ TINY: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4": {**_GEMMA4, "pad_token_id": 0},  # transformers puts it in the place of images
     "mimo": {"num_nextn_predict_layers": 1},
+    "nemotron_h": _MAMBA,
     "olmo3": {
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -285,6 +300,16 @@ CASES: dict[str, FamilyCase] = {
     "glm4": FamilyCase("glm4", {"tie_word_embeddings": False}, engine=True),
     "minimax-m2": FamilyCase("minimax_m2", {"tie_word_embeddings": False}, engine=True),
     "mimo": FamilyCase("mimo", {"tie_word_embeddings": False}, engine=True),
+    "nemotron-h": FamilyCase("nemotron_h", engine=True),
+    "nemotron-3": FamilyCase(
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            **_SIGMOID,
+            **{"moe_shared_expert_intermediate_size": 80, "routed_scaling_factor": 2.5},
+        },
+        engine=True,
+    ),
     "olmo3": FamilyCase(
         "olmo3",
         {

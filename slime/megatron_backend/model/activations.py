@@ -1,4 +1,5 @@
-"""Gated activations between the two products of an MLP: [..., 2 F], gate and then up in each row, -> [..., F].
+"""Activations between the two products of an MLP: [..., 2 F], gate and then up in each row, -> [..., F]. Without a
+gate, [..., F] -> [..., F].
 
 SiLU is `rl_kernel.swiglu`, which has a kernel. The other activations are plain PyTorch. Every activation keeps only its
 input: the backward computes the forward again.
@@ -36,6 +37,10 @@ def _clipped_swiglu(gate_and_up: Tensor) -> Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
+def _relu2(x: Tensor) -> Tensor:
+    return x.relu().square()
+
+
 class _KeepingInput(torch.autograd.Function):
     """Autograd function `make(x)` for a pure function `make`. It saves only `x`."""
 
@@ -71,9 +76,16 @@ def weighted(gated: Gated, gate_and_up: Tensor, weights: Tensor) -> Tensor:
     return (gated(gate_and_up) * weights[..., None]).to(gate_and_up.dtype)
 
 
+def relu2(x: Tensor) -> Tensor:
+    """Returns `relu(x) ** 2`, for a product without a gate (So et al. 2109.08668)."""
+    result: Tensor = _KeepingInput.apply(_relu2, x)
+    return result
+
+
 ACTIVATIONS: dict[str, Gated] = {
     "swiglu": swiglu,
     "geglu": geglu,
     "clipped_swiglu": clipped_swiglu,
+    "relu2": relu2,
 }
 """Maps `Decoder.activation` to the function."""

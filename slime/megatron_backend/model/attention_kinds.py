@@ -13,12 +13,12 @@ from typing import Any
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime.megatron_backend.model.attention import PackedAttention
-from slime.megatron_backend.model.gated_delta_net import GatedDeltaNet
 from slime.megatron_backend.model.latent.latent_attention import latent_attention
 from slime.megatron_backend.model.layers import NormedLinear
 from slime.megatron_backend.model.normed_values import (
@@ -27,6 +27,8 @@ from slime.megatron_backend.model.normed_values import (
     query_key_product,
 )
 from slime.megatron_backend.model.norms import ProjectionNorm, RMSNorm
+from slime.megatron_backend.model.recurrent.gated_delta_net import GatedDeltaNet
+from slime.megatron_backend.model.recurrent.mamba import MambaMixer
 from slime.models import Decoder, Layer
 
 
@@ -83,6 +85,15 @@ def gated_delta_net(core: TransformerConfig, decoder: Decoder, layer: Layer) -> 
     return ModuleSpec(GatedDeltaNet, params={"sizes": decoder.delta})
 
 
+def mamba(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
+    return ModuleSpec(MambaMixer, params={"sizes": decoder.mamba})
+
+
+def no_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> type:
+    """Returns the module of a layer that has an MLP or experts only."""
+    return IdentityOp  # type: ignore[no-any-return]
+
+
 def normed_values(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
     """Returns `full_attention` with a norm of the values."""
     spec = full_attention(core, decoder, layer)
@@ -99,10 +110,12 @@ def keys_as_values(core: TransformerConfig, decoder: Decoder, layer: Layer) -> M
     return spec
 
 
-KINDS: dict[str, Callable[[TransformerConfig, Decoder, Layer], ModuleSpec]] = {
+KINDS: dict[str, Callable[[TransformerConfig, Decoder, Layer], ModuleSpec | type]] = {
     "full": full_attention,
     "latent": latent_attention,
     "gated_delta_net": gated_delta_net,
+    "mamba": mamba,
+    "none": no_attention,
     "normed_values": normed_values,
     "keys_as_values": keys_as_values,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -30,6 +30,11 @@ def layer_spec(core: TransformerConfig, decoder: Decoder, layer: Layer) -> Modul
         modules.mlp = experts_spec(SharedExpert, gated, biases=decoder.experts.biases, **kinds)
         if decoder.experts.parallel:
             modules.pre_mlp_layernorm = IdentityOp  # the router reads the residual stream
-    else:
+    elif layer.mlp:
         modules.mlp = MLPS[decoder.activation]
+    else:
+        modules.mlp = modules.pre_mlp_layernorm = IdentityOp
+        modules.mlp_bda = IdentityFuncOp
+    if layer.kind == "none":
+        modules.input_layernorm, modules.self_attn_bda = IdentityOp, IdentityFuncOp
     return spec

@@ -20,7 +20,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from slime.megatron_backend.model.activations import Gated, geglu, swiglu
+from slime.megatron_backend.model.activations import Gated, geglu, relu2, swiglu
 from slime.megatron_backend.model.norms import RMSNorm, mark_whole
 from slime.megatron_backend.model.vision.deep import add_deep
 
@@ -71,7 +71,13 @@ class GeluMLP(GatedMLP):
     gated = staticmethod(geglu)
 
 
-MLPS: dict[str, type[GatedMLP]] = {"swiglu": GatedMLP, "geglu": GeluMLP}
+class SquaredReluMLP(GatedMLP):
+    """An MLP without a gate: `fc2(relu(fc1(x)) ** 2)`."""
+
+    gated = staticmethod(relu2)
+
+
+MLPS: dict[str, type[GatedMLP]] = {"swiglu": GatedMLP, "geglu": GeluMLP, "relu2": SquaredReluMLP}
 """Maps `Decoder.activation` to the MLP of a layer without experts."""
 
 
@@ -135,14 +141,15 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has
             own.mlp_bda = after(self.post_mlp_layernorm, own.mlp_bda)
         # this class replaces --recompute-modules layernorm; Megatron's own code needs Transformer Engine
         self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
-        if config.recompute_granularity != "full" and isinstance(self.input_layernorm, RMSNorm):
+        if config.recompute_granularity == "full":
+            return
+        if isinstance(self.input_layernorm, RMSNorm):
             for name in ("linear_qkv", "linear_qk", "in_proj"):
                 if isinstance(first := getattr(self.self_attention, name, None), NormedLinear):
                     defer(self.input_layernorm, first)
-            if (
-                not self.is_moe_layer
-            ):  # the router and every expert read that norm, so no single product can compute it
-                defer(self.pre_mlp_layernorm, self.mlp.linear_fc1)
+        # the router and every expert read that norm, so no single product can compute it
+        if isinstance(self.pre_mlp_layernorm, RMSNorm) and not self.is_moe_layer:
+            defer(self.pre_mlp_layernorm, self.mlp.linear_fc1)
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         """Runs the layer. A recomputed layer calls this in the backward too, with its own micro-batch."""

@@ -78,7 +78,7 @@ def transformer_config(
         "kv_channels": decoder.head_dim,
         "layernorm_epsilon": decoder.norm_eps,
         "normalization": "RMSNorm",
-        "gated_linear_unit": True,
+        "gated_linear_unit": decoder.gated,
         "activation_func": silu,
         "layernorm_zero_centered_gamma": decoder.zero_centred,
         "add_bias_linear": False,

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from rl_kernel import fp8
 from slime import operators
 from slime.config import Config
-from slime.megatron_backend.model.gated_delta_net import GatedDeltaNet
 from slime.megatron_backend.model.moe.experts import GatedExperts
 from slime.megatron_backend.model.moe.main_grads import take_main_grads
 from slime.megatron_backend.model.products.linear import LAYERS, Owner
+from slime.megatron_backend.model.recurrent.gated_delta_net import GatedDeltaNet
 from slime.records.errors import FlagError
 
 

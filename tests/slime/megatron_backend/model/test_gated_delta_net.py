@@ -19,10 +19,11 @@ from rank_processes import on_ranks
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model.attention import packed_layout
-from slime.megatron_backend.model.gated_delta_net import CHUNK, convolved, padded_delta_rule
 from slime.megatron_backend.model.gpt import build_model, compute_logits, output_weight, stage_output, unwrap
 from slime.megatron_backend.model.model_config import load_hf_config, transformer_config
 from slime.megatron_backend.model.optimizer import finish_grads
+from slime.megatron_backend.model.recurrent.gated_delta_net import CHUNK, padded_delta_rule
+from slime.megatron_backend.model.recurrent.packed_rows import convolved
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models import FAMILIES
 

@@ -12,13 +12,13 @@ With context parallelism, a rank has a part of the tokens, but a state runs thro
 ranks exchange data: each rank computes all tokens for its part of the heads (DeepSpeed Ulysses, 2309.14509).
 
 Shapes: P rows, n tokens of this rank (P without padding), H heads of keys and A of values on this tensor-parallel rank,
-K and V their sizes, C channels, W taps, B sequences of a bucket, L their padded length, T tokens of the row.
+K and V their sizes, B sequences of a bucket, L their padded length, T tokens of the row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -27,11 +27,18 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from torch.nn.functional import pad, rms_norm, silu, softplus
+from torch.nn.functional import rms_norm, silu, softplus
 
-from slime.megatron_backend.context.heads import own_heads, own_rows, whole_sequences
-from slime.megatron_backend.model.attention import PackedLayout, padded_rows
+from slime.megatron_backend.context.heads import own_heads
+from slime.megatron_backend.model.attention import PackedLayout
 from slime.megatron_backend.model.layers import NormedLinear
+from slime.megatron_backend.model.recurrent.packed_rows import (
+    convolved,
+    for_buckets,
+    gather_rows,
+    return_rows,
+    split_over_ranks,
+)
 from slime.models import DeltaNet
 
 CHUNK = 64
@@ -62,9 +69,9 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
             init_method=config.output_layer_init_method,
             input_is_parallel=True,
         )
-        self.conv_weight = _split_over_ranks(self.heads * sum(sizes.widths[:3]), 1, sizes.taps)
-        self.dt_bias = _split_over_ranks(values)
-        self.A_log = _split_over_ranks(values)
+        self.conv_weight = split_over_ranks(self.heads * sum(sizes.widths[:3]), 1, sizes.taps)
+        self.dt_bias = split_over_ranks(values)
+        self.A_log = split_over_ranks(values)
         self.norm_weight = nn.Parameter(torch.empty(sizes.value_dim))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GatedDeltaNet:
@@ -80,7 +87,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         """Maps [P, 1, hidden] (or this rank's part with sequence parallelism) to the same shape. Padding rows get zeros
         from the delta rule."""
         layout = packed_seq_params
-        mixed = _whole_rows(self.in_proj(hidden_states)[0].squeeze(1), layout)
+        mixed = gather_rows(self.in_proj(hidden_states)[0].squeeze(1), layout)
         group, split = layout.context_group, (self.conv_weight, self.A_log, self.dt_bias)
         conv_weight, a_log, dt_bias = (x if group is None else own_heads(x, group) for x in split)
         key, _, value, _, gates, _ = self.sizes.widths
@@ -100,7 +107,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         # every rank has the whole weight, and its gradient is a sum over all heads
         weight = copy_to_tensor_model_parallel_region(self.norm_weight)
         out = norm(out, self._by_value(gate), weight, self.config.layernorm_epsilon)
-        made: Tensor = self.out_proj(_own_rows(out.flatten(1), layout).unsqueeze(1))[0]
+        made: Tensor = self.out_proj(return_rows(out.flatten(1), layout).unsqueeze(1))[0]
         return made, None
 
     def _by_value(self, x: Tensor) -> Tensor:
@@ -117,42 +124,6 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         return state
 
 
-def _split_over_ranks(*shape: int) -> nn.Parameter:
-    """Returns a parameter whose first dimension tensor-parallel ranks split."""
-    parameter: Any = nn.Parameter(torch.empty(shape))  # the marks are Megatron's
-    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
-    return parameter  # type: ignore[no-any-return]
-
-
-def _whole_rows(x: Tensor, layout: PackedLayout) -> Tensor:
-    """Maps [P, C] of this rank's tokens to [T, C / ranks] of the row's tokens: this context-parallel rank's part of the
-    channels. Collective if several ranks share the row."""
-    if (group := layout.context_group) is None:
-        return x[: layout.own]
-    (whole,) = whole_sequences([x.unsqueeze(-1)], group, cast(Tensor, layout.gathered))
-    return whole.squeeze(-1)
-
-
-def _own_rows(x: Tensor, layout: PackedLayout) -> Tensor:
-    """Reverses `_whole_rows`: maps [T, C / ranks] to [P, C], with zeros in padding rows."""
-    if (group := layout.context_group) is None:
-        return padded_rows(x, layout)
-    rows = layout.positions.numel()
-    return own_rows(x.unsqueeze(-1), group, cast(Tensor, layout.gathered), rows).squeeze(-1)
-
-
-def convolved(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
-    """Computes `silu(sum(weight[:, 0, W - 1 - i] * x[t - i] for i in range(W)))` within each sequence: x [T, C], weight
-    [C, 1, W] -> [T, C]. In fp32."""
-    taps = weight[:, 0].float().unbind(-1)[::-1]
-    wide, index = x.float(), layout.token_indices[:, None]
-    total = wide * taps[0]
-    for back, tap in enumerate(taps[1:], 1):
-        earlier = pad(wide, (0, 0, back, 0))[: len(x)]
-        total = total + torch.where(index >= back, earlier, 0) * tap
-    return silu(total).to(x.dtype)
-
-
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns `rms_norm(x) * weight * silu(gate)` over the last dimension, in fp32."""
     normed = rms_norm(x.float(), weight.shape, weight.float(), eps)
@@ -165,21 +136,12 @@ def padded_delta_rule(
     """Computes the gated delta rule within each sequence, one padded batch per bucket of the layout, in fp32.
 
     query and key [T, H, K], value [T, A, V], decay (logarithm) and beta [T, A] -> [T, A, V]. Queries and keys are
-    normalised to length 1, and queries divided by sqrt(K). Deterministic. Padding follows a sequence's tokens, so no
-    token reads it.
+    normalised to length 1, and queries divided by sqrt(K). Deterministic.
     """
     share = value.shape[1] // key.shape[1]
     query, key = (_unit(x.float()).repeat_interleave(share, dim=1) for x in (query, key))
     columns = query * query.shape[-1] ** -0.5, key, value.float(), decay[..., None], beta.float()[..., None]
-    slots, buckets = layout.whole.query_slots, layout.whole.buckets
-    sizes = [bucket.runs * bucket.keys for bucket in buckets]
-    buffers = [x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, slots, x).split(sizes) for x in columns]
-    outputs = [
-        chunked_delta_rule(*(x.unflatten(0, (bucket.runs, -1)).transpose(1, 2) for x in of_bucket))
-        for bucket, *of_bucket in zip(buckets, *buffers, strict=True)
-    ]
-    rows = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outputs])
-    return rows.index_select(0, slots).to(value.dtype)
+    return for_buckets(chunked_delta_rule, columns, layout).to(value.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Layers whose state runs through the tokens of a sequence."""
