@@ -43,6 +43,8 @@ class Attention:
     """Every tensor-parallel rank has the whole `cache`."""
     state: int = 0
     """Elements that an engine keeps per sequence, for any length."""
+    scanned: int = 0
+    """Elements in float32 that the backward of the layer makes per token, if it computes the layer's scan again."""
     newest: int = 0
     """Further elements per sequence that an engine keeps for a convolution."""
 
@@ -141,7 +143,8 @@ class Mamba:
 
         The least work per token is two products with each head's state, and the convolution. The backward keeps the
         projection, the convolution's output, time steps and decays, and the outputs of scan, norm and layer. It
-        computes the scan again.
+        computes the scan again, in chunks of 64 tokens: four tensors of a chunk's pairs, six of values, two
+        states.
         """
         gates, values, b, c, steps = (self.keys * width for width in self.widths)
         mixed, convolved = gates + values + b + c + steps, values + b + c
@@ -153,6 +156,7 @@ class Mamba:
             pair_flops=0,
             token_flops=4 * self.state * values + 2 * self.taps * convolved,
             state=self.state * values,
+            scanned=4 * 64 * self.heads + 6 * values + 2 * self.state * values // 64,
             newest=(self.taps - 1) * convolved,
         )
 
@@ -177,6 +181,11 @@ class Layer:
     def dense(self) -> bool:
         """Returns whether the layer has an MLP."""
         return self.mlp and not self.sparse
+
+    @property
+    def softmax(self) -> bool:
+        """Returns whether the layer has softmax attention, with keys and values."""
+        return self.kind not in ("gated_delta_net", "mamba", "none")
 
     @property
     def sees(self) -> int | None:

@@ -58,7 +58,7 @@ def product_sizes(decoder: Decoder, layer: Layer, row: Row) -> tuple[int, list[i
         return _list_attention_products(decoder, layer, row).get(path.removeprefix("self_attention."))
     routed, shared = "experts.local_experts." in path, "shared_experts." in path
     experts = decoder.experts
-    if layer.sparse != (routed or shared):
+    if not layer.mlp or layer.sparse != (routed or shared):
         return None
     width = decoder.ffn
     if layer.sparse:
@@ -68,7 +68,7 @@ def product_sizes(decoder: Decoder, layer: Layer, row: Row) -> tuple[int, list[i
         return None
     if path.endswith("linear_fc2"):
         return width, [hidden]
-    return hidden, [2 * width // len(row.hf)] * len(row.hf)
+    return hidden, [(2 if decoder.gated else 1) * width // len(row.hf)] * len(row.hf)
 
 
 def _list_attention_products(decoder: Decoder, layer: Layer, row: Row) -> dict[str, tuple[int, list[int]]]:
@@ -91,6 +91,15 @@ def _list_attention_products(decoder: Decoder, layer: Layer, row: Row) -> dict[s
         numbers = row.layout.parts if isinstance(row.layout, ByKeyHead) else ()
         mixed = [delta.keys * sum(delta.widths[n] for n in of_module) for of_module in numbers]
         return {"out_proj": (delta.values * delta.value_dim, [hidden]), "in_proj": (hidden, mixed)}
+    if layer.kind == "mamba":
+        assert decoder.mamba is not None
+        wide = decoder.mamba.heads * decoder.mamba.head_dim
+        return {
+            "out_proj": (wide, [hidden]),
+            "in_proj": (hidden, [decoder.mamba.keys * sum(decoder.mamba.widths)]),
+        }
+    if layer.kind == "none":
+        return {}
     q, kv = attention.pair_flops // 4, attention.cache // 2
     wide = 2 * q if decoder.output_gate else q
     return {"linear_qkv": (hidden, [wide, kv, kv]), "linear_proj": (q, [hidden])}

@@ -43,14 +43,24 @@ def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
     attention = (kind.attention.kept + exchanged_elements(c, shape, kind.attention)) / tp
     attention += rounded_inputs(c, shape, kind)
     post = 2 * shape.post_norms  # the inputs of the post-norms
+    one = 2 if keeps_outputs else 1  # a norm's input, and its output
+    if not kind.mlp:
+        return one * shape.hidden / split + attention
+    absent = one * (kind.kind == "none")
+    narrow = 0 if shape.gated else (1 if full else 2 - kernel)
     if kind.sparse:
-        shared = (3 if full or not kernel else 2) * shape.shared_ffn / tp
+        shared = ((3 if full or not kernel else 2) - narrow) * shape.shared_ffn / tp
         # parallel branches also keep the router's input, both products' inputs and outputs, less the usual input
-        norms = (4 if keeps_outputs else 3) + 4 * shape.parallel
-        expert = shape.hidden + (4 if kernel else 5) * shape.expert_ffn / c.megatron.expert_tensor_parallel
+        norms = (4 if keeps_outputs else 3) + 4 * shape.parallel - absent
+        expert = (
+            shape.hidden
+            + ((4 if kernel else 5) if shape.gated else 3)
+            * shape.expert_ffn
+            / c.megatron.expert_tensor_parallel
+        )
         return (norms + post) * shape.hidden / split + attention + shared + expert_copies(c, shape) * expert
     norms, mlp = (4, 3) if keeps_outputs else (2, 2 if kernel else 3)
-    return (norms + post) * shape.hidden / split + attention + mlp * shape.ffn / tp
+    return (norms - absent + post) * shape.hidden / split + attention + (mlp - narrow) * shape.ffn / tp
 
 
 def rounded_inputs(c: Config, shape: Shape, kind: Layer) -> float:
@@ -88,16 +98,23 @@ def expert_copies(c: Config, shape: Shape) -> float:
     return shape.topk * c.megatron.expert_tensor_parallel / c.megatron.tensor_model_parallel_size
 
 
+def mlp_flight(shape: Shape, tokens: int, tp: int, split: int) -> float:
+    """Returns the elements in the backward of an MLP: gradients of its first product's output and of the layer, and of
+    a weight before it is added."""
+    width = shape.first * shape.ffn / tp
+    return tokens * (width + 2 * shape.hidden / split) + width * shape.hidden
+
+
 def expert_flight(c: Config, shape: Shape, tokens: int) -> float:
     """Returns the elements at the peak of the backward of a layer's experts. The peak is either the gradients of the
     tokens' copies (their weighted halves are in float32), or fewer gradients and the stacked weights of the
     first product or their gradient."""
-    copies, etp = expert_copies(c, shape), c.megatron.expert_tensor_parallel
+    first, copies, etp = shape.first, expert_copies(c, shape), c.megatron.expert_tensor_parallel
     width, split = (
         shape.expert_ffn / etp,
         c.megatron.tensor_model_parallel_size if c.megatron.sequence_parallel else 1,
     )
-    weighted = copies * (4 * width + 2 * shape.hidden)
-    product = copies * (2 * width + shape.hidden)
-    stack = shape.experts / c.megatron.expert_model_parallel_size * 2 * width * shape.hidden
+    weighted = copies * (2 * first * width + 2 * shape.hidden)
+    product = copies * (first * width + shape.hidden)
+    stack = shape.experts / c.megatron.expert_model_parallel_size * first * width * shape.hidden
     return tokens * 2 * shape.hidden / split + max(tokens * weighted, tokens * product + stack)

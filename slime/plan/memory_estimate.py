@@ -18,7 +18,7 @@ from slime.models.lora import Lora, sends_adapters
 from slime.models.selection import Selection
 from slime.operators import NATIVE, PROVIDER, VALUES, loss_head
 from slime.plan.adapter_params import adapter_params
-from slime.plan.layer_elements import count_stored_layers, expert_flight, layer_width
+from slime.plan.layer_elements import count_stored_layers, expert_flight, layer_width, mlp_flight
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import rank_params
 from slime.plan.rounded_operands import kept_weights, rounded_bytes
@@ -213,13 +213,14 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
     if (tokens := micro_batch_tokens(c)) is not None:
         kept, one = activation_memory(c, shape, tokens)
         split = tp if c.megatron.sequence_parallel else 1
-        # Backward of the MLP: gradients of its two halves, of the layer, and of a weight before it is added.
-        flight = tokens * (2 * shape.ffn / tp + 2 * shape.hidden / split) + 2 * shape.hidden * shape.ffn / tp
+        flight = mlp_flight(shape, tokens, tp, split)
         evenly = ""
         sparse = [kind.sparse for kind in shape.kinds]
         if any(sparse):
-            flight = max(flight * (not all(sparse)), expert_flight(c, shape, tokens))
+            flight = max(flight * any(kind.dense for kind in shape.kinds), expert_flight(c, shape, tokens))
             evenly = " and stacked weights, if tokens spread evenly over experts"
+        scanned = max(kind.attention.scanned for kind in shape.kinds)
+        flight = max(flight, tokens * scanned / tp * BYTES["float32"] / size)
         back = f"{kept.arithmetic} + {amount(one)} of one layer + {amount(flight * size)} of its gradients{evenly}"
         rounded, form = rounded_bytes(c, shape, tokens)
         if rounded:

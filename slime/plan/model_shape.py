@@ -54,6 +54,8 @@ class Shape:
     """Width of an expert."""
     shared_ffn: int = 0
     """Width of the one shared expert."""
+    gated: bool = True
+    """The first product of an MLP or expert computes a gate and a value."""
     post_norms: bool = False
     """The outputs of attention and MLP have norms."""
     parallel: bool = False
@@ -88,6 +90,7 @@ class Shape:
             topk=experts.topk,
             expert_ffn=experts.width,
             shared_ffn=experts.shared,
+            gated=decoder.gated,
             post_norms=decoder.post_norms,
             parallel=experts.parallel,
             state_dtype=decoder.state_dtype,
@@ -98,6 +101,11 @@ class Shape:
     def selects(self) -> bool:
         """Returns whether a layer's queries see selected tokens."""
         return any(kind.attention.most is not None for kind in self.kinds)
+
+    @property
+    def first(self) -> int:
+        """Returns the outputs of the first product of an MLP or expert, divided by its width."""
+        return 2 if self.gated else 1
 
     @property
     def layers(self) -> int:
@@ -124,14 +132,16 @@ class Shape:
         return sum(kind.attention.newest for kind in self.kinds)
 
     def layer(self, kind: Layer | None = None) -> Params:
-        """Returns the parameters of a layer (default: the first): attention, and the gated MLP or router and
-        experts."""
+        """Returns the parameters of a layer (default: the first): attention, and the MLP or router and experts."""
         kind = kind or self.kinds[0]
         attention = Params(split=kind.attention.params, whole=kind.attention.whole + kind.attention.frozen)
+        if not kind.mlp:
+            return attention
+        one = (self.first + 1) * self.hidden
         if not kind.sparse:
-            return attention + Params(split=3 * self.hidden * self.ffn)
-        experts = 3 * self.experts * self.hidden * self.expert_ffn
-        shared = 3 * self.hidden * self.shared_ffn
+            return attention + Params(split=one * self.ffn)
+        experts = one * self.experts * self.expert_ffn
+        shared = one * self.shared_ffn
         return attention + Params(split=shared, whole=self.hidden * self.experts, experts=experts)
 
     @property
@@ -163,4 +173,4 @@ class Shape:
     def _idle(self, kinds: Iterable[Layer]) -> int:
         """Returns the parameters of experts that a token does not go to."""
         sparse = sum(kind.sparse for kind in kinds)
-        return 3 * self.hidden * self.expert_ffn * (self.experts - self.topk) * sparse
+        return (self.first + 1) * self.hidden * self.expert_ffn * (self.experts - self.topk) * sparse

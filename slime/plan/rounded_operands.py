@@ -67,11 +67,11 @@ def rounded_bytes(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:
     if form is None:
         return 0.0, ""
     tp, found = c.megatron.tensor_model_parallel_size, [0.0]
-    if any(not kind.sparse for kind in shape.kinds):
-        width = 2 * shape.ffn / tp
+    if any(kind.dense for kind in shape.kinds):
+        width = shape.first * shape.ffn / tp
         found.append(tokens * (2 * width + shape.hidden) + width * shape.hidden)
     if any(kind.sparse for kind in shape.kinds):
-        width = 2 * shape.expert_ffn / c.megatron.expert_tensor_parallel
+        width = shape.first * shape.expert_ffn / c.megatron.expert_tensor_parallel
         experts = shape.experts / c.megatron.expert_model_parallel_size
         rows = tokens * expert_copies(c, shape) + experts * form.block
         results = rows * shape.hidden * _RESULT if c.kernels.rlk_fp8_products == "deepgemm" else 0

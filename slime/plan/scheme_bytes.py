@@ -37,10 +37,11 @@ def count_quantized(shape: Shape) -> QuantizedParams | None:
         parts = _converted(scheme, family, number)
         if _ATTENTION in parts:
             others += kind.attention.params + kind.attention.whole
+        one = (shape.first + 1) * shape.hidden
         if not kind.sparse:
-            others += 3 * shape.hidden * shape.ffn if _DENSE in parts else 0
+            others += one * shape.ffn if kind.mlp and _DENSE in parts else 0
             continue
-        others += 3 * shape.hidden * shape.shared_ffn if _SHARED in parts else 0
+        others += one * shape.shared_ffn if _SHARED in parts else 0
         experts += shape.layer(kind).experts if _EXPERTS in parts else 0
     return QuantizedParams(others, experts, scheme.bytes_per_weight)
 
@@ -73,11 +74,11 @@ def quantized_matrices(shape: Shape) -> Iterator[QuantizedMatrix]:
     if scheme is None:
         return
     widths = {_DENSE: shape.ffn, _SHARED: shape.shared_ffn, _EXPERTS: shape.expert_ffn}
-    first = {kind.sparse: number for number, kind in reversed([*enumerate(shape.kinds)])}
+    first = {kind.sparse: number for number, kind in reversed([*enumerate(shape.kinds)]) if kind.mlp}
     for row in linear_rows(family):
         part = _part(row.megatron)
         if row.megatron.endswith("linear_proj.weight"):
-            softmax = (n for n, kind in enumerate(shape.kinds) if kind.kind != "gated_delta_net")
+            softmax = (n for n, kind in enumerate(shape.kinds) if kind.softmax)
             layer, columns = next(softmax, None), attention_outputs(shape)
         else:
             layer, columns = first.get(part != _DENSE), widths.get(part, 0)

@@ -66,11 +66,12 @@ def _count_layer(selection: Selection, shape: Shape, number: int) -> Params:
     count = Params(whole=kind.attention.whole * _any(selection, shape, prefix + "self_attention."))
     count += Params(whole=frozen * selection.indexer)
     count += Params(split=round(kind.attention.params * _count_attention(selection, shape, kind, prefix)))
-    mlp = 3 * shape.hidden
+    if not kind.mlp:
+        return count
 
     def count_mlp(part_name: str, width: int) -> int:
         shares = [selection.trains(f"{prefix}mlp.{part_name}linear_fc{i}.weight") for i in (1, 2)]
-        return mlp * width * (2 * shares[0] + shares[1]) // 3
+        return shape.hidden * width * (shape.first * shares[0] + shares[1])
 
     if not kind.sparse:
         return count + Params(split=count_mlp("", shape.ffn))

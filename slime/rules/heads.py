@@ -45,12 +45,20 @@ def check_attention(c: Config, decoder: Decoder) -> None:
             cp,
             "use --cp-comm-type all_gather or other sizes",
         )
-    if decoder.delta and decoder.delta.keys % (tp * cp):
-        keys = decoder.delta.keys
+    if decoder.delta:
+        _check_groups(decoder.delta.keys, "linear_num_key_heads", tp, cp)
+    if decoder.mamba:
+        _check_groups(decoder.mamba.keys, "n_groups of Mamba-2 layers", tp, cp)
+
+
+def _check_groups(groups: int, name: str, tp: int, cp: int) -> None:
+    """Raises ValueError if tensor- and context-parallel ranks cannot share the groups of heads of layers with a
+    state."""
+    if groups % (tp * cp):
         raise FlagError(
             "--tensor-model-parallel-size x --context-parallel-size",
-            f"divide the {keys} linear_num_key_heads",
-            f"{tp} x {cp}: {keys} / {tp * cp} = {keys / (tp * cp):.3f}",
+            f"divide the {groups} {name}",
+            f"{tp} x {cp}: {groups} / {tp * cp} = {groups / (tp * cp):.3f}",
             "use fewer ranks",
         )
 

@@ -301,6 +301,7 @@ CASES: dict[str, FamilyCase] = {
     "minimax-m2": FamilyCase("minimax_m2", {"tie_word_embeddings": False}, engine=True),
     "mimo": FamilyCase("mimo", {"tie_word_embeddings": False}, engine=True),
     "nemotron-h": FamilyCase("nemotron_h", engine=True),
+    # vLLM has no experts without a gate on CPUs.
     "nemotron-3": FamilyCase(
         "nemotron_h",
         {
@@ -308,7 +309,6 @@ CASES: dict[str, FamilyCase] = {
             **_SIGMOID,
             **{"moe_shared_expert_intermediate_size": 80, "routed_scaling_factor": 2.5},
         },
-        engine=True,
     ),
     "olmo3": FamilyCase(
         "olmo3",

@@ -39,8 +39,8 @@ def muon_step(c: Config, shape: Shape) -> tuple[float, str]:
     """Returns the bytes that Muon adds in a step, and their arithmetic. They are three fp32 copies of the largest
     matrix, and its parts if ranks gather the matrix. Products in fp32 add two squares."""
     tp, etp = c.megatron.tensor_model_parallel_size, c.megatron.expert_tensor_parallel
-    found = [(2 * shape.expert_ffn, etp)] * any(kind.sparse for kind in shape.kinds)
-    found += [(2 * shape.ffn, tp)] * any(not kind.sparse for kind in shape.kinds)
+    found = [(shape.first * shape.expert_ffn, etp)] * any(kind.sparse for kind in shape.kinds)
+    found += [(shape.first * shape.ffn, tp)] * any(kind.dense for kind in shape.kinds)
     whole = c.megatron.overrides.get("muon_tp_mode", "blockwise") != "blockwise"
     rows, ranks = max(found, key=lambda pair: pair[0] if whole else pair[0] / pair[1])
     outputs = rows if whole else rows / ranks

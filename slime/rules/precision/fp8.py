@@ -159,12 +159,12 @@ def product_inputs(c: Config, shape: Shape) -> Iterator[tuple[str, int, str, int
     """Yields (name, inputs of a product on all ranks, flag of the number of ranks, ranks that share the inputs)."""
     flag, ranks = "--tensor-model-parallel-size", c.megatron.tensor_model_parallel_size
     yield "hidden_size", shape.hidden, flag, 1
-    if any(kind.kind != "gated_delta_net" for kind in shape.kinds):
+    if any(kind.softmax for kind in shape.kinds):
         yield "heads x head_dim", attention_outputs(shape), flag, ranks
     for latent in (kind.attention for kind in shape.kinds if isinstance(kind.attention, Latent)):
         yield "q_lora_rank", latent.q_rank or 0, flag, 1
         yield "kv_lora_rank", latent.kv_rank, flag, 1
-    if any(not kind.sparse for kind in shape.kinds):
+    if any(kind.dense for kind in shape.kinds):
         yield "intermediate_size", shape.ffn, flag, ranks
     if any(kind.sparse for kind in shape.kinds):
         yield "the shared expert's width", shape.shared_ffn, flag, ranks
@@ -189,6 +189,8 @@ def fp8_notes(c: Config, hf: Hf) -> Iterator[str]:
         )
     if any(kind.kind == "gated_delta_net" for kind in shape.kinds):
         parts.append("gated delta nets")
+    if any(kind.kind == "mamba" for kind in shape.kinds):
+        parts.append("Mamba-2 layers")
     if any(kind.sparse for kind in shape.kinds):
         parts.append("routers")
     if (products := c.kernels.rlk_fp8_products) != "torch":

@@ -65,15 +65,15 @@ def _kind(row: Row) -> str:
 def _has(layer: Layer, row: Row) -> bool:
     kind = _kind(row)
     if kind.startswith("mlp."):
-        return not layer.sparse
+        return layer.dense
     if kind.startswith(("experts.", "shared_experts.")):
         return layer.sparse
     if kind in ("in_proj", "out_proj"):
-        return layer.kind == "gated_delta_net"
+        return layer.kind in ("gated_delta_net", "mamba")
     if kind.startswith(("linear_q_", "linear_kv_")):
         wide = isinstance(layer.attention, Latent) and layer.attention.q_rank is None
         return layer.kind == "latent" and (kind.startswith("linear_kv_") or wide is (kind == "linear_q_proj"))
-    return layer.kind != "gated_delta_net"
+    return layer.softmax
 
 
 def _layers(
@@ -87,11 +87,18 @@ def _layers(
     for part, width in widths.items():
         if f"{part}.linear_fc1" in modules and width:
             both, down = modules[f"{part}.linear_fc1"], modules[f"{part}.linear_fc2"]
-            yield EngineLayer(both, (width, width), hidden, "rows", is_expert=part == "experts")
+            yield EngineLayer(
+                both, (width,) * (2 if decoder.gated else 1), hidden, "rows", is_expert=part == "experts"
+            )
             yield EngineLayer(down, (hidden,), width, "columns", is_expert=part == "experts")
     if layer.kind == "latent":
         assert isinstance(layer.attention, Latent)
         yield from _latent_layers(modules, layer.attention, decoder)
+    elif layer.kind == "mamba":
+        assert decoder.mamba is not None
+        gates, values, b, c, steps = (decoder.mamba.keys * width for width in decoder.mamba.widths)
+        yield EngineLayer(modules["in_proj"], (gates, values, b, c, steps), hidden, "rows")
+        yield EngineLayer(modules["out_proj"], (hidden,), values, "columns")
     elif layer.kind == "gated_delta_net":
         yield from _delta_layers(modules, decoder)
     elif "linear_qkv" in modules:

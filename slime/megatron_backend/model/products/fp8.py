@@ -1,8 +1,8 @@
 """`--fp8-recipe blockwise`: the linear layers of a Megatron model compute with rl_kernel.fp8.
 
 The products of attention, MLPs and experts change, in every layer that the flags do not exclude. The head, embeddings,
-routers, gated delta nets, the vision tower and the layers of multi-token prediction keep the dtype of the weights.
-Parameters, their gradients and the optimizer do not change.
+routers, gated delta nets, Mamba-2 layers, the vision tower and the layers of multi-token prediction keep the dtype of
+the weights. Parameters, their gradients and the optimizer do not change.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from slime.megatron_backend.model.moe.experts import GatedExperts
 from slime.megatron_backend.model.moe.main_grads import take_main_grads
 from slime.megatron_backend.model.products.linear import LAYERS, Owner
 from slime.megatron_backend.model.recurrent.gated_delta_net import GatedDeltaNet
+from slime.megatron_backend.model.recurrent.mamba import MambaMixer
 from slime.records.errors import FlagError
 
 
@@ -66,7 +67,7 @@ def _products(module: nn.Module) -> Iterator[Owner]:
     """Yields the linear layers and the groups of experts in a module."""
     if isinstance(module, (GatedExperts, *LAYERS)):
         yield module
-    elif not isinstance(module, GatedDeltaNet):
+    elif not isinstance(module, (GatedDeltaNet, MambaMixer)):
         for child in module.children():
             yield from _products(child)
 
