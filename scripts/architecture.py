@@ -73,7 +73,18 @@ class Architecture:
 
 EXPERT_KEYS = {
     **dict.fromkeys(
-        ("glm4_moe", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite", "glm_moe_dsa"),
+        (
+            *(
+                "glm4_moe",
+                "deepseek_v3",
+                "deepseek_v32",
+                "kimi_k2",
+                "kimi_k25",
+                "glm4_moe_lite",
+                "glm_moe_dsa",
+            ),
+            "nemotron_h",
+        ),
         ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
     "gemma4": ("num_experts", "top_k_experts", "moe_intermediate_size"),

@@ -88,6 +88,22 @@ def delta(values: int, **more: Any) -> dict[str, Any]:
     }
 
 
+_PARTS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+
+
+def mamba(pattern: str, heads: int, size: int, state: int, groups: int, **more: Any) -> dict[str, Any]:
+    """Fields of Nemotron's models with Mamba-2 layers: a letter per layer, the number of heads, their size, the size of
+    B and C, and the number of groups."""
+    return {
+        "layers_block_type": [_PARTS[letter] for letter in pattern],
+        "mamba_num_heads": heads,
+        "mamba_head_dim": size,
+        "ssm_state_size": state,
+        "n_groups": groups,
+        **more,
+    }
+
+
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,

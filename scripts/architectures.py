@@ -25,6 +25,7 @@ from architecture_fields import (
     indexer,
     latent,
     llama3,
+    mamba,
     olmo3,
 )
 
@@ -138,6 +139,15 @@ ARCHITECTURES = {
     "qwen3.5-27b": qwen3_5("Qwen3.5-27B", (5120, 17408, 64, (24, 4)), tied=False, values=48),
     "qwen3.5-35b-a3b": qwen3_5(
         "Qwen3.5-35B-A3B", (2048, 512, 40, (16, 2)), tied=False, values=32, experts=(256, 8, 512)
+    ),
+    "nemotron-3-nano-30b-a3b": Architecture(
+        *("nemotron_h", 2688, 1856, 52, (32, 2), 128, (131072, 131000), 1e4, 262144, False),
+        *("bfloat16", "config.json of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", None, (128, 6, 1856)),
+        mamba(
+            *("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 64, 64, 128, 8),
+            moe_shared_expert_intermediate_size=3712,
+            routed_scaling_factor=2.5,
+        ),
     ),
     "llama-3.1-8b": Architecture(
         *("llama", 4096, 14336, 32, (32, 8), 128, LLAMA_VOCAB, 5e5, 131072, False),
@@ -309,6 +319,7 @@ ARCHITECTURES = {
     # vLLM's kernels of gated delta nets for CPUs are in bfloat16 only
     "qwen3-next-tiny": tiny("qwen3_next", "bfloat16", experts=(8, 2, 128), more=QWEN3_NEXT),
     "qwen3-5-tiny": tiny("qwen3_5_text", "bfloat16", more=HYBRID),
+    "nemotron-h-tiny": tiny("nemotron_h", more=mamba("M-*M", 8, 64, 32, 2)),
     "qwen2-moe-tiny": tiny("qwen2_moe", experts=(8, 2, 128), more={"shared_expert_intermediate_size": 128}),
     "gemma3-tiny": tiny(
         "gemma3_text", more=gemma3(24, 12, layer_types=["sliding_attention", "full_attention"])

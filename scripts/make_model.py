@@ -65,6 +65,8 @@ def build_config(arch: str, dtype: str | None = None, layers: int | None = None)
     row = {**ARCHITECTURES, **VISION_ARCHITECTURES}[arch]
     given = {"dtype": dtype, "num_hidden_layers": layers}
     changed = {name: value for name, value in given.items() if value is not None}
+    if layers is not None and "layers_block_type" in row.more:
+        changed["layers_block_type"] = row.more["layers_block_type"][:layers]
     family, _ = NOT_IN_TRANSFORMERS.get(row.family, (row.family, ""))
     return AutoConfig.for_model(family, **row.config_fields(**changed))
 

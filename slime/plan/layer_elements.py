@@ -52,12 +52,8 @@ def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
         shared = ((3 if full or not kernel else 2) - narrow) * shape.shared_ffn / tp
         # parallel branches also keep the router's input, both products' inputs and outputs, less the usual input
         norms = (4 if keeps_outputs else 3) + 4 * shape.parallel - absent
-        expert = (
-            shape.hidden
-            + ((4 if kernel else 5) if shape.gated else 3)
-            * shape.expert_ffn
-            / c.megatron.expert_tensor_parallel
-        )
+        widths = (4 if kernel else 5) if shape.gated else 3
+        expert = shape.hidden + widths * shape.expert_ffn / c.megatron.expert_tensor_parallel
         return (norms + post) * shape.hidden / split + attention + shared + expert_copies(c, shape) * expert
     norms, mlp = (4, 3) if keeps_outputs else (2, 2 if kernel else 3)
     return (norms - absent + post) * shape.hidden / split + attention + (mlp - narrow) * shape.ffn / tp

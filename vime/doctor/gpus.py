@@ -18,8 +18,8 @@ from vime.doctor.machine import Machine, split_csv, words
 
 QUERY = "index,name,memory.total,memory.used,compute_cap,ecc.errors.uncorrected.volatile.total"
 LEAST_CAPABILITY = 8.0  # rl_kernel/dispatch.py
-# slime/megatron_backend/model/recurrent/gated_delta_net.py. On Hopper, the backward of fla-core 0.6 is an error with these
-# versions of Triton, whose gradients are wrong there (fla.ops.common.chunk_o).
+# slime/megatron_backend/model/recurrent/gated_delta_net.py. On Hopper, the backward of fla-core 0.6 is an error with
+# these versions of Triton, whose gradients are wrong there (fla.ops.common.chunk_o).
 DELTA_NET_KERNELS, HOPPER, REFUSED_TRITON = "fla-core", "9.", (Version("3.4.0"), Version("3.7.1"))
 IDLE_MEMORY = GIB
 
