@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from vime.vllm.versions import mapped_name
+from vime.vllm.versions import mapped_name, renames_alone
 from vime.vllm.worker.live_experts import (
     expert_tensors,
     has_experts,
@@ -138,6 +138,7 @@ def _module_tensors(
         if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in update:
             parts = [leaf]
         for part, holder, value in _pieces(module, kind, parameter, parts):
+            holder = DecayRates(module) if (leaf, kind) == ("mixer", "A") else holder
             yield ".".join(filter(None, [parent, part, kind])), holder, value
     for kind, buffer in module.named_buffers(recurse=False):
         if f"{path}.{kind}" in known:
@@ -175,6 +176,7 @@ def _file_names(model: nn.Module, update: Collection[str]) -> dict[str, str]:
     mapper: WeightsMapper | None = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {}
+    mapper = renames_alone(mapper)
     return {ours: name for name in update if (ours := mapped_name(mapper, name)) not in (None, name)}
 
 
@@ -282,6 +284,17 @@ class Fused:
         wholes = full.split([size * self.tp_size for size in self.sizes])
         parts = zip(wholes, self.sizes, strict=True)
         return torch.cat([whole.narrow(0, self.tp_rank * size, size) for whole, size in parts])
+
+
+@dataclass(frozen=True)
+class DecayRates:
+    """The rates of a Mamba-2 layer, which vLLM keeps in place of their logarithms in files."""
+
+    module: nn.Module
+
+    def piece(self, full: torch.Tensor) -> torch.Tensor:
+        rank, ranks = _rank_and_size(self.module)
+        return -full.float().exp().chunk(ranks)[rank]
 
 
 def _split(module: Any, value: torch.Tensor, parts: list[str]) -> Iterable[tuple[Any, torch.Tensor]]:
