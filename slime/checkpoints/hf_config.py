@@ -60,7 +60,8 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
 
     The settings of a multimodal model's text model (`text_config`) are moved to the top level, where other models have
     them. `model_type` stays the type of the whole model. Fields that the files of a family leave out have transformers'
-    values. For a model_type without a family, `tensors` describes the tensors (slime.models.llama_like).
+    values, or follow from other fields. For a model_type without a family, `tensors` describes the tensors
+    (slime.models.llama_like).
     """
     content = read_config_json(checkpoint)
     text = content.get("text_config")
@@ -68,7 +69,7 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     family = FAMILIES.get(str(content.get("model_type")))
     if family is None:
         return {**found, **_describe(Path(checkpoint))}
-    return {**family.defaults, **family.derived(found), **found}
+    return {**family.defaults, **found, **family.derived(found)}
 
 
 def _describe(checkpoint: Path) -> dict[str, object]:

@@ -52,7 +52,7 @@ def as_held(name: str, tensor: Tensor, hf: Hf) -> Written:
 
 
 def no_fields(hf: Hf) -> Mapping[str, object]:
-    """Returns no fields, for a family whose config.json has all of them."""
+    """Returns no fields."""
     return {}
 
 
@@ -99,7 +99,7 @@ class Family:
     """Values of fields that config.json may leave out, as in transformers' class of the configuration. The settings of
     a text model are at the top level."""
     derived: Callable[[Hf], Mapping[str, object]] = no_fields
-    """Returns fields that config.json leaves out and that follow from its other fields."""
+    """Returns fields that follow from other fields of config.json, which may leave them out or have another number."""
     ignored: tuple[str, ...] = ()
     """HF names that may be in a checkpoint but that the model does not use."""
     predicted: Callable[[Hf], tuple[str, ...]] = later_layers

@@ -390,6 +390,7 @@ ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"intermediate_size": 64, "num_local_experts": 8},
     "gemma4_text": {"moe_intermediate_size": 96},
     "gemma4": {"moe_intermediate_size": 96},
+    "nemotron_h": {"moe_intermediate_size": 64, "n_routed_experts": 8},
     "qwen2_moe": _EXPERTS,
     "qwen3_next": {**_EXPERTS, **_STATE},
     "qwen3_5": _STATE,

@@ -6,6 +6,7 @@ from __future__ import annotations
 # the shapes.
 TEXT_ONLY = {
     "qwen3-next-80b-a3b": 79_674_391_296,
+    "nemotron-3-nano-30b-a3b": 31_577_937_344,
     "qwen3.5-0.8b": 752_393_024,
     "qwen3.5-4b": 4_205_751_296,
     "qwen3.5-9b": 8_953_803_264,

@@ -32,6 +32,10 @@ SIZES: dict[str, int] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 32,
+    "n_groups": 2,
     "num_experts": EXPERTS,
     "n_routed_experts": EXPERTS,
     "num_local_experts": EXPERTS,
@@ -147,6 +151,12 @@ def _set_layers(tiny: Values, config: Hf, layers: int) -> Values:
         layers = count
     elif tiny.get("full_attention_interval"):
         tiny["full_attention_interval"] = 2
+    for name in ("layers_block_type", "hybrid_override_pattern"):
+        if parts := config.get(name):  # a list, or a text with a letter per layer
+            distinct = list(dict.fromkeys(parts))
+            layers = max(layers, len(distinct))
+            chosen = [distinct[i % len(distinct)] for i in range(layers)]
+            tiny[name] = chosen if isinstance(parts, list) else "".join(chosen)
     depth = config.get("num_hidden_layers")
     for name, value in tiny.items():
         if name == "mlp_only_layers":

@@ -19,8 +19,14 @@ _OLD = {"mamba": "linear_attention", "attention": "full_attention"}
 _MAMBA = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
 
 
+_DEFAULTS = {
+    **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    **{"routed_scaling_factor": 1.0, "layer_norm_epsilon": 1e-5, "conv_kernel": 4},
+}
+
+
 def layer_parts(hf: Hf) -> list[str]:
-    """Returns the part of each layer: `layers_block_type`, or the letters of `hybrid_override_pattern`. Raises
+    """Returns one part per layer, from `layers_block_type` or the letters of `hybrid_override_pattern`. Raises
     ValueError for another part or none."""
     pattern, listed = hf.get("hybrid_override_pattern"), hf.get("layers_block_type")
     if listed is None and pattern is not None:
@@ -165,6 +171,7 @@ NEMOTRON_H = Family(
     "8B, 47B, 56B, 3 Nano 30B-A3B",
     ROWS,
     read,
+    defaults=_DEFAULTS,
     derived=derived,
     predicted=predicted,
     module_prefix=("backbone.", "model."),

@@ -25,6 +25,7 @@ ARCHS = (
     "gpt-oss-tiny",
     "deepseek-tiny",
     "glm-5-tiny",
+    "nemotron-h-tiny",
 )
 """Rows of scripts/architectures.py, without the families that have their own tests."""
 

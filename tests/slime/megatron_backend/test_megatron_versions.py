@@ -38,6 +38,7 @@ ALL = [
         "routing_replay",
         "latent",
         "gated_delta_net",
+        "mamba",
         "megatron_attention",
         "megatron_checkpoint",
         "megatron_cpu_device",

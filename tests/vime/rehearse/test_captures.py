@@ -169,6 +169,13 @@ def test_a_tiny_model_has_every_kind_of_layer() -> None:
     assert (tiny["num_experts"], tiny["num_experts_per_tok"], tiny["vocab_size"]) == (8, 2, 151936)
 
 
+def test_a_tiny_model_has_every_letter_of_a_pattern() -> None:
+    config = {"num_hidden_layers": 52, "hybrid_override_pattern": "MEMEM*EM", "n_groups": 8}
+    tiny = shrink_config({**config, "mamba_num_heads": 64, "ssm_state_size": 128}, 2, None)
+    assert tiny["hybrid_override_pattern"] == "ME*" and tiny["num_hidden_layers"] == 3
+    assert (tiny["mamba_num_heads"], tiny["n_groups"], tiny["ssm_state_size"]) == (8, 2, 32)
+
+
 def test_lists_of_one_entry_per_layer_are_cut() -> None:
     config = {
         "num_hidden_layers": 6,

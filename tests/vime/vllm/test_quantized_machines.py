@@ -112,6 +112,18 @@ def test_odd_shapes_in_int4_need_a_gpu(tmp_path: Path) -> None:
     backend_for(config).require_reachable(config)
 
 
+def test_experts_without_a_gate_need_a_gpu(tmp_path: Path) -> None:
+    """vLLM raises NotImplementedError for them on CPUs."""
+    fields = ARCHITECTURES["nemotron-3-nano-30b-a3b"].config_fields()
+    checkpoint(tmp_path, {"model_type": "nemotron_h", **fields}, None)
+    config = parse_config(run_argv(tmp_path, "cpu"))
+    with pytest.raises(
+        ValueError, match="have experts with a gate for engines of --device cpu, got experts wi"
+    ):
+        backend_for(config).require_reachable(config)
+    backend_for(config).require_reachable(parse_config(run_argv(tmp_path, "cuda")))
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_and_its_plan_name_the_same_support(

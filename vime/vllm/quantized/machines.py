@@ -90,10 +90,18 @@ def read_cpu() -> str:
 
 
 def check_cpu(config: Config) -> None:
-    """Raises ValueError for engines on CPUs that cannot run the scheme of their checkpoint."""
+    """Raises ValueError for engines on CPUs that cannot run the experts or the scheme of their checkpoint."""
     if not config.num_engines or config.cluster.device != "cpu":
         return
     hf = read_hf_config(config.rollout.hf_checkpoint)
+    decoder = read_decoder(hf)
+    if decoder.experts and not decoder.gated:
+        raise FlagError(
+            "--hf-checkpoint",
+            "have experts with a gate for engines of --device cpu",
+            f"experts without a gate in {config.rollout.hf_checkpoint}",
+            "vLLM runs them on GPUs only",
+        )
     scheme = family_for(hf).scheme(hf)
     if scheme is None:
         return

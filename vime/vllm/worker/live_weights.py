@@ -288,7 +288,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class DecayRates:
-    """The rates of a Mamba-2 layer, which vLLM keeps in place of their logarithms in files."""
+    """The rates of a Mamba-2 layer. Files have their logarithms, and vLLM keeps the rates."""
 
     module: nn.Module
 

@@ -1,5 +1,5 @@
-"""What layers with a running state share: parameters that ranks split, the convolution before the state, and the rows
-of a sequence whose tokens several context-parallel ranks have.
+"""Functions for all layers with a running state: parameters that ranks split, the convolution before the state, and
+the exchange of rows between context-parallel ranks.
 
 Shapes: P rows, C channels, W taps, T tokens of the row.
 """
