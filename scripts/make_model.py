@@ -154,7 +154,7 @@ def one_per_expert(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
         if not fused or stacked:
             yield name, parameter
             continue
-        parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
+        parts = ("gate", "up") if kind == "gate_up_proj" else (kind.removesuffix("_proj"),)
         for expert, weight in enumerate(parameter):
             for part, piece in zip(parts, weight.chunk(len(parts)), strict=True):
                 yield f"{layer}.experts.{expert}.{part}_proj.weight", piece

@@ -85,6 +85,7 @@ def test_our_own_are_mostly_body():
         "deepseek",
     )
     tiny += ("gemma2", "gemma3", "gpt-oss", "glm-5", "mimo", "olmo3", "seed-oss", "qwen3-5", "qwen3-next")
+    tiny += ("nemotron-h",)
     sizes += [(f"{arch}-tiny", 1e6, 3e6) for arch in tiny]
     for arch, low, high in sizes:
         model = build_model(build_config(arch), 0, "meta")

@@ -174,6 +174,7 @@ NEMOTRON_H = Family(
     defaults=_DEFAULTS,
     derived=derived,
     predicted=predicted,
+    aliases=(("model.", "backbone."),),
     module_prefix=("backbone.", "model."),
 )
 """A file's tensor `mixer.up_proj` of layer i is the MLP of a layer whose attention slot is empty."""
