@@ -298,7 +298,12 @@ class Decoder:
     def stateful(self) -> bool:
         """Returns whether a layer has a state that runs through the tokens of a sample. Samples and context-parallel
         ranks cannot share this state in the way that they share keys and values."""
-        return self.delta is not None or self.mamba is not None
+        return self.recurrent is not None
+
+    @property
+    def recurrent(self) -> DeltaNet | Mamba | None:
+        """Returns the sizes of the layers with a state, if the model has such layers."""
+        return self.delta or self.mamba
 
     @property
     def selects(self) -> bool:

@@ -66,17 +66,10 @@ _GEMMA4 = {
 _GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 48}
 
 _MAMBA = {
-    "tie_word_embeddings": False,
-    "head_dim": 32,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 24,
-    "ssm_state_size": 16,
-    "n_groups": 2,
-    "chunk_size": 16,
+    **{"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "head_dim": 32},
+    **{"mamba_num_heads": 8, "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16},
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
     "time_step_min": 1e-20,  # transformers raises time steps to this value, vLLM does not
-    "bos_token_id": None,
-    "eos_token_id": None,
 }
 
 TINY: dict[str, dict[str, Any]] = {

@@ -201,9 +201,7 @@ def build_model(
     flags = config.megatron
     padded = flags.padded_vocab_size or padded_vocab_size(vocab, flags.make_vocab_size_divisible_by, tp)
     decoder = read_decoder(hf_config)
-    sizes = Sizes(
-        core.num_query_groups, core.kv_channels, vocab, padded, decoder.delta or decoder.mamba, decoder.wide
-    )
+    sizes = Sizes(core.num_query_groups, core.kv_channels, vocab, padded, decoder.recurrent, decoder.wide)
     if has_tower is None:
         has_tower = sees_images(config)
     stages = core.virtual_pipeline_model_parallel_size

@@ -18,7 +18,6 @@ head, B sequences of a bucket, L their padded length.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -54,7 +53,7 @@ class MambaMixer(MegatronModule):  # type: ignore[misc]  # megatron-core has no 
     code. transformers raises them to `time_step_min`.
     """
 
-    def __init__(self, config: TransformerConfig, *, sizes: Mamba, **unused: Any) -> None:
+    def __init__(self, config: TransformerConfig, *, sizes: Mamba, **unused: object) -> None:
         super().__init__(config)
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         self.sizes = sizes
@@ -86,7 +85,7 @@ class MambaMixer(MegatronModule):  # type: ignore[misc]  # megatron-core has no 
         return self
 
     def forward(
-        self, hidden_states: Tensor, *unused: Any, packed_seq_params: PackedLayout, **also_unused: Any
+        self, hidden_states: Tensor, *unused: object, packed_seq_params: PackedLayout, **also_unused: object
     ) -> tuple[Tensor, None]:
         """Maps [P, 1, hidden] (or this rank's part with sequence parallelism) to the same shape."""
         layout, group = packed_seq_params, packed_seq_params.context_group
@@ -115,9 +114,12 @@ class MambaMixer(MegatronModule):  # type: ignore[misc]  # megatron-core has no 
         return made, None
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[object, ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> dict[str, object]:
+        state: dict[str, object] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         names = ("conv_weight", "conv_bias", "dt_bias", "A_log", "D", "norm_weight")
         split = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         state |= make_sharded_tensors_for_checkpoint(split, prefix, dict.fromkeys(split, 0), sharded_offsets)
@@ -135,13 +137,13 @@ def packed_scan(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, layout
     """Computes `chunked_scan` within each sequence: query and key [T, G, N], value [T, G, S, V], decay (logarithm)
     [T, G, S, 1] -> [T, G, S, V], for S heads per group. The backward computes the scan again. Deterministic."""
 
-    def of_bucket(*columns: Tensor) -> Tensor:
+    def scan_bucket(*columns: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return chunked_scan(*columns)
         made: Tensor = checkpoint(chunked_scan, *columns, use_reentrant=False)
         return made
 
-    return for_buckets(of_bucket, (query, key, value, decay), layout)
+    return for_buckets(scan_bucket, (query, key, value, decay), layout)
 
 
 def chunked_scan(query: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Tensor:
