@@ -102,7 +102,7 @@ def _make_locked(parent: str) -> tuple[str, int]:
             return folder, lock
         if lock is not None:
             os.close(lock)
-    raise OSError(f"other processes remove the groups below {parent}")
+    raise FileNotFoundError(parent)
 
 
 def _lock(folder: str, kind: int) -> int | None:
