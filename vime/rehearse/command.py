@@ -19,9 +19,12 @@ from vime.rehearse.capture import CapturedLaunch, capture_launches, find_project
 from vime.rehearse.changes import Flags
 from vime.rehearse.cluster import check_cluster
 from vime.rehearse.fitting import SFT, fit_flags
+from vime.rehearse.folders import check_folders
 from vime.rehearse.guess import guess_config
 from vime.rehearse.hooks import FILTER, USERS
+from vime.rehearse.labels import check_labels
 from vime.rehearse.made import keep_made
+from vime.rehearse.names import check_names
 from vime.rehearse.page import format_page
 from vime.rehearse.rows import take_rows
 from vime.rehearse.runs import Outcome, rehearse_run
@@ -155,6 +158,11 @@ def rehearse(
     outcome.findings += check_cluster(
         original, config, folder / "rows.jsonl", folder, launch.folder, environ, options.plan_gpu
     )
+    outcome.findings += [
+        *check_labels(original, folder / "rows.jsonl"),
+        *check_folders(original, launch.folder),
+        *check_names(original, tokenizer, folder),
+    ]
     page = format_page(title, outcome, flags.changes, notes, time.monotonic() - start)
     return outcome, page
 

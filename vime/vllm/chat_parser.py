@@ -38,6 +38,32 @@ def make_parser(config: Config, tokenizer: PreTrainedTokenizerBase) -> ChatParse
     return VllmChatParser(tokenizer, tools, reasoning, dict(config.data.apply_chat_template_kwargs or {}))
 
 
+def find_parser(tools: str | None, reasoning: str | None) -> type[Parser]:
+    """Returns vLLM's class of the parsers with these names. Raises ValueError for a name that vLLM does not have."""
+    with quiet_import():
+        from vllm.parser import ParserManager
+    try:
+        made = ParserManager.get_parser(
+            tool_parser_name=tools,
+            reasoning_parser_name=reasoning,
+            enable_auto_tools=True,
+            is_harmony=reasoning == _HARMONY,
+        )
+    except Exception as error:  # border: vLLM raises a different error for each registry
+        raise _unfit(tools, reasoning, error) from error
+    assert made is not None
+    return made
+
+
+def _unfit(tools: str | None, reasoning: str | None, error: Exception) -> FlagError:
+    return FlagError(
+        "--vllm-tool-call-parser and --vllm-reasoning-parser",
+        "fit the model's tokenizer",
+        f"{tools} and {reasoning}: {error}",
+        "take the names that vLLM has for the family of the model",
+    )
+
+
 class VllmChatParser:
     """Implements `slime.sessions.messages.ChatParser` with vLLM's parsers."""
 
@@ -52,29 +78,16 @@ class VllmChatParser:
     ) -> None:
         with quiet_import():
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-            from vllm.parser import ParserManager
 
         # Imported here, because the import takes seconds and must not delay the first answer.
         self._request = ChatCompletionRequest
         self._tokenizer, self._kwargs = tokenizer, template_kwargs
         self.tools = tools is not None
+        self._class = find_parser(tools, reasoning)
         try:
-            made = ParserManager.get_parser(
-                tool_parser_name=tools,
-                reasoning_parser_name=reasoning,
-                enable_auto_tools=True,
-                is_harmony=reasoning == _HARMONY,
-            )
-            assert made is not None
-            self._class: type[Parser] = made
             self._new([])
         except Exception as error:  # border: each parser of vLLM checks the tokenizer in its own way
-            raise FlagError(
-                "--vllm-tool-call-parser and --vllm-reasoning-parser",
-                "fit the model's tokenizer",
-                f"{tools} and {reasoning}: {error}",
-                "take the names that vLLM has for the family of the model",
-            ) from error
+            raise _unfit(tools, reasoning, error) from error
 
     def _new(self, tools: Tools) -> Parser:
         """Returns a new parser. A parser keeps the text that it has read, so each answer gets its own parser."""
