@@ -40,23 +40,24 @@ def build_trainer(
     Weights are float32 on a CPU and bfloat16 on a GPU. `engine_share` is the share of a GPU's memory that the sampler's
     engine has. `micro_batch` is the largest number of tokens of a micro-batch; None chooses it by memory.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        flags: dict[str, object] = {
-            **{"hf_checkpoint": str(base), "load": str(base), "weight_dir": folder, "run_dir": folder},
-            **{"device": device, "actor_num_gpus_per_node": 1, "use_dynamic_batch_size": True},
-            **{"max_tokens_per_gpu": MICRO_BATCHES[0], "lora_rank": most_rank, "loss_type": "sft_loss"},
-        }
-        config = resolve(flags)
-        info = init_parallel(0, 1, config, init_method=f"file://{folder}/store")
-        operators.install(config)
-        model = build_model(load_hf_config(config.rollout.hf_checkpoint), config, ddp=False, has_tower=False)
-        load_weights(model, str(base))
-        if micro_batch is None:
-            left = count_left_bytes(model, info, engine_share)
-            micro_batch = choose_micro_batch(config, Shape.of(read_hf_config(base)), left)
-        config = resolve({**flags, "max_tokens_per_gpu": micro_batch})
-        head = build_head(config, operators.LINEAR, model, info)
-    return Trainer(config, model, head, info, most_rank=most_rank, context=context)
+    # NCCL reads the rendezvous file at the first collective, so the folder stays until the trainer is closed
+    folder = tempfile.TemporaryDirectory()
+    flags: dict[str, object] = {
+        **{"hf_checkpoint": str(base), "load": str(base), "weight_dir": folder.name, "run_dir": folder.name},
+        **{"device": device, "actor_num_gpus_per_node": 1, "use_dynamic_batch_size": True},
+        **{"max_tokens_per_gpu": MICRO_BATCHES[0], "lora_rank": most_rank, "loss_type": "sft_loss"},
+    }
+    config = resolve(flags)
+    info = init_parallel(0, 1, config, init_method=f"file://{folder.name}/store")
+    operators.install(config)
+    model = build_model(load_hf_config(config.rollout.hf_checkpoint), config, ddp=False, has_tower=False)
+    load_weights(model, str(base))
+    if micro_batch is None:
+        left = count_left_bytes(model, info, engine_share)
+        micro_batch = choose_micro_batch(config, Shape.of(read_hf_config(base)), left)
+    config = resolve({**flags, "max_tokens_per_gpu": micro_batch})
+    head = build_head(config, operators.LINEAR, model, info)
+    return Trainer(config, model, head, info, most_rank=most_rank, context=context, folder=folder)
 
 
 def count_left_bytes(model: nn.Module, info: ParallelInfo, engine_share: float) -> float | None:

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import load_file
@@ -42,7 +43,8 @@ class Trainer:
     """A model with frozen weights and the adapters of its tenants, on one device.
 
     `most_rank` is the largest rank of an adapter, and `context` the largest number of tokens of a datum. A pass packs
-    data into micro-batches of at most --max-tokens-per-gpu tokens; a longer datum is a micro-batch.
+    data into micro-batches of at most --max-tokens-per-gpu tokens; a longer datum is a micro-batch. `folder` has the
+    rendezvous file of the process group, and `close` removes it.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class Trainer:
         *,
         most_rank: int,
         context: int,
+        folder: TemporaryDirectory[str],
     ) -> None:
         self.config, self.model, self.head, self.info = config, model, head, info
-        self.most_rank, self.context = most_rank, context
+        self.most_rank, self.context, self._folder = most_rank, context, folder
         (self.inner,) = unwrapped(model)
         self.switches = add_switches(self.inner)
         self.tenants: dict[str, Tenant] = {}
@@ -118,6 +121,7 @@ class Trainer:
         self.activate(None)
         self.tenants.clear()
         destroy_parallel()
+        self._folder.cleanup()
 
     def _tenant(self, name: str) -> Tenant:
         if name not in self.tenants:

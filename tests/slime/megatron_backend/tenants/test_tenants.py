@@ -7,10 +7,12 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -46,6 +48,14 @@ def empty(trainer: Trainer) -> Iterator[None]:
     yield
     for name in list(trainer.tenants):
         trainer.remove(name)
+
+
+def test_later_groups_find_the_rendezvous(trainer: Trainer) -> None:
+    """NCCL makes its communicator at the first collective, and gloo at the start. A later group of gloo reads the same
+    file."""
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    dist.barrier(group=group)
+    dist.destroy_process_group(group)
 
 
 def make_data(seed: int, loss: str = "cross_entropy", count: int = 5) -> list[TenantDatum]:
