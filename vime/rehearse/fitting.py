@@ -62,7 +62,7 @@ GPU_ONLY = [
 SERVICES = re.compile(
     r"(use_)?(wandb|mlflow|clearml|swanlab)(_.*)?|disable_wandb_random_suffix|prometheus_port"
 )
-ENGINE = re.compile(r"(sglang|vllm|router)_(?!.*(parser|template))")
+ENGINE = re.compile(r"(sglang|vllm|router)_(?!.*(parser|template|trust_remote_code))")
 MODEL_FOLDERS = ("ref_load", "opd_teacher_load", "critic_load", "lora_load")
 EVALUATION = re.compile(r"(eval_|n_samples_per_eval_prompt|skip_eval).*")
 SFT = "sft_loss"

@@ -44,6 +44,14 @@ def test_experts_have_the_ranks_of_one_pipeline_stage(
     assert flags.number("actor_num_gpus_per_node", 0) == 2
 
 
+def test_flags_of_the_engine_that_decide_what_it_reads_stay(tmp_path: Path) -> None:
+    words = ["--vllm-trust-remote-code", "--sglang-tool-call-parser", "qwen", "--vllm-block-size", "64"]
+    flags = Flags.from_argv(words)
+    fit_flags(flags, tmp_path / "model", tmp_path, processes=1, made_tokenizer=False)
+    assert flags.has("vllm_trust_remote_code") and flags.value("sglang_tool_call_parser") == "qwen"
+    assert not flags.has("vllm_block_size")
+
+
 def test_images_of_rows_are_found_from_the_rehearsals_folder(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
