@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -43,35 +44,28 @@ def format_page(record: dict[str, Any]) -> str:
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows.values()))
     done, of = measured["rehearsed"], measured["of"]
     seconds = ", ".join(f"{value:.0f}" for value in measured["seconds_min_median_max"])
+    text = [
+        "`vime rehearse` on the flags of slime's launch scripts, with made model folders and rows "
+        "([rehearsals](../../docs/rehearse.md)).",
+        f"- **Hardware** {record['hardware']}",
+        f"- **Commits** {commits}; each row of the record names its own",
+        f"- **Rehearsed** {done['scripts']} of {of['scripts']} scripts, {done['launches']} of {of['launches']} "
+        "launches: three rollouts trained, all processes killed after the second one, and resumed",
+        f"- **Without any problem** {measured['without_problem']} launches",
+        f"- **Seconds** min, median, max of the rehearsed launches: {seconds}",
+        "A launch that ran to its end is rehearsed, even if the plan refuses its layout on the cluster. "
+        "A launch whose flags vime refuses is not rehearsed: the page has the refusal.",
+    ]
+    wrapped = [textwrap.fill(line, 118, subsequent_indent="  " * line.startswith("-")) for line in text]
     return "\n".join(
         [
-            "# rehearsals_cpu",
-            "",
-            "`vime rehearse` on the flags of slime's launch scripts, with made model folders and rows "
-            "([rehearsals](../../docs/rehearse.md)).",
-            "",
-            f"- **Hardware** {record['hardware']}",
-            f"- **Commits** {commits}; each row of the record names its own",
-            f"- **Rehearsed** {done['scripts']} of {of['scripts']} scripts, {done['launches']} of {of['launches']} "
-            "launches: three rollouts trained, all processes killed after the second one, and resumed",
-            f"- **Without any problem** {measured['without_problem']} launches",
-            f"- **Seconds** min, median, max of the rehearsed launches: {seconds}",
-            "",
-            "A launch that ran to its end is rehearsed, also if the plan of its own flags refuses the cluster. "
-            "A launch whose flags vime refuses is not rehearsed: the page has the refusal.",
-            "",
-            *list_families(rows),
-            "",
+            *("# rehearsals_cpu", "", wrapped[0], "", *wrapped[1:-1], "", wrapped[-1], ""),
+            *(*list_families(rows), ""),
             "| launch | rehearsed | seconds | first problem of its page |",
             "| --- | --- | ---: | --- |",
             *(format_row(name, row) for name, row in rows.items()),
-            "",
-            "```bash",
-            record["command"],
-            "```",
-            "",
-            "File: [results/rehearsals_cpu.json](../results/rehearsals_cpu.json)",
-            "",
+            *("", "```bash", record["command"], "```", ""),
+            "File: [results/rehearsals_cpu.json](../results/rehearsals_cpu.json)\n",
         ]
     )
 
@@ -80,9 +74,7 @@ def format_row(name: str, row: dict[str, Any]) -> str:
     text = " ".join(row["problems"]).replace("|", "/").replace("<", "&lt;")
     if len(text) > MOST:
         text = text[:MOST].rsplit(" ", 1)[0] + " ..."
-    return (
-        f"| `{name}` | {'yes' if row['rehearsed'] else '**no**'} | {row['seconds']:.0f} | {text or 'none'} |"
-    )
+    return f"| {name} | {'yes' if row['rehearsed'] else '**no**'} | {row['seconds']:.0f} | {text or 'none'} |"
 
 
 def list_families(rows: dict[str, Any]) -> Iterable[str]:

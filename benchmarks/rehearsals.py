@@ -104,6 +104,8 @@ def count_rehearsed(names: Iterable[str]) -> dict[str, int]:
 
 def write_rows(rows: dict[str, Any]) -> None:
     rows = {name: rows[name] for name in SCRIPTS if name in rows}
+    for row in rows.values():
+        row["problems"] = [re.sub(r"/\S+/site-packages/", "", line) for line in row["problems"]]
     seconds = [row["seconds"] for row in rows.values() if row["rehearsed"]]
     measured = {
         "rehearsed": count_rehearsed(name for name, row in rows.items() if row["rehearsed"]),
@@ -195,7 +197,8 @@ def complete_model(folder: Path, out: Path) -> None:
     if text:
         of_text = made.get("text_config", made)
         ids = {key: of_text.get(key) for key in IDS}
-        plain = {key: value for key, value in of_text.items() if not key.startswith("rope")}
+        left = ("rope_parameters", "rope_theta", *(() if has_layers(of_text, text) else ("layer_types",)))
+        plain = {key: value for key, value in of_text.items() if key not in left}
         merged = {**config, "text_config": {**plain, **text, **ids}}
         name_markers(folder, config)
     else:
@@ -225,6 +228,8 @@ def make_shape(arch: str, out: Path) -> Path:
 def merge_settings(made: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of the tests' config.json, completed by those of the architecture."""
     ids = {key: made.get(key) for key in (*IDS, "vocab_size", "model_type")}
+    if not has_layers(made, config):
+        made.pop("layer_types", None)
     layers = {key: made[key] for key in ("layer_types",) if key in made}
     base = {key: config[key] for key in ("rope_theta",) if key in config}
     rope = {"rope_parameters": made["rope_parameters"] | base} if "rope_parameters" in made else {}
@@ -233,6 +238,11 @@ def merge_settings(made: dict[str, Any], config: dict[str, Any]) -> dict[str, An
     if config["model_type"] == "minimax_m2":
         made |= {"scoring_func": "sigmoid", "use_routing_bias": True}
     return {**made, **config, **ids, **layers, **rope, "architectures": made["architectures"]}
+
+
+def has_layers(made: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Returns whether the list of layers of an architecture fits the depth of a config.json."""
+    return len(made.get("layer_types") or []) == config["num_hidden_layers"]
 
 
 def name_markers(folder: Path, config: dict[str, Any]) -> None:
