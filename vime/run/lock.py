@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -76,9 +77,8 @@ def _require_writable(path: Path) -> None:
     folder = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    if not os.access(folder, os.W_OK | os.X_OK):
-        number = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
-        raise OSError(number, os.strerror(number))
+    with tempfile.TemporaryFile(dir=folder):  # the kernel may refuse a file to root despite the folder's mode
+        pass
 
 
 def _in_use(flag: str, path: Path) -> ValueError:

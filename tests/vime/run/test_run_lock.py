@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from vime import driver
-from vime.run.lock import HELD_FILE, lock_all
+from vime.run.lock import HELD_FILE, lock_all, require_free
 
 HOLDER = """
 import fcntl, os, sys, time
@@ -56,6 +56,12 @@ def test_a_used_directory_is_refused_until_its_run_has_died(
         holder.wait()
     with ExitStack() as stack:
         lock_all({"--run-dir": str(run_dir), "--save": str(save)}, stack)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that refuses files to root")
+def test_a_plan_finds_a_folder_in_which_the_kernel_refuses_files():
+    with pytest.raises(ValueError, match="--save must be a directory that this user can write to and lock, got /proc"):
+        require_free("--save", "/proc/vime/checkpoint")
 
 
 def no_flock(monkeypatch, code: int = errno.ENOSYS) -> None:
