@@ -31,7 +31,11 @@ class ServiceThread:
         assert self._ready.wait(60), "the service did not start within 60 s"
 
     def _run(self) -> None:
-        self._loop.run_until_complete(self._serve())
+        try:
+            self._loop.run_until_complete(self._serve())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            self._loop.close()
 
     def _build(self) -> Trainer:
         most = self._limits
