@@ -3,8 +3,8 @@
     python benchmarks/fp8_agreement.py MODEL DATA.jsonl --out OUT.json
 
 MODEL is a Hugging Face folder whose linear layers have sizes of multiples of 128. Each row of DATA has `question` and
-`answer`. transformers computes in float32. With `noise`, the inputs and outputs of each linear layer are rounded to
-bfloat16, as another program with another order of sums would change them. The script compares the mean absolute
+`answer`. transformers computes in float32. With `noise`, each linear layer rounds its input
+and output to bfloat16. This stands for a program that adds in another order. The script compares the mean absolute
 differences of the answers' log-probs: bf16 with noise against fp8 is a trainer in bf16 and an engine in fp8, and fp8
 with noise against fp8 is a trainer and an engine in the same scheme.
 """

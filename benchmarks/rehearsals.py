@@ -62,7 +62,7 @@ async def {name}(args, sample, sampling_params):
     sample.reward = float(len(sample.response) % 2)
     return sample
 """
-"""A generate function that also gives the reward, for a script without a reward of its own."""
+"""A generate function that also returns the reward, for a script that names no reward function."""
 DEADLINE_S = 900
 """Longest time of a rehearsal. Other work on the machine makes it longer than vime's own limit."""
 MARKERS = {

@@ -16,8 +16,9 @@ that their ratio shows the cost of turns. Measurements of one tenant and of seve
 repeat as warm-up. A speed is the median, and `ratio` is the speed of several tenants divided by the speed of one. The
 switch is the time until the model computes with another tenant's adapter.
 
-Each phase prints a line with the seconds since the start. OUT.json is written after each measurement, so a run that is
-cut off leaves what it measured, with `complete` false. `seconds` has the times of the start.
+Each phase prints a line with the seconds since the start. The script writes OUT.json after
+each measurement. A run that is cut off leaves its finished measurements, with `complete` false. `seconds` has the
+times of the start.
 """
 
 from __future__ import annotations
