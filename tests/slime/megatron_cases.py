@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from family_cases import BUILT_AS, MULTIMODAL, PREDICTION, TINY, multimodal
+from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -16,13 +18,18 @@ from torch.nn.functional import cross_entropy
 import rl_kernel
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
+from slime.data.token_slice import token_slice
 from slime.megatron_backend.checkpoint.weights import load_hf
 from slime.megatron_backend.conformance import computed, reference
+from slime.megatron_backend.model.attention import packed_layout
 from slime.megatron_backend.model.gpt import (
     build_model,
     capped,
+    compute_logits,
     logit_cap,
     output_weight,
+    stage_output,
+    unwrap,
     vocab_range,
 )
 from slime.megatron_backend.model.model_config import load_hf_config
@@ -225,3 +232,20 @@ def train_step(
     assert updated
     scheduler.step(increment=8)
     return [loss.item(), norm]
+
+
+def compute_part(
+    model, row: Sequence[Tensor], rank: int, ranks: int, vocab: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Returns the positions of a rank's tokens in the row, their logits, and all ranks' gradients."""
+    lengths = [len(tokens) for tokens in row]
+    part = token_slice(lengths, rank=rank, size=ranks)
+    group = parallel_state.get_context_parallel_group() if ranks > 1 else None
+    tokens = torch.zeros(part.rows, dtype=torch.int64)
+    tokens[: len(part.tokens)] = torch.cat(list(row))[part.tokens]
+    output = stage_output(model, tokens, packed_layout(part, "cpu", group))
+    logits = compute_logits(model, output)[: len(part.tokens), :vocab]
+    logits.log_softmax(-1).square().mean(-1).sum().div(sum(lengths)).backward()
+    finish_grads(model)
+    gradients = {name: p.main_grad.clone() for name, p in unwrap(model).named_parameters()}
+    return part.tokens, logits.detach(), gradients

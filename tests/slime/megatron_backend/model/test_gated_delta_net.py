@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from family_cases import CASES
-from megatron.core import parallel_state
 from megatron_cases import (
     VOCAB,
     assert_gradients_equal,
+    compute_part,
     hidden_of,
     make_config,
     packed_logits,
@@ -19,9 +19,8 @@ from rank_processes import on_ranks
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model.attention import packed_layout
-from slime.megatron_backend.model.gpt import build_model, compute_logits, output_weight, stage_output, unwrap
+from slime.megatron_backend.model.gpt import build_model, output_weight, unwrap
 from slime.megatron_backend.model.model_config import load_hf_config, transformer_config
-from slime.megatron_backend.model.optimizer import finish_grads
 from slime.megatron_backend.model.recurrent.gated_delta_net import CHUNK, padded_delta_rule
 from slime.megatron_backend.model.recurrent.packed_rows import convolved
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
@@ -132,16 +131,7 @@ def test_a_sample_does_not_change_a_bit_of_another(tiny, changed):
 def of_part(rank: int, ranks: int, directory) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Returns the positions of a rank's tokens in the row, their logits, and all ranks' gradients."""
     model = model_of(directory, context_parallel_size=ranks, use_distributed_optimizer=False)
-    part = token_slice(LENGTHS, rank=rank, size=ranks)
-    group = parallel_state.get_context_parallel_group() if ranks > 1 else None
-    tokens = torch.zeros(part.rows, dtype=torch.int64)
-    tokens[: len(part.tokens)] = torch.cat(batch(0))[part.tokens]
-    output = stage_output(model, tokens, packed_layout(part, "cpu", group))
-    logits = compute_logits(model, output)[: len(part.tokens), :VOCAB]
-    logits.log_softmax(-1).square().mean(-1).sum().div(sum(LENGTHS)).backward()
-    finish_grads(model)
-    gradients = {name: p.main_grad.clone() for name, p in unwrap(model).named_parameters()}
-    return part.tokens, logits.detach(), gradients
+    return compute_part(model, batch(0), rank, ranks, VOCAB)
 
 
 def share_a_row(rank: int, directory) -> None:
