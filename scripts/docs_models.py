@@ -31,7 +31,7 @@ NEWEST: dict[str, tuple[str, ...]] = {
         "qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe",
         "qwen3-5 qwen3-5-text qwen3-5-moe qwen3-5-moe-text",
         *("281c239d, de4ab3ce", "2 and 7"),
-        "engines on CPUs in float32 or with images; the GPU test needs fla-core with a Triton that it accepts",
+        "engines on CPUs in float32 or with images",
     ),
     "GLM-5": (
         *("glm_moe_dsa", "glm-5 glm-5-shared", "21dff1df, for three families", "6 and 22"),

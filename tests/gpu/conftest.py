@@ -1,28 +1,19 @@
 """Tests of this folder are skipped without enough GPUs. With --require-gpu, a missing GPU is an error instead.
 
-A test that this host's packages cannot run is deselected, and the end of the output names the reason. A test that
-leaves its process group is an error, and the next test starts without the group.
+A test that leaves its process group is an error, and the next test starts without the group.
 """
 
 import signal
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from vime.doctor.gpus import delta_net_obstacle
-from vime.doctor.machine import Machine
-
 NEEDS = {"gpu": 1, "multi_gpu": 2}
 """Marker -> number of GPUs that its tests need."""
-OBSTACLES: dict[str, Callable[[Machine], str | None]] = {"delta_net": delta_net_obstacle}
-"""Marker -> function that returns why its tests cannot run on a host, or None."""
-DESELECTED = pytest.StashKey[Counter[str]]()
-"""Reason -> number of tests that it deselected."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +36,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have deselected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _deselect(config, items)
     found = torch.cuda.device_count()
     for item in items:
         needed = max((NEEDS.get(marker.name, 0) for marker in item.iter_markers()), default=0)
@@ -55,26 +45,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if config.getoption("--require-gpu", default=False):
             raise pytest.UsageError(f"--require-gpu: {item.nodeid} {reason}")
         item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        return  # without a GPU, these tests are skipped
-    machine, gone = Machine(), list[pytest.Item]()
-    reasons = config.stash.setdefault(DESELECTED, Counter())
-    for item in items:
-        marked = [name for name in OBSTACLES if item.get_closest_marker(name)]
-        if why := next((why for name in marked if (why := OBSTACLES[name](machine))), None):
-            reasons[why] += 1
-            gone.append(item)
-    if gone:
-        config.hook.pytest_deselected(items=gone)
-        items[:] = [item for item in items if item not in gone]
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for why, count in config.stash.get(DESELECTED, Counter()).items():
-        terminalreporter.write_line(f"deselected here: {count} tests: {why}")
 
 
 @pytest.hookimpl(wrapper=True)

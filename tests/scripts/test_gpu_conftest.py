@@ -12,11 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PLUGIN = """
 import torch
-from vime.doctor import gpus
 
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
-gpus.delta_net_obstacle = lambda machine: "no kernels for them"
 """
 GROUPS = """
 import pytest
@@ -45,37 +43,21 @@ def test_joins(tmp_path):
     join(tmp_path)
     dist.destroy_process_group()
 """
-MARKED = """
-import pytest
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["plain", pytest.param("delta", marks=pytest.mark.delta_net)])
-def test_family(name):
-    assert name == "plain"
-"""
 
 
 def said(folder: Path, *options: str) -> str:
     shutil.copy(ROOT / "tests" / "gpu" / "conftest.py", folder)
     (folder / "one_gpu.py").write_text(PLUGIN)
     (folder / "test_groups.py").write_text(GROUPS)
-    (folder / "test_marked.py").write_text(MARKED)
-    (folder / "pytest.ini").write_text(
-        "[pytest]\nmarkers =\n    gpu: one GPU\n    delta_net: fla-core\npythonpath = .\n"
-    )
+    (folder / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "one_gpu", *options]
     command.append(str(folder))
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120).stdout
 
 
 @pytest.mark.parametrize("required", [(), ("--require-gpu",)], ids=["found", "required"])
-def test_process_groups_that_are_left_and_tests_that_cannot_run(
-    tmp_path: Path, required: tuple[str, ...]
-) -> None:
-    """A test that leaves a process group has an error, and later tests have none. A test that the packages cannot run
-    is deselected with its reason."""
+def test_process_groups_that_are_left(tmp_path: Path, required: tuple[str, ...]) -> None:
+    """A test that leaves a process group has an error, and later tests have none."""
     out = said(tmp_path, *required)
     assert "test_leaves left its process group" in out and "test_breaks left its process group" in out
-    assert "3 passed, 1 deselected" in out and "test_joins" not in out.partition("short test summary")[2]
-    assert "deselected here: 1 tests: no kernels for them" in out
+    assert "2 passed" in out and "test_joins" not in out.partition("short test summary")[2]

@@ -8,19 +8,14 @@ from __future__ import annotations
 import json
 import re
 
-from packaging.version import Version
-
 from slime.checkpoints.hf_config import read_hf_config
 from slime.models import read_decoder
-from slime.system import extras
+from slime.system import delta_nets, extras
 from vime.doctor.finding import GIB, MIB, Finding, WantedRun, judge, ok, problem, size, warning
 from vime.doctor.machine import Machine, split_csv, words
 
 QUERY = "index,name,memory.total,memory.used,compute_cap,ecc.errors.uncorrected.volatile.total"
 LEAST_CAPABILITY = 8.0  # rl_kernel/dispatch.py
-# slime/megatron_backend/model/recurrent/gated_delta_net.py. On Hopper, the backward of fla-core 0.6 is an error with
-# these versions of Triton, whose gradients are wrong there (fla.ops.common.chunk_o).
-DELTA_NET_KERNELS, HOPPER, REFUSED_TRITON = "fla-core", "9.", (Version("3.4.0"), Version("3.7.1"))
 IDLE_MEMORY = GIB
 
 # Runs in a separate process. A version number does not show whether torch finds the GPUs.
@@ -142,34 +137,16 @@ def check_peer_access(machine: Machine, wanted: WantedRun) -> list[Finding]:
     return [judge("peer access", found, remedy, fails=False, poor=bool(closed) or not pairs)]
 
 
-def delta_net_obstacle(machine: Machine) -> str | None:
-    """Returns why a trainer on this machine's GPUs cannot train gated delta net layers, or None."""
-    reasons = []
-    if machine.installed(DELTA_NET_KERNELS) is None:
-        reasons.append(f"{DELTA_NET_KERNELS} is not installed")
-    triton, (first, fixed) = machine.installed("triton"), REFUSED_TRITON
-    hopper = any(row[4].startswith(HOPPER) for row in gpu_rows(machine))
-    if hopper and triton is not None and first <= Version(triton) < fixed:
-        reasons.append(
-            f"{DELTA_NET_KERNELS} refuses Triton {triton} on Hopper GPUs (from {first}, below {fixed})"
-        )
-    return f"gated delta net layers cannot be trained: {' and '.join(reasons)}" if reasons else None
-
-
 def check_delta_nets(machine: Machine, wanted: WantedRun) -> list[Finding]:
-    """Checks the kernels of gated delta nets: a problem if the checkpoint has such layers, a warning without a
-    checkpoint."""
+    """Checks the kernels of gated delta nets, unless the checkpoint has no such layers. Without the kernels, the layers
+    run as plain PyTorch, which is a warning."""
     if wanted.device != "cuda":
         return []
     if wanted.hf_checkpoint is not None and not read_decoder(read_hf_config(wanted.hf_checkpoint)).stateful:
         return []
-    why = delta_net_obstacle(machine)
+    installed = machine.installed(delta_nets.PACKAGE)
+    hopper = any(row[4].startswith(f"{delta_nets.HOPPER}.") for row in gpu_rows(machine))
+    why = delta_nets.obstacle(installed, machine.installed("triton"), hopper=hopper)
     if why is None:
-        return [ok("gated delta nets", f"{DELTA_NET_KERNELS} {machine.installed(DELTA_NET_KERNELS)}")]
-    remedy = (
-        f"for Qwen3-Next and Qwen3.5: pip install {DELTA_NET_KERNELS}, and on Hopper a torch with Triton "
-        f"{REFUSED_TRITON[1]} or newer; other models do not need it"
-    )
-    return [
-        judge("gated delta nets", why, remedy, fails=wanted.hf_checkpoint is not None, poor=True),
-    ]
+        return [ok("gated delta nets", f"{delta_nets.PACKAGE} {installed}")]
+    return [warning("gated delta nets", f"they train in plain PyTorch, slower: {why}", delta_nets.remedy())]

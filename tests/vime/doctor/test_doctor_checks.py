@@ -119,11 +119,11 @@ DELTA = {"fla-core": "0.6.0", "triton": "3.6.0"}
             "warning",
             "fla-core refuses Triton 3.6.0 on Hopper GPUs (from 3.4.0, below 3.7.1)",
         ),
-        (DELTA, "9.0", "qwen3_next", "problem", "refuses Triton 3.6.0"),
+        (DELTA, "9.0", "qwen3_next", "warning", "plain PyTorch, slower: fla-core refuses Triton 3.6.0"),
         (DELTA, "10.0", "qwen3_next", "ok", "fla-core 0.6.0"),
         (DELTA | {"triton": "3.7.1"}, "9.0", "qwen3_next", "ok", "fla-core 0.6.0"),
         (DELTA | {"triton": "3.3.1"}, "9.0", "qwen3_next", "ok", "fla-core 0.6.0"),
-        ({"triton": "3.8.0"}, "9.0", "qwen3_next", "problem", "trained: fla-core is not installed"),
+        ({"triton": "3.8.0"}, "9.0", "qwen3_next", "warning", "slower: fla-core is not installed"),
         (DELTA, "9.0", "qwen3", None, ""),
     ],
 )

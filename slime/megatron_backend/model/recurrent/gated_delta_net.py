@@ -6,7 +6,8 @@ The state S [K, V] of a value head starts at zero with each sequence:
 `S = exp(decay) * S; S = S + beta * outer(k, v - k @ S); out = q @ S`.
 
 A packed row keeps its sequences separate in the convolution and in the state. On CUDA, both are kernels of fla-core. On
-other devices, they are the plain PyTorch functions of this file. megatron-core's own module has no packed sequences.
+other devices, and on hosts where these kernels cannot train (slime.system.delta_nets), they are the plain PyTorch
+functions of this file. megatron-core's own module has no packed sequences.
 
 With context parallelism, a rank has a part of the tokens, but a state runs through all tokens of a sequence. So the
 ranks exchange data: each rank computes all tokens for its part of the heads (DeepSpeed Ulysses, 2309.14509).
@@ -17,7 +18,10 @@ K and V their sizes, B sequences of a bucket, L their padded length, T tokens of
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -27,7 +31,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu, softplus
+from torch.nn.functional import pad, rms_norm, silu, softplus
 
 from slime.megatron_backend.context.heads import own_heads
 from slime.megatron_backend.model.attention import PackedLayout
@@ -40,9 +44,13 @@ from slime.megatron_backend.model.recurrent.packed_rows import (
     split_over_ranks,
 )
 from slime.models import DeltaNet
+from slime.system import delta_nets
+
+logger = logging.getLogger(__name__)
 
 CHUNK = 64
 """Number of tokens that the plain delta rule computes with one triangular system."""
+Functions = tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]
 
 
 class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
@@ -93,9 +101,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         key, _, value, _, gates, _ = self.sizes.widths
         mixed = mixed.unflatten(-1, (-1, sum(self.sizes.widths)))
         qkv, gate, beta, decay = mixed.split([2 * key + value, value, gates, gates], dim=-1)
-        convolve, delta_rule, norm = (
-            _kernels() if mixed.is_cuda else (convolved, padded_delta_rule, gated_norm)
-        )
+        convolve, delta_rule, norm = gpu_functions() if mixed.is_cuda else PLAIN
         qkv = convolve(qkv.flatten(1), conv_weight, layout).unflatten(-1, (-1, 2 * key + value))
         query, keys, values = qkv.split([key, key, value], dim=-1)
         out = delta_rule(
@@ -152,36 +158,58 @@ def chunked_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor,
     """Computes query and key [B, A, L, K], value [B, A, L, V], decay and beta [B, A, L, 1] -> [B, A, L, V].
 
     In a chunk, U holds each token's addition to the state. A token removes the value that its key holds, from the state
-    at the start of the chunk and from the earlier tokens. This gives a unit lower triangular system for U.
+    S at the start of the chunk and from the earlier tokens. This gives a unit lower triangular system for U, whose
+    right side is `beta * (v - decayed(k) @ S)`. All chunks are solved at once for both terms of that side, and only
+    products with the state remain in the loop over chunks.
     """
+    length = query.shape[2]
+    q, k, v, g, b = (
+        pad(x, (0, 0, 0, -length % CHUNK)).unflatten(2, (-1, CHUNK)) for x in (query, key, value, decay, beta)
+    )
+    since = g.cumsum(3)  # logarithm of the decay since the start of the chunk
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    between = (since - since.mT).masked_fill(later, -torch.inf).exp()
+    # the solver reads only the part below the diagonal
+    own, held = torch.linalg.solve_triangular(
+        b * (k @ k.mT) * between, b * torch.cat([v, since.exp() * k], dim=-1), upper=False, unitriangular=True
+    ).split([v.shape[-1], k.shape[-1]], dim=-1)
+    last = since[..., -1:, :]
+    columns = since.exp() * q, (q @ k.mT) * between, own, held, ((last - since).exp() * k).mT, last.exp()
     state = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
     outputs = []
-    for q, k, v, g, b in zip(*(x.split(CHUNK, dim=2) for x in (query, key, value, decay, beta)), strict=True):
-        since = g.cumsum(2)  # logarithm of the decay since the start of the chunk
-        later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        between = (since - since.mT).masked_fill(later, -torch.inf).exp()
-        # the solver reads only the part below the diagonal
-        added = torch.linalg.solve_triangular(
-            b * (k @ k.mT) * between, b * (v - since.exp() * (k @ state)), upper=False, unitriangular=True
-        )
-        outputs.append(since.exp() * (q @ state) + ((q @ k.mT) * between) @ added)
-        last = since[:, :, -1:]
-        state = last.exp() * state + ((last - since).exp() * k).mT @ added
-    return torch.cat(outputs, dim=2)
+    for read, scores, new, old, write, kept in zip(*(x.unbind(2) for x in columns), strict=True):
+        added = new - old @ state
+        outputs.append(read @ state + scores @ added)
+        state = kept * state + write @ added
+    return torch.cat(outputs, dim=2)[:, :, :length]
 
 
-def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
-    """Returns `convolved`, `padded_delta_rule` and `gated_norm` as kernels of fla-core. Raises ValueError if it is not
-    installed."""
+PLAIN = convolved, padded_delta_rule, gated_norm
+
+
+@cache
+def gpu_functions() -> Functions:
+    """Returns `convolved`, `padded_delta_rule` and `gated_norm` for GPUs: kernels of fla-core, or the plain functions
+    with a warning if the kernels cannot train here."""
+    hopper = torch.cuda.get_device_capability()[0] == delta_nets.HOPPER
+    why = delta_nets.obstacle(_version(delta_nets.PACKAGE), _version("triton"), hopper=hopper)
+    if why is None:
+        return _kernels()
+    logger.warning("gated delta nets train in plain PyTorch, slower: %s; %s", why, delta_nets.remedy())
+    return PLAIN
+
+
+def _version(package: str) -> str | None:
     try:
-        from fla.modules.convolution import causal_conv1d
-        from fla.modules.fused_norm_gate import rms_norm_gated
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError as error:
-        raise ValueError(
-            f"the package fla-core must be installed to train gated delta net layers on GPUs, got {error}; "
-            "pip install fla-core"
-        ) from error
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _kernels() -> Functions:
+    from fla.modules.convolution import causal_conv1d
+    from fla.modules.fused_norm_gate import rms_norm_gated
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     def convolve(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
         out: Tensor = causal_conv1d(

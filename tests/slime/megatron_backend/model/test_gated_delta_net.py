@@ -21,7 +21,12 @@ from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model.attention import packed_layout
 from slime.megatron_backend.model.gpt import build_model, output_weight, unwrap
 from slime.megatron_backend.model.model_config import load_hf_config, transformer_config
-from slime.megatron_backend.model.recurrent.gated_delta_net import CHUNK, padded_delta_rule
+from slime.megatron_backend.model.recurrent.gated_delta_net import (
+    CHUNK,
+    PLAIN,
+    gpu_functions,
+    padded_delta_rule,
+)
 from slime.megatron_backend.model.recurrent.packed_rows import convolved
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models import FAMILIES
@@ -183,3 +188,12 @@ def test_sizes_that_do_not_fit_are_named(tiny):
             transformer_config(hf, make_config(**layout))
     with pytest.raises(ValueError, match="linear_conv_kernel_dim in config.json must be at least 1, got 0"):
         read({**hf, "linear_conv_kernel_dim": 0})
+
+
+def test_gpus_without_the_kernels_use_plain_pytorch(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """The kernels of fla-core are not installed here. The warning has the reason and the command that installs them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    gpu_functions.cache_clear()
+    assert gpu_functions() == PLAIN
+    assert "fla-core is not installed" in caplog.text and "pip install fla-core" in caplog.text
+    gpu_functions.cache_clear()
