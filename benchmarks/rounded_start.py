@@ -1,10 +1,11 @@
-"""Measures which part of a small change of the weights remains after rounding to fp8 in blocks.
+"""Measures which part of a small change of the weights remains after rounding to FP8 in blocks or INT4 in groups.
 
     python benchmarks/rounded_start.py MODEL
 
 MODEL is a Hugging Face folder with plain weights. Each change is random and normal with the given standard deviation.
-The rows compare a start from the plain weights with a start from their rounded values in bfloat16. `follows` is the
-rounded weights' change projected on the change: 1 means that the rounded weights follow it on average.
+The rows compare a start from the plain weights with a start from their rounded values in bfloat16, and from these with
+--dither-weights. `follows` is the rounded weights' change projected on the change: 1 means that the rounded weights
+follow it on average.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from pathlib import Path
 
 import torch
 
-from rl_kernel.fp8.reference import quantize_blocks
 from slime.checkpoints.hf_files import Files
+from slime.models.dither import dither
+from slime.models.quantization import QuantizationScheme, dequantize, quantize
 
 CHANGES = (2e-5, 1e-4, 2.5e-4, 1e-3)
+SCHEMES = (
+    QuantizationScheme("fp8", "float8_e4m3fn", (128, 128), "float32"),
+    QuantizationScheme("compressed-tensors", "int4", (1, 32), "bfloat16"),
+)
 MATRICES = re.compile(r"layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight$")
 
 
@@ -30,25 +36,28 @@ def main() -> None:
     args = parser.parse_args()
     files = Files(args.model)
     for name in sorted(filter(MATRICES.search, files.names()))[:: args.every]:
-        weight = files.get(name)[:].float()
-        if weight.shape[0] % 128 or weight.shape[1] % 128:
+        plain = files.get(name)[:].float()
+        if plain.shape[0] % 128 or plain.shape[1] % 128:
             continue
-        starts = {"plain": weight, "rounded": round_to_fp8(weight).bfloat16().float()}
-        for size in CHANGES:
-            change = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * size
-            follows = {start: round(measure_following(values, change), 3) for start, values in starts.items()}
-            print(json.dumps({"matrix": name, "change": size, "follows": follows}), flush=True)
+        for scheme in SCHEMES:
+            rounded = dequantize(quantize(plain, scheme), scheme)
+            kind = getattr(torch, scheme.scale_dtype)
+            starts = {
+                "plain": plain,
+                "rounded": rounded.float(),
+                "dithered": dither(rounded, scheme, kind, name, (0, 0), plain.shape[1]).float(),
+            }
+            for size in CHANGES:
+                change = torch.randn(plain.shape, generator=torch.Generator().manual_seed(0)) * size
+                follows = {key: round(measure_following(x, change, scheme), 3) for key, x in starts.items()}
+                row = {"matrix": name, "scheme": scheme.title, "change": size, "follows": follows}
+                print(json.dumps(row), flush=True)
 
 
-def round_to_fp8(weight: torch.Tensor) -> torch.Tensor:
-    codes, scales = quantize_blocks(weight)
-    return codes.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-
-
-def measure_following(start: torch.Tensor, change: torch.Tensor) -> float:
+def measure_following(start: torch.Tensor, change: torch.Tensor, scheme: QuantizationScheme) -> float:
     """Returns `((round(start + change) - round(start)) * change).sum() / (change * change).sum()`."""
-    moved = round_to_fp8(start + change) - round_to_fp8(start)
-    return ((moved * change).sum() / (change * change).sum()).item()
+    before, after = (dequantize(quantize(x, scheme), scheme).float() for x in (start, start + change))
+    return (((after - before) * change).sum() / (change * change).sum()).item()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from slime.models.decoder import Hf
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 FP8_MOST = 448.0
 """Largest number of float8_e4m3fn."""
+DITHERS = "dithers"
+"""Key that this project adds to `quantization_config` in memory: reading spreads the weights over their rounding
+intervals (slime.models.dither)."""
 _NEVER = ("lm_head", "embed_tokens", "mlp.gate", "router", "block_sparse_moe.gate")
 """Ends of the names of modules that no scheme quantises: their layers are no plain linear layers in vLLM."""
 FUSED = {
@@ -59,6 +62,8 @@ class QuantizationScheme:
     """Modules that are not quantised: names, or patterns that begin with "re:"."""
     targets: tuple[str, ...] = ("Linear",)
     """Modules that are quantised: "Linear" for all linear layers, names, or patterns that begin with "re:"."""
+    dithers: bool = False
+    """Reading spreads the weights over their rounding intervals."""
 
     @property
     def weight(self) -> str:
@@ -136,7 +141,7 @@ def read_scheme(hf: Hf) -> QuantizationScheme | None:
             kind or said,
             "use a checkpoint in bfloat16",
         )
-    return found
+    return replace(found, dithers=DITHERS in said)
 
 
 def _kind(said: Hf) -> str:

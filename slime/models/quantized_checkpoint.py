@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.models.decoder import Hf
+from slime.models.dither import dither
 from slime.models.int4 import PER_WORD
 from slime.models.quantization import (
     QuantizationScheme,
@@ -154,7 +155,11 @@ class _QuantizedTensor:
         tensors[self._scheme.weight] = self._parts[self._scheme.weight][slice(*rows), across]
         if per > 1:
             tensors["weight_shape"] = torch.tensor([rows[1] - rows[0], columns[1] - columns[0]])
-        return dequantize(tensors, self._scheme, name=self._name)
+        weight = dequantize(tensors, self._scheme, name=self._name)
+        if not self._scheme.dithers:
+            return weight
+        kind, corner = tensors[self._scheme.scale].dtype, (rows[0], columns[0])
+        return dither(weight, self._scheme, kind, self._name, corner, self.shape[1])
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ GPU_ONLY = [
     "enable_mtp_training",
     "mtp_loss_scaling_factor",
     "round_weights",
+    "dither_weights",
     "fp4",
     "fp4_format",
     "fp4_recipe",

@@ -46,4 +46,9 @@ class TrainConfig:
         "--hf-checkpoint, as the engines do; gradients pass the rounding unchanged (OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1 "
         "of slime)",
     )
+    dither_weights: bool = flag(
+        False,
+        "start each weight of a checkpoint in FP8 or INT4 at a pseudo-random position of its rounding interval, not at "
+        "the centre: it rounds to the same value, and small updates reach the engines",
+    )
     seed: int = flag(1234, "random seed of the trainer", range=SEED)

@@ -39,6 +39,7 @@ from slime.megatron_backend.checkpoint.torch_dist import load_torch_dist
 from slime.megatron_backend.model.gpt import HiddenGPTModel, last_part, unwrapped
 from slime.models import family_for
 from slime.models.layouts import Row
+from slime.models.quantization import DITHERS
 from slime.models.quantized_checkpoint import StoredForm
 from slime.models.slices import Piece, Tensors, pieces
 from slime.system.disk_space import DiskSpaceGuard
@@ -96,19 +97,22 @@ def _gather_names(parts: list[HiddenGPTModel]) -> set[str]:
 
 
 @torch.no_grad()
-def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> int:
+def load_hf(model: nn.Module, checkpoint_dir: str | Path, *, dithers: bool = False) -> int:
     """Fills the model's parameters in place from a single-file or sharded safetensors checkpoint. Returns the number of
     bytes that were read. Collective over the stages of a pipeline.
 
     Each rank reads only its tensor-parallel slices, its experts and its layers. It dequantises only the blocks that its
-    slices touch. The checkpoint's own config.json names their quantisation. Host memory beyond the parameters is at
-    most one tensor's slices and 64 MiB. Values are cast to the model's dtype. Vocabulary padding is zero. Call it
+    slices touch. The checkpoint's own config.json names their quantisation. With `dithers`, quantised weights become
+    other values that round to the same ones (slime.models.dither). Host memory beyond the parameters is at most one
+    tensor's slices and 64 MiB. Values are cast to the model's dtype. Vocabulary padding is zero. Call it
     before `build_optimizer`, which copies its fp32 main weights from the parameters (or call `reload_weights` later).
     Raises ValueError with the tensors that are missing, unexpected or have another shape than in config.json, or with
     the damaged file.
     """
     parts, files = unwrapped(model), Files(Path(checkpoint_dir))
     described = with_own_quantization(parts[0].hf_config, checkpoint_dir)
+    if dithers and "quantization_config" in described:
+        described = {**described, "quantization_config": described["quantization_config"] | {DITHERS: True}}
     tensors = family_for(described).open(files, described)
     _check_names(_gather_names(parts), tensors.names(), parts[0], Path(checkpoint_dir))
     for inner in parts:
@@ -148,15 +152,16 @@ def _fill_from(
         mine.copy_(row.layout.columns(stored[piece.where]).reshape(mine.shape))
 
 
-def load_weights(model: Any, directory: str, iteration: int | None = None) -> None:
+def load_weights(model: Any, directory: str, iteration: int | None = None, *, dithers: bool = False) -> None:
     """Loads weights from an HF directory, a Megatron checkpoint or a converted checkpoint. The files in the directory
-    select the kind. `iteration` selects an iteration of a Megatron checkpoint. None means the newest."""
+    select the kind. `iteration` selects an iteration of a Megatron checkpoint. None means the newest. `dithers`: as in
+    `load_hf`."""
     if iteration is not None or latest(directory) is not None:
         load_checkpoint(directory, model, iteration=iteration, choose=WRITE_LATEST)
     elif (path := released(directory)) is not None:
         load_torch_dist(model, path)
     else:
-        load_hf(model, directory)
+        load_hf(model, directory, dithers=dithers)
 
 
 @torch.no_grad()

@@ -86,7 +86,9 @@ class Learner:
         )
         self.base = role.source(config)
         if resume is None or lora is not None:
-            load_weights(self.model, self.base.directory, self.base.iteration)
+            load_weights(
+                self.model, self.base.directory, self.base.iteration, dithers=config.train.dither_weights
+            )
         if lora is not None:
             note_base(unwrapped(self.model))
         if resume is None and config.lora.lora_load is not None and role is POLICY:

@@ -79,5 +79,5 @@ def _frozen(role: Role, config: Config) -> nn.Module:
     """Returns the model of a role that is not trained, with its weights and without gradients."""
     model = build_model(load_hf_config(role.shape(config)), config, ddp=False, adapt=adaptation(config))
     source = role.source(config)
-    load_weights(model, source.directory, source.iteration)
+    load_weights(model, source.directory, source.iteration, dithers=config.train.dither_weights)
     return model

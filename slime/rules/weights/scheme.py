@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from slime.algo.losses import loss_for
 from slime.checkpoints.checkpoint_dir import is_hf_directory, start_directory
@@ -31,6 +30,7 @@ def check_scheme(c: Config, hf: Hf) -> None:
         _check_read_only(c, hf["quantization_config"].get("quant_method"))
     shape = Shape.of(hf)
     _check_rounding(c, shape, scheme)
+    _check_dithering(c)
     if scheme is None:
         return
     check_widths(shape)
@@ -94,6 +94,17 @@ def _check_rounding(c: Config, shape: Shape, scheme: QuantizationScheme | None) 
     _check_groups_of_ranks(c, shape, scheme)
 
 
+def _check_dithering(c: Config) -> None:
+    """Checks that the weights that --dither-weights would spread are in FP8 or INT4."""
+    if c.train.dither_weights and POLICY.resumes(c) is None and _first_method(c) in (None, "mxfp4"):
+        raise FlagError(
+            "--dither-weights",
+            "come with first weights in FP8 or INT4",
+            f"{_first_method(c) or 'plain'} weights in {start_directory(c)}",
+            "leave it out, because only values at the centre of rounding intervals need it",
+        )
+
+
 def _check_read_only(c: Config, method: str) -> None:
     """Checks that nothing has to write weights in a scheme that the family only reads."""
     checkpoint = require_value(c.rollout.hf_checkpoint)
@@ -132,19 +143,20 @@ def scheme_notes(c: Config, hf: Hf) -> Iterator[str]:
             "(IcePop) trains without the tokens that differ most"
         )
     yield text
-    if _starts_rounded(c):
+    if not c.train.dither_weights and POLICY.resumes(c) is None and _first_method(c) is not None:
         yield (
             f"the trainer starts from weights in {scheme.title}, in the middle between two rounding limits, so most of "
-            "its first small updates do not change the engines' weights; --ref-load DIR with the model's plain weights "
-            "starts from values that are not rounded (docs/models.md)"
+            "its first small updates do not change the engines' weights; --dither-weights spreads them over their "
+            "intervals, and --ref-load DIR starts from the model's plain weights (docs/models.md)"
         )
 
 
-def _starts_rounded(c: Config) -> bool:
-    """Returns whether a new run reads its first weights from quantised files. Converted weights are plain."""
+def _first_method(c: Config) -> str | None:
+    """Returns the `quant_method` of the files from which a new run reads its first weights. None means plain weights,
+    as converted weights are."""
     start = start_directory(c)
-    if not is_hf_directory(start) or POLICY.resumes(c) is not None:
-        return False
-    return bool(
-        with_own_quantization(read_hf_config(POLICY.shape(c)), Path(start)).get("quantization_config")
-    )
+    if not is_hf_directory(start):
+        return None
+    own = with_own_quantization(read_hf_config(POLICY.shape(c)), start).get("quantization_config") or {}
+    method: str | None = own.get("quant_method")
+    return method

@@ -68,14 +68,18 @@ def mean_gap(checkpoint: Path, sampled: list[dict[str, Any]], patch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("scheme", "rounding", "gap", "more"),
-    [("fp8", 2**-4, 0.2, []), ("int4", 0.1, 0.5, []), ("int4", 0.1, SAME_ENGINE, ["--round-weights"])],
+    [
+        ("fp8", 2**-4, 0.2, []),
+        ("int4", 0.1, 0.5, []),
+        ("int4", 1 / 7, SAME_ENGINE, ["--round-weights", "--dither-weights"]),
+    ],
     ids=["fp8", "int4", "int4-rounded"],
 )
 def test_train_resume_and_export(
     world: World, monkeypatch: pytest.MonkeyPatch, scheme: str, rounding: float, gap: float, more: list[str]
 ) -> None:
     """The directory of the first rollout has the weights with which the engine of the run samples the second. With
-    --round-weights, trainer and engine compute with the same weights."""
+    --round-weights, trainer and engine compute with the same weights, also if they are dithered."""
     source = world.root / scheme
     if not source.exists():
         quantize_checkpoint(world.model, source, quantization_config(scheme))

@@ -64,7 +64,8 @@ def test_a_start_from_rounded_weights_is_noted(tmp_path, scheme):
         ]
 
     (note,) = noted()
-    assert "--ref-load DIR with the model's plain weights" in note
+    assert "--dither-weights spreads them over their intervals, and --ref-load DIR starts from" in note
+    assert noted("--dither-weights") == []
     write_tensors({"head": torch.zeros(1)}, write_model(tmp_path / "plain") / "model.safetensors")
     assert noted("--ref-load", str(tmp_path / "plain")) == []
 
@@ -109,6 +110,12 @@ def test_a_start_from_rounded_weights_is_noted(tmp_path, scheme):
             {"intermediate_size": 416, "vocab_size": 64},
             "--tensor-model-parallel-size must leave whole groups of 32 of int4 in groups of 32 on each trainer rank, "
             "got 416 columns / 2 = 208 in model.layers.0.mlp.down_proj; use 1",
+        ),
+        (
+            {},
+            "--dither-weights",
+            {},
+            "--dither-weights must come with first weights in FP8 or INT4, got plain weights in .*; leave it out",
         ),
         ({}, "--round-weights", {}, "must come with a checkpoint in INT4, got plain weights"),
         (INT4, "--round-weights --lora-rank 8", {}, "--lora-rank must be left out with --round-weights, got 8;"),
