@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from slime.checkpoints.hf_files import Files
-from slime.models.dither import dither
-from slime.models.quantization import QuantizationScheme, dequantize, quantize
+from slime.models.quantized.dither import dither
+from slime.models.quantized.quantization import QuantizationScheme, dequantize, quantize
 
 CHANGES = (2e-5, 1e-4, 2.5e-4, 1e-3)
 SCHEMES = (

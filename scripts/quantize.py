@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slime.checkpoints.hf_config import read_config_json
 from slime.checkpoints.hf_files import Files, write_shards
-from slime.models.quantization import QuantizationScheme, quantize, read_scheme
+from slime.models.quantized.quantization import QuantizationScheme, quantize, read_scheme
 
 FP8: dict[str, Any] = {
     "quant_method": "fp8",

@@ -7,7 +7,7 @@ from pathlib import Path
 from slime.checkpoints.hf_config import read_hf_config
 from slime.checkpoints.hf_files import Files
 from slime.models import family_for
-from slime.models.quantized_checkpoint import QuantizedWeights
+from slime.models.quantized.quantized_checkpoint import QuantizedWeights
 
 
 def read_quantized_weights(checkpoint: str) -> QuantizedWeights | None:

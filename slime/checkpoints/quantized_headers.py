@@ -8,8 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slime.models.int4 import BITS
-from slime.models.quantization import QuantizationScheme, check_groups, check_scales, quantized_names
+from slime.models.quantized.int4 import BITS
+from slime.models.quantized.quantization import (
+    QuantizationScheme,
+    check_groups,
+    check_scales,
+    quantized_names,
+)
 from slime.records.errors import FlagError
 
 _FP8 = "F8_E4M3"

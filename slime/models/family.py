@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from slime.models.decoder import Decoder, Hf
 from slime.models.layouts import Row
-from slime.models.quantization import QuantizationScheme, read_scheme
-from slime.models.quantized_checkpoint import dequantized
+from slime.models.quantized.quantization import QuantizationScheme, read_scheme
+from slime.models.quantized.quantized_checkpoint import dequantized
 from slime.models.renaming import Aliases, RenamedTensors, rename
 from slime.models.slices import Tensors
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from slime.models import Family, family_for, read_decoder
 from slime.models.latent import Latent
 from slime.models.lora import get_module, linear_rows
-from slime.models.quantization import QuantizationScheme, check_groups
+from slime.models.quantized.quantization import QuantizationScheme, check_groups
 from slime.plan.model_shape import Shape
 
 _ATTENTION, _SHARED, _DENSE, _EXPERTS = "attention", "shared expert", "MLP", "experts"

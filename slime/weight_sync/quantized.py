@@ -1,4 +1,4 @@
-"""Quantises the weights of an update to the scheme of the checkpoint that engines serve (slime.models.quantization).
+"""Quantises the weights of an update to the scheme of the checkpoint that engines serve.
 
 Each trainer rank quantises its own slices, so an update has the bytes of the checkpoint, and engines load it with the
 loader of the checkpoint. The checkpoint's files decide which weights are quantised, and the dtype of their scales.
@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from slime.models.int4 import PER_WORD
-from slime.models.quantization import (
+from slime.models.quantized.int4 import PER_WORD
+from slime.models.quantized.quantization import (
     QuantizationScheme,
     block_maxima,
     check_groups,
@@ -25,7 +25,7 @@ from slime.models.quantization import (
     scales_from,
     to_fp8,
 )
-from slime.models.quantized_checkpoint import QuantizedWeights
+from slime.models.quantized.quantized_checkpoint import QuantizedWeights
 from slime.weight_sync.channel import Export, Named
 from slime.weight_sync.ranks import everywhere
 from slime.weight_sync.slices import Slice, SlicePosition, Where

@@ -105,7 +105,7 @@ def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums
     from slime.megatron_backend.conformance.computed import publish_versions
     from slime.megatron_backend.parallel import init_parallel
     from slime.models import family_for
-    from slime.models.quantized_checkpoint import QuantizedWeights
+    from slime.models.quantized.quantized_checkpoint import QuantizedWeights
     from slime.weight_sync.quantized import quantize_slices
 
     device = init_parallel(0, 1, make_config(), init_method=f"file://{root}/store").device

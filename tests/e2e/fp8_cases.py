@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from slime.models.quantization import spread
+from slime.models.quantized.quantization import spread
 
 BLOCK = (128, 128)
 RANGE = torch.finfo(torch.float8_e4m3fn).max

@@ -18,7 +18,7 @@ from slime.config.near_names import nearest
 from slime.config.problems import Problems
 from slime.config.unsupported import Unsupported
 from slime.models import family_for
-from slime.models.quantization import QuantizationScheme
+from slime.models.quantized.quantization import QuantizationScheme
 from slime.records.errors import FlagError, UnknownFlag
 from slime.rules.listing import Row
 

@@ -39,8 +39,8 @@ from slime.megatron_backend.checkpoint.torch_dist import load_torch_dist
 from slime.megatron_backend.model.gpt import HiddenGPTModel, last_part, unwrapped
 from slime.models import family_for
 from slime.models.layouts import Row
-from slime.models.quantization import DITHERS
-from slime.models.quantized_checkpoint import StoredForm
+from slime.models.quantized.quantization import DITHERS
+from slime.models.quantized.quantized_checkpoint import StoredForm
 from slime.models.slices import Piece, Tensors, pieces
 from slime.system.disk_space import DiskSpaceGuard
 
@@ -103,8 +103,8 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path, *, dithers: bool = Fal
 
     Each rank reads only its tensor-parallel slices, its experts and its layers. It dequantises only the blocks that its
     slices touch. The checkpoint's own config.json names their quantisation. With `dithers`, quantised weights become
-    other values that round to the same ones (slime.models.dither). Host memory beyond the parameters is at most one
-    tensor's slices and 64 MiB. Values are cast to the model's dtype. Vocabulary padding is zero. Call it
+    other values that round to the same ones (slime.models.quantized.dither). Host memory beyond the parameters is at
+    most one tensor's slices and 64 MiB. Values are cast to the model's dtype. Vocabulary padding is zero. Call it
     before `build_optimizer`, which copies its fp32 main weights from the parameters (or call `reload_weights` later).
     Raises ValueError with the tensors that are missing, unexpected or have another shape than in config.json, or with
     the damaged file.

@@ -20,7 +20,7 @@ from slime.megatron_backend.checkpoint.peft import export_adapters, peft_config
 from slime.megatron_backend.checkpoint.weights import export_hf, live, save_hf
 from slime.megatron_backend.step.models import Models
 from slime.models.lora import sends_adapters
-from slime.models.quantized_checkpoint import QuantizedWeights
+from slime.models.quantized.quantized_checkpoint import QuantizedWeights
 from slime.protocols import CHECKPOINT, FULL, WeightSet, WeightUpdate
 from slime.roles import POLICY
 from slime.weight_sync.channel import Export, TrainerSettings

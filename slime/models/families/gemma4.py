@@ -18,7 +18,7 @@ from slime.models.families.gemma3 import NORMS
 from slime.models.families.qwen.qwen3_vl_moe import ExpertTensors, stacked
 from slime.models.family import Family
 from slime.models.layouts import Direct, GateUpTensor, GroupedQueryKey, Row
-from slime.models.quantized_checkpoint import dequantized
+from slime.models.quantized.quantized_checkpoint import dequantized
 from slime.models.reading import alternating_windows, expert_count, need, only, read_decoder
 from slime.models.rope import Rope, read_rope
 from slime.models.rows import ATTENTION, ENDS, HEAD_NORMS, HF, IGNORED, MG, MLP, mlp_rows, under

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 from slime.models.decoder import Decoder, Experts, Hf
 from slime.models.family import Family, Written
 from slime.models.layouts import Direct, GateUpTensor, Row, cat
-from slime.models.mxfp4 import dequantized
+from slime.models.quantized.mxfp4 import dequantized
 from slime.models.reading import alternating_windows, expert_count, need, only, read_decoder
 from slime.models.rows import ATTENTION, ENDS, HF, IGNORED, MG, NORMS, OUTPUT_BIAS
 from slime.models.slices import Stored, Tensors, Where

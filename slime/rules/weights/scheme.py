@@ -12,7 +12,7 @@ from slime.config.schema import Config
 from slime.models import family_for
 from slime.models.decoder import Hf
 from slime.models.lora import sends_adapters
-from slime.models.quantization import QuantizationScheme
+from slime.models.quantized.quantization import QuantizationScheme
 from slime.plan.model_shape import Shape
 from slime.plan.scheme_bytes import check_widths, quantized_matrices
 from slime.records.errors import FlagError

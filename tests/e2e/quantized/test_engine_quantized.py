@@ -22,8 +22,8 @@ from quantize import find_routers, quantization_config, quantize_checkpoint
 from rank_processes import on_ranks
 from safetensors.torch import load_file, save_file
 
-from slime.models.int4 import unpack
-from slime.models.quantization import FUSED, read_scheme, rounded, spread
+from slime.models.quantized.int4 import unpack
+from slime.models.quantized.quantization import FUSED, read_scheme, rounded, spread
 from slime.protocols import WeightUpdate
 from slime.weight_sync.channel import Export, TrainerSettings
 from slime.weight_sync.delta.refusals import refusals

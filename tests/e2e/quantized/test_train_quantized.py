@@ -18,7 +18,7 @@ from train_fixtures import World, make_world, rows, run, samples, vime
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime.checkpoints.hf_files import Files
-from slime.models.quantized_checkpoint import dequantized
+from slime.models.quantized.quantized_checkpoint import dequantized
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from config_cases import HF_CONFIG, good_argv, write_model
 from safetensors.torch import save_file
 
 from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config
-from slime.models.quantization import quantize, read_scheme
+from slime.models.quantized.quantization import quantize, read_scheme
 from slime.rules import parse_args
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}

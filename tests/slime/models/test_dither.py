@@ -13,8 +13,8 @@ from slime.checkpoints.hf_files import Files
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
-from slime.models.dither import dither
-from slime.models.quantization import QuantizationScheme, dequantize, quantize
+from slime.models.quantized.dither import dither
+from slime.models.quantized.quantization import QuantizationScheme, dequantize, quantize
 
 BLOCKS = QuantizationScheme("fp8", "float8_e4m3fn", (128, 128), "float32")
 SCHEMES = {

@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from slime.megatron_backend.checkpoint.weights import load_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import check_hf_config, load_hf_config
-from slime.models.mxfp4 import dequantized
+from slime.models.quantized.mxfp4 import dequantized
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 

@@ -7,8 +7,8 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from quantization_cases import FP8, FP8_ROWS, INT4, KIMI_IGNORED, with_fp8, with_int4
 
-from slime.models.int4 import unpack
-from slime.models.quantization import (
+from slime.models.quantized.int4 import unpack
+from slime.models.quantized.quantization import (
     QuantizationScheme,
     block_maxima,
     dequantize,

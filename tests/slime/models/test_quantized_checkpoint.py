@@ -14,7 +14,7 @@ from slime.checkpoints.hf_files import Files
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
-from slime.models.quantized_checkpoint import dequantized
+from slime.models.quantized.quantized_checkpoint import dequantized
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 

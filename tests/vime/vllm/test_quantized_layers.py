@@ -14,7 +14,7 @@ from architectures import ARCHITECTURES
 from quantization_cases import FP8, INT4, KIMI_IGNORED
 from rank_processes import on_ranks
 
-from slime.models.quantization import QuantizationScheme, dequantize, quantize, read_scheme
+from slime.models.quantized.quantization import QuantizationScheme, dequantize, quantize, read_scheme
 from vime.vllm.quantized.layers import EngineLayer, EngineReading, engine_layers
 from vime.vllm.quantized.rules import EngineSplit, find_misfit, misfits
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_kernel.fp8.reference import GROUP, product, quantize_rows
-from slime.models.quantization import QuantizationScheme, dequantize
+from slime.models.quantized.quantization import QuantizationScheme, dequantize
 
 if TYPE_CHECKING:
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped, kFp8Dynamic128Sym
 
-from slime.models.quantization import QuantizationScheme, dequantize
+from slime.models.quantized.quantization import QuantizationScheme, dequantize
 
 Layer: TypeAlias = Any
 """A layer of experts of vLLM, whose parameters have no types."""

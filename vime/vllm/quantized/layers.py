@@ -18,7 +18,7 @@ from slime.models.decoder import Hf
 from slime.models.latent import Latent
 from slime.models.layouts import Row
 from slime.models.lora import get_module, linear_rows
-from slime.models.quantization import QuantizationScheme, fused_name
+from slime.models.quantized.quantization import QuantizationScheme, fused_name
 from vime.vllm import versions
 
 

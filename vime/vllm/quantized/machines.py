@@ -10,7 +10,7 @@ from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.models import family_for, read_decoder
 from slime.models.decoder import Hf
-from slime.models.quantization import QuantizationScheme
+from slime.models.quantized.quantization import QuantizationScheme
 from slime.records.errors import FlagError
 from vime.pool.engine_flags import engine_tensor_parallel
 from vime.vllm.quantized.layers import EngineReading, engine_layers

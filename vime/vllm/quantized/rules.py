@@ -15,7 +15,7 @@ from slime.checkpoints.hf_config import read_hf_config, read_tensor_names
 from slime.config import Config
 from slime.models import family_for
 from slime.models.decoder import Hf
-from slime.models.quantization import QuantizationScheme
+from slime.models.quantized.quantization import QuantizationScheme
 from slime.records.errors import FlagError
 from vime.pool.engine_flags import engine_tensor_parallel, requested_parallel
 from vime.vllm import versions

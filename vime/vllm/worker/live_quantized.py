@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slime.models.quantization import spread
+from slime.models.quantized.quantization import spread
 
 _PLAIN_KERNELS = (
     "DequantizedOnCpu",

@@ -23,8 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from slime.megatron_backend.model.moe.experts import GatedExperts
 from slime.megatron_backend.model.parameter_names import Part, find_row
 from slime.megatron_backend.model.products.linear import LinearLayer, linear_layers
-from slime.models.quantization import rounded
-from slime.models.quantized_checkpoint import QuantizedWeights
+from slime.models.quantized.quantization import rounded
+from slime.models.quantized.quantized_checkpoint import QuantizedWeights
 from slime.models.vision import PREFIX as TOWER
 
 Rounding = Callable[[Tensor], Tensor]

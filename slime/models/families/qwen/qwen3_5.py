@@ -17,7 +17,7 @@ from slime.models.families.qwen.qwen3_vl import FILES, TEXT, TOWER, read_tower
 from slime.models.family import Family
 from slime.models.hybrid import FLAGS, SHARED_WIDTH, hybrid_rows, read_hybrid
 from slime.models.layouts import Row
-from slime.models.quantized_checkpoint import dequantized
+from slime.models.quantized.quantized_checkpoint import dequantized
 from slime.models.reading import expert_count, need, only
 from slime.models.rows import EXPERTS, MLP, under
 from slime.models.slices import Stored, Tensors, Where

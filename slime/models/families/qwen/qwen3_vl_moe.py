@@ -15,7 +15,7 @@ from slime.models.families.qwen import qwen3
 from slime.models.families.qwen.qwen3_vl import DEEP, TEXT, TOWER, read_tower, rope
 from slime.models.family import Family, Written
 from slime.models.layouts import Direct, GateUpTensor, Row
-from slime.models.quantized_checkpoint import dequantized
+from slime.models.quantized.quantized_checkpoint import dequantized
 from slime.models.reading import expert_count, only, read_decoder, softmax_experts
 from slime.models.rows import HF, IGNORED, MG, under
 from slime.models.slices import Stored, Tensors, Where

@@ -19,7 +19,7 @@ from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.models import family_for
-from slime.models.quantized_checkpoint import QuantizedWeights
+from slime.models.quantized.quantized_checkpoint import QuantizedWeights
 from slime.weight_sync.channel import Export, TrainerSettings
 from slime.weight_sync.delta.local_copy import CopyVersion, LocalCopy
 from slime.weight_sync.delta.snapshot import Snapshot

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from slime.checkpoints.quantized_files import read_quantized_weights
 from slime.megatron_backend.checkpoint.weights import export_hf, save_hf
 from slime.megatron_backend.model.gpt import unwrap
-from slime.models.int4 import round_groups
-from slime.models.quantization import dequantize, quantize, read_scheme, rounded
-from slime.models.quantized_checkpoint import QuantizedWeights
+from slime.models.quantized.int4 import round_groups
+from slime.models.quantized.quantization import dequantize, quantize, read_scheme, rounded
+from slime.models.quantized.quantized_checkpoint import QuantizedWeights
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
@@ -166,7 +166,7 @@ def test_rounding_is_a_checkpoints_round_trip(monkeypatch: pytest.MonkeyPatch) -
     weight = torch.randn(12, 96)
     wanted = dequantize(quantize(weight, scheme), scheme).float()
     assert torch.equal(rounded(weight, scheme), wanted)
-    monkeypatch.setattr("slime.models.int4._CHUNK", 96 * 5)
+    monkeypatch.setattr("slime.models.quantized.int4._CHUNK", 96 * 5)
     assert torch.equal(rounded(weight, scheme), wanted)
     assert rounded(weight.bfloat16(), scheme).dtype == torch.bfloat16
     scales = quantize(weight, scheme, scale_dtype="float32")

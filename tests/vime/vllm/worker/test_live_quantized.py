@@ -8,7 +8,7 @@ import pytest
 import torch
 from fp8_cases import BLOCK, RANGE, layer
 
-from slime.models.quantization import dequantize, read_scheme, spread
+from slime.models.quantized.quantization import dequantize, read_scheme, spread
 from vime.vllm.worker.live_quantized import is_quantized, quantized_pieces
 
 SIZES = [100, 60, 40]

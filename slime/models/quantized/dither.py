@@ -13,8 +13,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from slime.models.int4 import fit_groups
-from slime.models.quantization import FP8_MOST, QuantizationScheme, block_maxima, scales_from, spread, to_fp8
+from slime.models.quantized.int4 import fit_groups
+from slime.models.quantized.quantization import (
+    FP8_MOST,
+    QuantizationScheme,
+    block_maxima,
+    scales_from,
+    spread,
+    to_fp8,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

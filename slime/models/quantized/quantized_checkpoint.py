@@ -1,6 +1,6 @@
-"""Reads checkpoints with quantised weights (slime.models.quantization), and writes weights in the form of such a
-checkpoint. Weights become bfloat16 while they are read. A rank reads and dequantises only the blocks that its own
-slices touch.
+"""Reads checkpoints with quantised weights, and writes weights in the form of such a checkpoint.
+
+Weights become bfloat16 while they are read. A rank reads and dequantises only the blocks that its own slices touch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.models.decoder import Hf
-from slime.models.dither import dither
-from slime.models.int4 import PER_WORD
-from slime.models.quantization import (
+from slime.models.quantized.dither import dither
+from slime.models.quantized.int4 import PER_WORD
+from slime.models.quantized.quantization import (
     QuantizationScheme,
     check_scales,
     dequantize,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from slime.models.decoder import Hf
-from slime.models.int4 import BITS, PER_WORD, fit_groups, pack, round_groups, unpack
+from slime.models.quantized.int4 import BITS, PER_WORD, fit_groups, pack, round_groups, unpack
 from slime.records.errors import FlagError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ FP8_MOST = 448.0
 """Largest number of float8_e4m3fn."""
 DITHERS = "dithers"
 """Key that this project adds to `quantization_config` in memory: reading spreads the weights over their rounding
-intervals (slime.models.dither)."""
+intervals (slime.models.quantized.dither)."""
 _NEVER = ("lm_head", "embed_tokens", "mlp.gate", "router", "block_sparse_moe.gate")
 """Ends of the names of modules that no scheme quantises: their layers are no plain linear layers in vLLM."""
 FUSED = {

@@ -1,0 +1,1 @@
+"""Quantised checkpoints: their schemes, and reading, rounding and writing of their weights."""
