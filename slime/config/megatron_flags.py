@@ -134,7 +134,12 @@ HISTORICAL = {
     "attention_backend": Historical(
         "attention_backend",
         spec=FlagSpec(
-            "attention_backend", str, "auto", "", choices=("auto", "flash", "fused", "unfused", "local")
+            "attention_backend",
+            str,
+            "auto",
+            "fused: the trainer's attention uses cuDNN on Hopper GPUs where it can, and a warning has the reason where "
+            "it cannot. All other values: flash attention on GPUs in half precision, else padded attention.",
+            choices=("auto", "flash", "fused", "unfused", "local"),
         ),
     ),
     "check_for_nan_in_loss_and_grad": Historical("check_for_nan_in_grad", True),

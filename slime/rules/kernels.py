@@ -94,6 +94,8 @@ def _check_bitwise(c: Config) -> None:
         "--use-rollout-routing-replay": (False, c.off_policy.use_rollout_routing_replay),
         "--flush-cache-interval": (EACH, c.weight_update.flush_cache_interval),
     }
+    if c.megatron.overrides.get("attention_backend") == "fused":
+        wants["--attention-backend"] = "auto", "fused"
     for name, (wanted, got) in wants.items():
         if got != wanted:
             must = "be left out" if wanted is None or wanted is False else f"be {wanted}"

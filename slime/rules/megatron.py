@@ -58,7 +58,7 @@ SAME_RESULT: dict[str, tuple[tuple[object, ...] | None, object, str]] = {
         None,
         "main weights, gradients and moments are float32, its default, too",
     ),
-    "attention_backend": (("fused", "unfused", "local"), "auto", _FLASH),
+    "attention_backend": (("unfused", "local"), "auto", _FLASH),
 }
 """Field -> (its values that are replaced, or None for all; the replacement, or None for nothing; the reason)."""
 

@@ -10,6 +10,7 @@ key/value heads, D head size, R rotated dimensions of a head, L padded length of
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
@@ -25,15 +27,20 @@ from torch.nn.functional import pad
 
 from rl_kernel import rotary
 from slime.data.media.packing import PackedImages
-from slime.data.token_slice import TokenRun, TokenSlice, ranges, token_slice
+from slime.data.token_slice import TokenSlice, ranges, token_slice
 from slime.megatron_backend.context.heads import own_heads, own_rows, whole_sequences
 from slime.megatron_backend.model.attention_scores import (
     Bucket,
+    FusedBatches,
     Inner,
     SinkAttention,
     band,
     bucket_attention,
     bucket_mask,
+    find_obstacle,
+    fused_attention,
+    fused_batches,
+    make_buckets,
     plain_attention,
     split_buckets,
     varlen_attention,
@@ -44,13 +51,10 @@ from slime.megatron_backend.model.vision.whole_images import (
     attend_to_whole_images,
     find_whole_images,
 )
+from slime.records.once import warn_once
 from slime.system.uploads import upload
 
-# Longest divided by shortest sequence of a bucket. This ratio limits the padding and the number of buckets.
-_BUCKET_RATIO = 1.5
-
-# Most elements of a bucket's mask. Beyond this, unused queries cost less than the mask's memory.
-_MASK_ELEMENTS = 2**24
+log = logging.getLogger(__name__)
 _FLASH_DIM = 256  # largest head of the variable-length kernel
 
 
@@ -70,10 +74,11 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
 
     `token_indices` [T] int64 are the positions of the row's tokens, and `bounds` [S+1] int32 bounds sequences of
     `lengths`. `positions` [P] int64 are the positions of this rank's tokens in their sequences. The last P - `own` rows
-    are padding, 0. `rotary` are rotary embeddings, which the model sets before its layers run. `cu_seqlens_q` bounds
-    the rank's runs of queries, and `cu_seqlens_kv` the keys that each run may see. The padded batches of `buckets`
-    follow each other in one buffer of queries and one of keys. `query_slots` [n] and `key_slots` [K] int64 are the rows
-    of the queries and of the keys of every run in these buffers.
+    are padding, 0. `rotary` are rotary embeddings, which the model sets before its layers run. `runs` has the positions
+    (start, stop) of the rank's runs of queries, `cu_seqlens_q` bounds them, and `cu_seqlens_kv` bounds the keys that
+    each run may see. The padded batches of `buckets` follow each other in one buffer of queries and one of keys.
+    `query_slots` [n] and `key_slots` [K] int64 are the rows of the queries and of the keys of every run in these
+    buffers.
 
     `context_group` are the ranks that share the row, or None. With a group, and if sequences share a prompt, `keys`
     reads the K keys of every run, one run after the other, from the ranks' concatenated rows. Otherwise `keys` is
@@ -87,6 +92,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     """
 
     own: int = 0
+    runs: Sequence[tuple[int, int]] = ()
     lengths: tuple[int, ...] = ()
     token_indices: Tensor = field(kw_only=True)
     bounds: Tensor = field(kw_only=True)
@@ -118,6 +124,11 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
         """Returns the layout of the row's T tokens on one rank, for layers that exchange heads."""
         return packed_layout(token_slice(self.lengths), self.token_indices.device)
 
+    @functools.cached_property
+    def fused(self) -> FusedBatches | None:
+        """Returns the batches for cuDNN, or None if they have too much padding."""
+        return fused_batches(self.runs, self.token_indices.device)
+
 
 def packed_layout(
     part: TokenSlice,
@@ -131,7 +142,7 @@ def packed_layout(
     index = torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)
     positions = torch.zeros(part.rows, dtype=torch.int64)
     positions[: len(part.tokens)] = index[part.tokens]
-    query_slots, key_slots, buckets = _buckets(part.runs)
+    query_slots, key_slots, buckets = make_buckets(part.runs)
     queries = [run.stop - run.start for run in part.runs]
     seen = [run.stop for run in part.runs]
     layout = PackedLayout(
@@ -141,6 +152,7 @@ def packed_layout(
         max_seqlen_q=max(queries, default=0),
         max_seqlen_kv=max(seen, default=0),
         own=len(part.tokens),
+        runs=[(run.start, run.stop) for run in part.runs],
         lengths=tuple(part.lengths),
         token_indices=upload(index, device),
         bounds=upload(_cumulative(list(part.lengths)), device),
@@ -163,44 +175,6 @@ def packed_layout(
 
 def _cumulative(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
-
-
-def _buckets(runs: Sequence[TokenRun]) -> tuple[Tensor, Tensor, list[Bucket]]:
-    """Groups runs of similar length. Returns the queries' buffer rows, the keys' buffer rows, and the
-    buckets in buffer order.
-
-    A run that begins late, such as a response after a shared prompt, has few queries and many keys. A bucket of such
-    runs has a mask. In other buckets a query has the same index as its key, after unused queries.
-    """
-    members: dict[tuple[int, int], list[int]] = {}
-    for i, run in enumerate(runs):
-        late = 2 * (run.stop - run.start) <= run.stop
-        size = _size(run.stop - run.start) if late else 0
-        members.setdefault((size, _size(run.stop)), []).append(i)
-    queries, keys = [0] * len(runs), [0] * len(runs)
-    buckets, query_row, key_row = [], 0, 0
-    for (size, _), of_bucket in sorted(members.items()):
-        most = max(runs[i].stop for i in of_bucket)
-        few = max(runs[i].stop - runs[i].start for i in of_bucket)
-        masked = size > 0 and 2 * few <= most and len(of_bucket) * few * most <= _MASK_ELEMENTS
-        bucket = Bucket(len(of_bucket), few if masked else most, most)
-        if masked:
-            start = torch.tensor([runs[i].start for i in of_bucket]).view(-1, 1, 1, 1)
-            bucket = bucket._replace(mask=start + torch.arange(few)[:, None] >= torch.arange(most))
-        for index, i in enumerate(of_bucket):
-            queries[i] = query_row + index * bucket.queries + (0 if masked else runs[i].start)
-            keys[i] = key_row + index * bucket.keys
-        query_row += bucket.runs * bucket.queries
-        key_row += bucket.runs * bucket.keys
-        buckets.append(bucket)
-    query_slots = ranges(queries, [run.stop - run.start for run in runs])
-    return query_slots, ranges(keys, [run.stop for run in runs]), buckets
-
-
-def _size(length: int) -> int:
-    """Returns a size class: 1 for a length of 1, and more for lengths that differ by more than the factor
-    `_BUCKET_RATIO`."""
-    return 1 + math.ceil(math.log(length, _BUCKET_RATIO))
 
 
 def gather_keys(key: Tensor, value: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
@@ -315,7 +289,8 @@ class PackedAttention(nn.Module):
 
     Half precision on CUDA uses torch's variable-length flash attention. Other dtypes and devices use the padded form.
     Grouped key/value heads, sliding windows and sinks are supported, and capped scores in the padded form. Dropout is
-    not supported.
+    not supported. With `attention_backend` fused, layers and micro-batches without an obstacle use cuDNN's kernels. A
+    warning reports each obstacle once.
 
     With context parallelism, `cp_comm_type` chooses one of two ways. "a2a": ranks exchange heads, so that each rank
     computes some heads of all tokens. "all_gather": each rank keeps its queries and gathers all ranks' keys and values
@@ -339,6 +314,7 @@ class PackedAttention(nn.Module):
         self.exchanges_heads = cp_comm_type == "a2a"
         self.rope, self.window, self.cap = rope, window, cap
         self.attend: Callable[..., Tensor] | None = None  # replaces padded_attention (up to `window`)
+        self.fused = getattr(config, "attention_backend", None) == AttnBackend.fused
         self.scale = scale or softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.sinks: nn.Parameter | None = None
         if sinks:
@@ -381,6 +357,8 @@ class PackedAttention(nn.Module):
         flash = fits and query.is_cuda and query.dtype != torch.float32
         if self.attend is not None:
             out = self.attend(query, key, value, layout, self.scale, self.window)
+        elif self.fused and self._can_fuse(query, value, layout, sinks):
+            out = fused_attention(query, key, value, cast(FusedBatches, layout.fused), self.scale)
         elif flash:
             out = flash_attention(query, key, value, layout, self.scale, self.window, sinks)
         else:
@@ -389,6 +367,17 @@ class PackedAttention(nn.Module):
             settings = (layout.whole_images, self.scale, self.window, self.cap)
             out = attend_to_whole_images(out, query, key, value, *settings, flash=flash)
         return out
+
+    def _can_fuse(self, query: Tensor, value: Tensor, layout: PackedLayout, sinks: Tensor | None) -> bool:
+        """Returns whether cuDNN's kernels compute this attention. If not, logs the reason."""
+        obstacle = find_obstacle(query, value, self.window, self.cap, sinks)
+        if obstacle is None and layout.whole_images is not None:
+            obstacle = "tokens see a whole image"
+        if obstacle is None and layout.own and layout.fused is None:
+            obstacle = "padding would add more than 40% of a micro-batch's pairs of queries and keys"
+        if obstacle is not None:
+            warn_once(log, obstacle, "--attention-backend fused has no effect where %s", obstacle)
+        return obstacle is None and layout.own > 0
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

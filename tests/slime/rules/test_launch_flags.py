@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from config_cases import HF_CONFIG, good_argv, write_model
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.models import FAMILIES, Family
 from slime.models.reading import read_decoder
@@ -156,9 +158,9 @@ def test_what_config_json_leaves_open_is_noted():
             "--use-precision-aware-optimizer: no effect on the result; main",
         ),
         (
-            "--attention-backend fused",
+            "--attention-backend unfused",
             {"attention_backend": "auto"},
-            "--attention-backend fused: no effect on",
+            "--attention-backend unfused: no effect on",
         ),
         (
             "--overlap-param-gather",
@@ -171,6 +173,12 @@ def test_flags_with_the_same_result(argv, flags, left, note):
     assert parse_args([*argv, *flags.split()]).megatron.overrides == left
     (told,) = notes_of(argv, flags)
     assert told.startswith(note)
+
+
+def test_the_fused_backend_reaches_megatron(argv):
+    c = parse_args([*argv, "--attention-backend", "fused"])
+    assert c.megatron.overrides == {"attention_backend": "fused"}
+    assert c.megatron.core_overrides(TransformerConfig)["attention_backend"] is AttnBackend.fused
 
 
 def test_settings_that_change_nothing_are_fields_of_megatron_core():
@@ -194,6 +202,10 @@ def test_settings_that_change_nothing_are_fields_of_megatron_core():
             "--lr-warmup-fraction must not be given with --lr-warmup-iters",
         ),
         ("--lr-warmup-fraction 1", "--lr-warmup-fraction must lie in [0, 1), got 1.0"),
+        (
+            "--attention-backend fused --rlk-bitwise --rlk-consistency strict",
+            "--attention-backend must be auto with --rlk-bitwise, got fused; change it, or leave --rlk-bitwise out",
+        ),
     ],
 )
 def test_refused(argv, flags, message):
