@@ -18,7 +18,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -281,16 +281,22 @@ def _padded_rows(
     return PaddedRows(upload(order, device), upload(slots, device))
 
 
+class _Saved(Protocol):
+    slots: Tensor | None
+    total: int
+
+
 class _Pad(torch.autograd.Function):
     """Maps packed rows to padded rows. Backward: the gradients of padding are 0 and are dropped."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, padded: PaddedRows) -> Tensor:
+    def forward(ctx: _Saved, x: Tensor, padded: PaddedRows) -> Tensor:
         ctx.slots = padded.slots
         return x.index_select(0, padded.rows)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Saved, upstream: Tensor) -> tuple[Tensor, None]:
+        assert ctx.slots is not None
         return upstream.index_select(0, ctx.slots), None
 
 
@@ -299,12 +305,12 @@ class _Unpad(torch.autograd.Function):
     graphs does not compare its strides."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor | None) -> Tensor:
+    def forward(ctx: _Saved, x: Tensor, slots: Tensor | None) -> Tensor:
         ctx.slots, ctx.total = slots, len(x)
         return x.view_as(x) if slots is None else x.index_select(0, slots)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Saved, upstream: Tensor) -> tuple[Tensor, None]:
         if ctx.slots is None:
             return upstream.contiguous(), None
         padded = upstream.new_zeros(ctx.total, *upstream.shape[1:])
