@@ -288,13 +288,17 @@ class Fused:
 
 @dataclass(frozen=True)
 class DecayRates:
-    """The rates of a Mamba-2 layer. Files have their logarithms, and vLLM keeps the rates."""
+    """The rates of a Mamba-2 layer. Files have their logarithms, and vLLM keeps the rates.
 
-    module: nn.Module
+    Exponentials on a CPU and on a GPU differ in their last bit. vLLM's loader computes the rates on the layer's device,
+    so `piece` does so, too.
+    """
+
+    module: Any  # vLLM's MambaMixer2
 
     def piece(self, full: torch.Tensor) -> torch.Tensor:
         rank, ranks = _rank_and_size(self.module)
-        return -full.float().exp().chunk(ranks)[rank]
+        return -full.chunk(ranks)[rank].to(self.module.A.device).float().exp()
 
 
 def _split(module: Any, value: torch.Tensor, parts: list[str]) -> Iterable[tuple[Any, torch.Tensor]]:
