@@ -1,7 +1,8 @@
 """Reads the experts of a live vLLM layer back into HF tensors, one per expert and projection.
 
-vLLM keeps a layer's experts in two parameters, w13 [E, 2 F, H] (gate above up) and w2 [E, H, F]. Each kernel has its
-own order of elements. This file can read the plain order and the order of the CPU kernels; any other order is an error.
+vLLM keeps a layer's experts in two parameters, w13 [E, 2 F, H] (gate above up) and w2 [E, H, F]. Experts without a gate
+have w13 [E, F, H] (up). Each kernel has its own order of elements. This file can read the plain order and the order of
+the CPU kernels; any other order is an error.
 With expert parallelism, each rank of an engine has some of the experts and compares those experts.
 
 Shapes: E experts, F width of an expert on this rank, H hidden.
@@ -70,15 +71,16 @@ def expert_tensors(
         stacked = _stacked(module, w13[:, : 2 * width], w2[:, :, :width])
         yield from ((files[f"{parent}.{name}"], holder, value) for name, holder, value in stacked)
         return
-    gates, ups = w13[:, :width], w13[:, padded : padded + width]
     if f"{parent}.gate_up_proj" in update:
+        gates, ups = w13[:, :width], w13[:, padded : padded + width]
         stack = _Stack(local_experts(module, len(w13)), module.moe_config.moe_parallel_config, w13.shape[2])
         yield f"{parent}.gate_up_proj", replace(stack, parts=2), torch.cat((gates, ups), 1).transpose(1, 2)
         yield f"{parent}.down_proj", replace(stack, axis=1), w2[:, :, :width].transpose(1, 2)
         return
     for index, expert in enumerate(local_experts(module, len(w13))):
-        pieces = w13[index, :width], w13[index, padded : padded + width], w2[index, :, :width]
-        for name, piece in zip(_names(path, expert, update), pieces, strict=True):
+        rows = [w13[index, first : first + width] for first in range(0, w13.shape[1], padded)]
+        pieces = [*rows, w2[index, :, :width]]
+        for name, piece in zip(_names(path, module, expert, update), pieces, strict=True):
             yield name, module.moe_config.moe_parallel_config, piece
 
 
@@ -95,14 +97,15 @@ def list_remote_experts(path: str, module: Any, update: Collection[str]) -> Iter
     """Yields HF names of the experts of `module` that other ranks of the engine have."""
     if module.expert_map is not None:
         for expert in (module.expert_map < 0).nonzero()[:, 0].tolist():
-            yield from _names(path, expert, update)
+            yield from _names(path, module, expert, update)
 
 
-def _names(path: str, expert: int, update: Collection[str]) -> list[str]:
-    """Returns HF names of gate, up and down of an expert."""
+def _names(path: str, module: Any, expert: int, update: Collection[str]) -> list[str]:
+    """Returns HF names of gate, up and down of an expert, or of up and down if the experts of `module` have no gate."""
     parent = path.removesuffix(".routed_experts")
-    spelled = [names for names in _SPELLINGS if f"{parent}.0.{names[0]}.weight" in update]
-    return [f"{parent}.{expert}.{projection}.weight" for projection in (spelled or _SPELLINGS)[0]]
+    first = 0 if module.moe_config.is_act_and_mul else 1
+    spelled = [names for names in _SPELLINGS if f"{parent}.0.{names[first]}.weight" in update]
+    return [f"{parent}.{expert}.{projection}.weight" for projection in (spelled or _SPELLINGS)[0][first:]]
 
 
 @dataclass(frozen=True)
