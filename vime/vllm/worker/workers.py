@@ -3,11 +3,13 @@ worker on CPUs (vime.vllm.cpu.worker)."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.utils.flashinfer import has_flashinfer
 from vllm.v1.worker.gpu_worker import Worker
 
 from vime.vllm.versions import file_init_method
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
     _Base = Worker
 else:
     _Base = object
+
+# vLLM's own logger prints the messages of loggers below it.
+logger = logging.getLogger("vllm.vime.workers")
+
+_DELTA_KERNEL = "gdn_prefill_backend"
+"""Name in vLLM's --additional-config under which vLLM keeps the value of --gdn-prefill-backend."""
 
 
 class RunWorker(_Base):
@@ -91,6 +99,25 @@ class RunWorker(_Base):
 
 class GpuWorker(RunWorker, Worker):
     """vLLM's worker on a GPU."""
+
+    def register(self, vllm_config: VllmConfig) -> None:
+        """Chooses the kernel of gated delta nets, and registers the classes of this project."""
+        choose_delta_kernel(vllm_config)
+        super().register(vllm_config)
+
+
+def choose_delta_kernel(config: VllmConfig) -> None:
+    """Chooses vLLM's Triton kernel for the prompts of gated delta nets where vLLM finds no flashinfer.
+
+    By default, vLLM chooses flashinfer's kernel by the GPU's generation alone and fails at the first prompt. A kernel
+    that the user chose with --vllm-gdn-prefill-backend stays.
+    """
+    more: Any = config.additional_config
+    if not hasattr(config.model_config.hf_text_config, "linear_key_head_dim") or not isinstance(more, dict):
+        return
+    if more.get(_DELTA_KERNEL, "auto") == "auto" and not has_flashinfer():
+        config.additional_config = {**more, _DELTA_KERNEL: "triton"}
+        logger.info("gated delta nets compute prompts in Triton, because vLLM finds no flashinfer")
 
 
 def divide_logits(model: nn.Module, temperature: float) -> None:
