@@ -8,8 +8,11 @@ engine have their kernels.
 from __future__ import annotations
 
 import pytest
+from _pytest.mark import ParameterSet
 from family_cases import CASES
 from family_engine import Trained, check_engine, trained_models
+
+from vime.vllm.versions import installed, missing_architecture
 
 pytestmark = pytest.mark.gpu
 
@@ -27,11 +30,17 @@ DTYPE, TOLERANCE = "bfloat16", 0.05
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Trains the models of the selected tests in this file."""
     items = [item for item in request.session.items if item.path == request.path]
-    names = [item.callspec.params["name"] for item in items]
+    names = [item.callspec.params["name"] for item in items if not item.get_closest_marker("skip")]
     return trained_models(tmp_path_factory.mktemp("families"), names, dtype=DTYPE)
 
 
-@pytest.mark.parametrize("name", [*SERVED, *DELTA_NETS])
+def served(name: str) -> ParameterSet:
+    """Returns a case, skipped where the installed vLLM lacks the architecture (`missing_architecture`)."""
+    lacks = missing_architecture(CASES[name].kind)
+    return pytest.param(name, marks=[pytest.mark.skip(f"vLLM {installed()} has no {lacks}")] if lacks else [])
+
+
+@pytest.mark.parametrize("name", [served(name) for name in (*SERVED, *DELTA_NETS)])
 def test_trainer_and_engine_agree(trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check_engine(trained, name, monkeypatch, TOLERANCE, DTYPE)
 

@@ -146,6 +146,7 @@ class VllmBackend:
         flags.check_engine_nodes,
         check_engine_heads,
         flags.check_context_length,
+        flags.check_architecture,
         check_quantized_checkpoint,
     )
     rules = (

@@ -209,6 +209,20 @@ def check_context_length(config: Config) -> None:
         )
 
 
+def check_architecture(config: Config) -> None:
+    """Checks that the installed vLLM has the architecture of the checkpoint."""
+    checkpoint = config.rollout.hf_checkpoint
+    if config.num_engines and (
+        name := versions.missing_architecture(read_hf_config(checkpoint)["model_type"])
+    ):
+        raise FlagError(
+            "--hf-checkpoint",
+            "have an architecture of the installed vLLM",
+            f"{name} in {checkpoint}, which vLLM {versions.installed()} lacks",
+            "install a newer vLLM, or use the checkpoint with its vision tower and --vllm-language-model-only",
+        )
+
+
 def engine_settings(config: Config) -> dict[str, Any]:
     """Returns the settings of every vLLM server, as fields of `vime.vllm.server.VllmSpec`. `vllm_argv` overrides the
     others."""

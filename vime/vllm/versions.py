@@ -38,6 +38,8 @@ drafts on CPUs          its forms are bound at the import   registered by a work
 fp8 in plain PyTorch    has no such kernel                  BlockWiseTorchFP8...Kernel          `live_quantized`
 experts in fp8 with a   an error                            refines the blocks to 32 or more    `refines_expert_blocks`
 part of a block
+Qwen3.5 without vision  not in its registry: started as a   Qwen3_5ForCausalLM and              `missing_architecture`
+tower                   multimodal model, a TypeError       Qwen3_5MoeForCausalLM
 patterns of int4 and    match modules alone                 match fused layers too              `matches_fused_names`
 fp8 by rows
 error of a refused      ValueError                          not a ValueError                    `refusals`
@@ -254,6 +256,21 @@ def matches_fused_names() -> bool:
     versions match the names of its modules only. Without vLLM, as for a plan, it is True."""
     file = _module_file("vllm.model_executor.layers.quantization.compressed_tensors.utils")
     return file is None or "find_matching_patterns" in file.read_text(encoding="utf-8")
+
+
+_TEXT_ALONE = {"qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
+
+
+def missing_architecture(model_type: str) -> str | None:
+    """Returns the architecture of a text model that the installed vLLM would replace by a multimodal model, or None.
+
+    A version without the architecture finds the multimodal model under a similar name, and fails because the
+    checkpoint has no vision tower. Without vLLM, as for a plan, the result is None.
+    """
+    name, file = _TEXT_ALONE.get(model_type), _module_file("vllm.model_executor.models.registry")
+    if name is None or file is None:
+        return None
+    return None if f'"{name}"' in file.read_text(encoding="utf-8") else name
 
 
 def finish_body(version: int) -> dict[str, str]:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from vllm_names import OLDEST
@@ -239,3 +240,30 @@ def test_the_warning_of_the_cpu_build_about_triton_is_not_logged():
 def test_the_text_of_that_warning_is_that_of_the_installed_vllm():
     source = Path(importlib.util.find_spec("vllm").origin).with_name("triton_utils") / "importing.py"
     assert "doesn't include CPU backend" in source.read_text(encoding="utf-8")
+
+
+def test_an_architecture_that_the_version_lacks_is_refused(tmp_path, monkeypatch):
+    """vLLM 0.26 takes a Qwen3.5 without a tower for the multimodal model. Its own registry is read here."""
+    assert flags.versions.missing_architecture("qwen3_5_text") is None
+    text = '{"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}'
+    (tmp_path / "config.json").write_text(text)
+    config = SimpleNamespace(num_engines=1, rollout=SimpleNamespace(hf_checkpoint=str(tmp_path)))
+    flags.check_architecture(config)
+    oldest = Path(sys.prefix, "vllm-oldest", "vllm", "model_executor", "models", "registry.py")
+    if not oldest.is_file():
+        pytest.skip("the source of the oldest vLLM is not here")
+    monkeypatch.setattr(vllm_versions, "_module_file", lambda module: oldest)
+    assert vllm_versions.missing_architecture("qwen3_5_moe_text") == "Qwen3_5MoeForCausalLM"
+    assert [vllm_versions.missing_architecture(kind) for kind in ("qwen3_5", "qwen3_5_moe", "llama")] == [
+        None
+    ] * 3
+    monkeypatch.setattr(vllm_versions, "installed", lambda: OLDEST)
+    with pytest.raises(ValueError) as error:
+        flags.check_architecture(config)
+    assert str(error.value) == (
+        f"--hf-checkpoint must have an architecture of the installed vLLM, got Qwen3_5ForCausalLM in {tmp_path}, which "
+        f"vLLM {OLDEST} lacks; install a newer vLLM, or use the checkpoint with its vision tower and "
+        "--vllm-language-model-only"
+    )
+    config.num_engines = 0
+    flags.check_architecture(config)
