@@ -80,7 +80,9 @@ def expert_tensors(
     for index, expert in enumerate(local_experts(module, len(w13))):
         rows = [w13[index, first : first + width] for first in range(0, w13.shape[1], padded)]
         pieces = [*rows, w2[index, :, :width]]
-        for name, piece in zip(_names(path, module, expert, update), pieces, strict=True):
+        for name, piece in zip(
+            _names(path, expert, update, module.moe_config.is_act_and_mul), pieces, strict=True
+        ):
             yield name, module.moe_config.moe_parallel_config, piece
 
 
@@ -97,13 +99,13 @@ def list_remote_experts(path: str, module: Any, update: Collection[str]) -> Iter
     """Yields HF names of the experts of `module` that other ranks of the engine have."""
     if module.expert_map is not None:
         for expert in (module.expert_map < 0).nonzero()[:, 0].tolist():
-            yield from _names(path, module, expert, update)
+            yield from _names(path, expert, update, module.moe_config.is_act_and_mul)
 
 
-def _names(path: str, module: Any, expert: int, update: Collection[str]) -> list[str]:
-    """Returns HF names of gate, up and down of an expert, or of up and down if the experts of `module` have no gate."""
+def _names(path: str, expert: int, update: Collection[str], gated: bool) -> list[str]:
+    """Returns HF names of gate, up and down of an expert, or of up and down if experts have no gate."""
     parent = path.removesuffix(".routed_experts")
-    first = 0 if module.moe_config.is_act_and_mul else 1
+    first = 0 if gated else 1
     spelled = [names for names in _SPELLINGS if f"{parent}.0.{names[first]}.weight" in update]
     return [f"{parent}.{expert}.{projection}.weight" for projection in (spelled or _SPELLINGS)[0][first:]]
 

@@ -294,11 +294,11 @@ class DecayRates:
     so `piece` does so, too.
     """
 
-    module: Any  # vLLM's MambaMixer2
+    module: nn.Module
 
     def piece(self, full: torch.Tensor) -> torch.Tensor:
         rank, ranks = _rank_and_size(self.module)
-        return -full.chunk(ranks)[rank].to(self.module.A.device).float().exp()
+        return -full.chunk(ranks)[rank].to(self.module.get_parameter("A").device).float().exp()
 
 
 def _split(module: Any, value: torch.Tensor, parts: list[str]) -> Iterable[tuple[Any, torch.Tensor]]:

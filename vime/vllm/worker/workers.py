@@ -112,7 +112,7 @@ def choose_delta_kernel(config: VllmConfig) -> None:
     By default, vLLM chooses flashinfer's kernel by the GPU's generation alone and fails at the first prompt. A kernel
     that the user chose with --vllm-gdn-prefill-backend stays.
     """
-    more: Any = config.additional_config
+    more: object = config.additional_config
     if not hasattr(config.model_config.hf_text_config, "linear_key_head_dim") or not isinstance(more, dict):
         return
     if more.get(_DELTA_KERNEL, "auto") == "auto" and not has_flashinfer():
