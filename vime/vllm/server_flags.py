@@ -213,7 +213,7 @@ def check_architecture(config: Config) -> None:
     """Checks that the installed vLLM has the architecture of the checkpoint."""
     checkpoint = config.rollout.hf_checkpoint
     if config.num_engines and (
-        name := versions.missing_architecture(read_hf_config(checkpoint)["model_type"])
+        name := versions.missing_architecture(read_hf_config(checkpoint).get("model_type", ""))
     ):
         raise FlagError(
             "--hf-checkpoint",
