@@ -57,8 +57,8 @@ def by_maker() -> Iterator[Row]:
         cpu = ["tiny models", *(STATUS[name].larger for name in types if STATUS[name].larger)]
         if narrow := titles([name for name in types if STATUS[name].engine != "float32"]):
             cpu.append(f"engines of {narrow} in bfloat16")
-        gpu = [STATUS[name].gpu for name in types if STATUS[name].gpu != PLANNED]
-        yield (maker, titles(types), "; ".join(cpu), "; ".join(gpu) or PLANNED)
+        ran = dict.fromkeys(STATUS[name].gpu for name in types if STATUS[name].gpu != PLANNED)
+        yield (maker, titles(types), "; ".join(cpu), "; ".join(ran) or PLANNED)
 
 
 def titles(types: Sequence[str]) -> str:

@@ -38,6 +38,7 @@ class SupportStatus:
 
 
 _TINY = "a tiny model, log-probs compared with vLLM (H100)"
+_TINY_H200 = _TINY.replace("H100", "H200")
 _DELTA = "bfloat16"
 """vLLM's kernels of gated delta nets for CPUs have no other dtype."""
 
@@ -51,10 +52,10 @@ STATUS: dict[str, SupportStatus] = {
     ),
     "qwen3_vl": SupportStatus("Qwen", "qwen3-vl-4b", gpu="Qwen3-VL-4B, random weights (H100)"),
     "qwen3_vl_moe": SupportStatus("Qwen", "qwen3-vl-30b-a3b", steps=False),
-    "qwen3_next": SupportStatus("Qwen", "qwen3-next-80b-a3b", _DELTA),
-    "qwen3_5": SupportStatus("Qwen", "qwen3.5-9b", _DELTA, steps=False),
+    "qwen3_next": SupportStatus("Qwen", "qwen3-next-80b-a3b", _DELTA, gpu=_TINY_H200),
+    "qwen3_5": SupportStatus("Qwen", "qwen3.5-9b", _DELTA, steps=False, gpu=_TINY_H200),
     "qwen3_5_text": SupportStatus("Qwen", "qwen3.5-9b", _DELTA),
-    "qwen3_5_moe": SupportStatus("Qwen", "qwen3.5-35b-a3b", _DELTA, steps=False),
+    "qwen3_5_moe": SupportStatus("Qwen", "qwen3.5-35b-a3b", _DELTA, steps=False, gpu=_TINY_H200),
     "qwen3_5_moe_text": SupportStatus("Qwen", "qwen3.5-35b-a3b", _DELTA, steps=False),
     "gemma2": SupportStatus("Gemma", "gemma-2-2b"),
     "gemma3": SupportStatus("Gemma", "gemma-3-4b", steps=False),
