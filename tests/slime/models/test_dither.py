@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from megatron_cases import make_config, tiny_checkpoint
+from megatron_cases import make_config, packed_logits, sequences, tiny_checkpoint
 from quantize import FP8, INT4, quantize_checkpoint
 
 from slime.checkpoints.hf_files import Files
@@ -94,3 +95,19 @@ def test_a_model_with_dithered_weights_is_written_with_the_same_bytes(
     for each in written[0].names():
         before, after = (x.get(each)[...].contiguous().view(torch.uint8) for x in written)
         assert torch.equal(after, before), each
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_a_trainer_that_rounds_computes_the_same_bits(tmp_path: Path, kind: str, single_rank: None) -> None:
+    """The shape has whole blocks in each fused matrix of the trainer, as published models with heads of 128 have."""
+    tiny_checkpoint(tmp_path / "plain", "qwen3", hidden_size=128, intermediate_size=256, head_dim=128)
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "rounded", {"fp8": FP8, "int4": INT4}[kind])
+    rounding: dict[str, Any] = {"overrides": {"fp8": "e4m3", "fp8_recipe": "blockwise"}}
+    if kind == "int4":
+        rounding = {"round_weights": True, "hf_checkpoint": str(tmp_path / "rounded")}
+    batch, logits = sequences(0), []
+    for dithers in (False, True):
+        model = build_model(load_hf_config(tmp_path / "rounded"), make_config(**rounding), ddp=False)
+        load_hf(model, tmp_path / "rounded", dithers=dithers)
+        logits.append(packed_logits(model, batch))
+    assert torch.equal(*logits)
