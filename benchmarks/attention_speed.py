@@ -45,7 +45,7 @@ CASES = {
     "32 x 200 to 1800": [(0, length) for length in MIXED],
     "1 x 32768": [(0, 32768)],
 }
-"""Micro-batch -> (first query, end) of each run, whose keys begin at 0."""
+"""Micro-batch -> (first query, end) per run. A run's keys begin at 0."""
 LONGEST_CHECK = 10_000
 ON_CPU = 32
 """The lengths are divided by this number on a CPU."""
@@ -100,7 +100,7 @@ def errors(found: Sequence[Tensor], truth: Sequence[Tensor]) -> dict[str, float]
 
 
 def compare(runs: Runs, device: str, timer: Timer) -> dict[str, Any]:
-    """Returns the figures of one micro-batch."""
+    """Returns a micro-batch's figures."""
     batches, lengths = fused_batches(runs, device), [stop for _, stop in runs]
     queries, total = sum(stop - start for start, stop in runs), sum(lengths)
     if batches is None:
@@ -187,7 +187,7 @@ def main() -> None:
         given = runs if cuda else [(0, max(1, stop // ON_CPU)) for _, stop in runs]
         try:
             row = compare(given, asked.device, timer)
-        except Exception as error:  # the border of one case: the others are measured
+        except Exception as error:  # a failed case does not stop the others
             traceback.print_exc()
             row = {"runs": given, "error": f"{type(error).__name__}: {error}"}
         record["cases"][name] = row
