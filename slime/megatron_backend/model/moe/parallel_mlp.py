@@ -18,8 +18,8 @@ class ScaledRouter(Router):
     """A router whose input has a norm, and is divided by sqrt(H). After the choice of experts, a factor per expert
     multiplies its weight."""
 
-    def __init__(self, config: TransformerConfig, *, biases: bool, pg_collection: object = None) -> None:
-        super().__init__(config, biases=biases, pg_collection=pg_collection)
+    def __init__(self, config: TransformerConfig, *, biases: bool, **kwargs: object) -> None:
+        super().__init__(config, biases=biases, **kwargs)
         self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
         self.expert_scale = nn.Parameter(torch.ones(self.num_experts, dtype=self.weight.dtype))
         mark_whole(self.expert_scale, config)
