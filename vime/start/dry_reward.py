@@ -34,8 +34,11 @@ LIMIT_S = 5.0
 """Time limit of the call in seconds. Most rewards need milliseconds. A reward that needs longer is accepted
 unchecked."""
 _ROUTERS = {f"{name}_router_{part}" for name in ("sglang", "vllm") for part in ("ip", "port")}
-_FACTS = _ROUTERS | {"chat_parser_path", "rollout_engine_dtype"}
-"""Entries that only a run adds to the `args` of a hook (`EnginePool.facts`, `RolloutManager`)."""
+_FACTS = _ROUTERS | {
+    *("router_url", "model_routers", "sglang_model_routers", "vllm_model_routers", "vllm_router_headers"),
+    *("frozen_engines", "own_servers", "chat_parser_path", "rollout_engine_dtype"),
+}
+"""Entries that only a run adds to the `args` of a hook (`ServedModels.facts`, `RolloutManager`)."""
 _REMEDY = re.compile(r"must .+, got .+; |; it runs in a thread, ")
 """Matches an error that has a remedy: an error of vime, or `slime.user_code.remedy`."""
 _CONNECTS = (

@@ -107,6 +107,10 @@ def needs_a_run(args: Any, sample: Any) -> float:
     return float(args.chat_parser_path)
 
 
+def asks_a_judge(args: Any, sample: Any) -> float:
+    return float(len(args.sglang_model_routers["judge"]))
+
+
 def slow(args: Any, sample: Any) -> float:
     time.sleep(60)
     return 1.0
@@ -234,6 +238,7 @@ def test_an_error_has_one_remedy(model: Path, tmp_path: Path, reward: list[str],
         ("starts", "it starts a program"),
         ("removes", "it changes "),
         ("needs_a_run", "it reads args.chat_parser_path, which only a run has"),
+        ("asks_a_judge", "it reads args.sglang_model_routers, which only a run has"),
         ("reads_the_state", "NoRunError: "),
         ("slow", "it needs more than 0.5 s"),
     ],
