@@ -152,6 +152,7 @@ def test_a_killed_prefill_engine_is_replaced_and_missed_by_nobody(pair: Pair) ->
 
 @pytest.mark.slow
 def test_a_killed_decode_engine_finds_the_prefill_engine_again(pair: Pair) -> None:
+    pair.push(pair.other)
     url = pair.url("decode")
     os.kill(server_of(url).pid, signal.SIGKILL)
     wait_for(lambda: url not in pair.pool.engine_urls)

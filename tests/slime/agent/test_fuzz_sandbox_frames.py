@@ -39,7 +39,7 @@ ANSWERS = st.fixed_dictionaries(
 REQUESTS = st.fixed_dictionaries(
     {"op": st.sampled_from(["exec", "kill", "listen"]) | VALUES},
     optional={
-        "id": st.integers(1000, 1004) | VALUES,
+        "id": st.integers(10**9, 10**9 + 4) | VALUES,
         "argv": st.just(["/bin/true"]) | VALUES,
         "env": st.just({}) | VALUES,
         "cwd": st.just("/") | VALUES,
