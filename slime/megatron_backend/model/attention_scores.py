@@ -217,7 +217,7 @@ class PaddedRows(NamedTuple):
 
 
 class FusedBatches(NamedTuple):
-    """The runs of a micro-batch as batches of equal length. `sizes`: (runs, length) of each batch. `queries` and `keys`
+    """The runs of a micro-batch as batches of equal length. `sizes`: (runs, length) per batch. `queries` and `keys`
     are None if the packed rows need no padding and no other order."""
 
     sizes: list[tuple[int, int]]

@@ -1,7 +1,7 @@
 """Spreads the values of a quantised weight over their rounding intervals.
 
 A dequantised weight lies at the centre of a rounding interval, so a small update does not change its code, and engines
-that quantise each update do not notice it. Dithering (Roberts, 1962) places each value at a pseudo-random position of
+that quantise each update keep the old value. Dithering (Roberts, 1962) places each value at a pseudo-random position of
 its interval. The weight then rounds to the same codes and scales, and small updates change codes in proportion to
 their size.
 
