@@ -83,6 +83,17 @@ def test_a_dead_raylet_is_named_wherever_the_driver_waits(how: str, tmp_path: Pa
     assert "stopped in order" not in output and seconds < 10
 
 
+def test_the_watchdog_also_kills_what_was_started_just_before() -> None:
+    driver = (
+        "import subprocess, time; from slime.cluster.watchdog import Watchdog; watchdog = Watchdog([]); time.sleep(1);"
+        "worker = subprocess.Popen(['sleep', '100']); watchdog.kill_all(); print(worker.wait(timeout=5))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", driver], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    assert ended.stdout == "-9\n"
+
+
 @pytest.mark.slow
 def test_a_driver_that_hangs_in_ray_is_ended(tmp_path: Path) -> None:
     output, seconds = driven("hang", tmp_path)
