@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,25 @@ def local_experts(module: Any, local: int) -> list[int]:
     return [int(expert) for expert in (numbers >= 0).nonzero()[:, 0][numbers[numbers >= 0].argsort()]]
 
 
+def alike_experts(models: Iterable[nn.Module]) -> set[nn.Module]:
+    """Returns the layers of experts that lie between the first and the last layer of their kind.
+
+    Layers of one kind have equal classes, parameters and maps of experts, so vLLM loads their experts in the same way.
+    """
+    kinds: dict[tuple[object, ...], list[nn.Module]] = {}
+    for module in (each for model in models for each in model.modules() if has_experts(each)):
+        experts: torch.Tensor | None = getattr(module, "expert_map", None)
+        kind = (
+            type(module),
+            type(getattr(module, "quant_method", None)),
+            _backend(module),
+            tuple((name, x.shape, x.dtype) for name, x in module.named_parameters(recurse=False)),
+            None if experts is None else tuple(experts.tolist()),
+        )
+        kinds.setdefault(kind, []).append(module)
+    return {module for alike in kinds.values() for module in alike[1:-1]}
+
+
 def list_remote_experts(path: str, module: Any, update: Collection[str]) -> Iterator[str]:
     """Yields HF names of the experts of `module` that other ranks of the engine have."""
     if module.expert_map is not None:
@@ -158,8 +177,9 @@ def stacks_experts(model: nn.Module) -> bool:
     return mapper is not None and mapped_name(mapper, "mlp.experts.gate_up_proj") == "mlp.experts.w13_weight"
 
 
-def exclude_from_reload(model: nn.Module) -> None:
-    """Takes modules whose tensors vLLM copies without a loader out of a layerwise reload that has begun.
+def exclude_from_reload(model: nn.Module, kept: Collection[nn.Module]) -> None:
+    """Takes the modules in `kept`, and modules whose tensors vLLM copies without a loader, out of a layerwise reload
+    that has begun.
 
     vLLM's reload replaces parameters by empty ones and collects the tensors that their loaders get. A copy without a
     loader writes into an empty parameter and is lost: the engine would continue with the old experts and sinks, without
@@ -167,10 +187,10 @@ def exclude_from_reload(model: nn.Module) -> None:
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
-    if not stacks_experts(model):
-        return
+    stacked = stacks_experts(model)
     for module in model.modules():
-        if has_experts(module) or "sinks" in dict(module.named_parameters(recurse=False)):
+        copied = stacked and (has_experts(module) or "sinks" in dict(module.named_parameters(recurse=False)))
+        if copied or module in kept:
             info = layerwise.get_layerwise_info(module)
             layerwise._place_kernel_tensors(module, info)
             reset: Callable[[], None] = info.reset  # untyped in vLLM
@@ -195,7 +215,7 @@ def _backend(module: nn.Module) -> str | None:
 
 def keeps_plain_experts(module: nn.Module) -> bool:
     """Returns True if vLLM's kernel computes with experts as they are loaded."""
-    return _backend(module) in _PLAIN
+    return _backend(module) in _PLAIN or getattr(getattr(module, "quant_method", None), "keeps_plain", False)
 
 
 def _cpu_kernel(module: nn.Module) -> Any | None:
@@ -206,7 +226,7 @@ def _cpu_kernel(module: nn.Module) -> Any | None:
 def _plain(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     """Returns `weight` [E, rows, columns] in the order of its shape."""
     kernel = _cpu_kernel(module)
-    if _backend(module) in _PLAIN or getattr(kernel, "_use_zentorch", False):
+    if keeps_plain_experts(module) or getattr(kernel, "_use_zentorch", False):
         return weight
     if kernel is None:
         raise ValueError(

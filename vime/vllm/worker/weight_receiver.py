@@ -8,14 +8,12 @@ parts are checked when the update ends; an engine that lacks some weights must n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
@@ -25,8 +23,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from slime.checkpoints.hf_config import read_hf_config
-from slime.models import Hf, family_for
 from slime.protocols import WeightSet
 from slime.weight_sync.channel import Part, Receiver, Worker
 from slime.weight_sync.delta.loader import DeltaLoader
@@ -34,12 +30,7 @@ from slime.weight_sync.registry import CHANNELS
 from vime.vllm.versions import ReceivesOnly
 from vime.vllm.worker import bitwise
 from vime.vllm.worker.adapter_loader import AdapterLoader
-from vime.vllm.worker.draft import (
-    differing_draft_tensors,
-    live_draft_tensors,
-    predicted_names,
-    trained_shapes,
-)
+from vime.vllm.worker.draft import differing_draft_tensors, live_draft_tensors
 from vime.vllm.worker.live_checksums import checksums, has_scales
 from vime.vllm.worker.live_experts import exclude_from_reload, repack_experts, stacks_experts
 from vime.vllm.worker.live_weights import (
@@ -49,6 +40,7 @@ from vime.vllm.worker.live_weights import (
     repack_tied_weights,
 )
 from vime.vllm.worker.settings import EngineSettings
+from vime.vllm.worker.update_tensors import CheckpointTensors
 from vime.vllm.worker.weight_views import Live, LiveModel, ViewCache, WeightViews
 
 
@@ -81,8 +73,13 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.known = ViewCache()
         # views to which this update is copied; None: vLLM's loader loads it
         self.views: WeightViews | None = None
-        self._expected: dict[bool, dict[str, list[int]] | None] = {}
         self._is_checked = False
+
+    @cached_property
+    def tensors(self) -> CheckpointTensors:
+        """The tensors of the engine's checkpoint."""
+        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        return CheckpointTensors(self.model_config.model, tied=tied)
 
     @property
     def brings_adapter(self) -> bool:
@@ -169,10 +166,10 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         return self.receivers[channel]
 
     def _take_all(self, part: Part) -> None:
-        self._require_checkpoint(part.shapes, "the file")
+        self.tensors.require(part.shapes, "the file")
         part.verify()
         if part.load:
-            self._begin_loading()
+            self._begin_loading(part)
             self._load(part)
             self._complete_loading()
             self.known.arrived(part.shapes)
@@ -184,7 +181,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self._begin_again_after(part.series)
         if part.load:
             if not self.loaded:
-                self._begin_loading()
+                self._begin_loading(part)
             self._load(part)
             self.loaded |= part.shapes
         if part.compare:
@@ -192,62 +189,59 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             self._compare(part, self.loaded)
             self.compared |= part.shapes
 
-    def _begin_loading(self) -> None:
-        self.views = self.known.find(self._live_model())
+    def _begin_loading(self, first: Part) -> None:
+        """Chooses how the update is loaded. The first update can be copied if its tensors are known before they
+        arrive."""
+        shapes = self.known.shapes or (first.shapes if first.whole else self.tensors.every_update())
+        self.views = self.known.find(self._live_model(shapes), shapes)
         if self.views is None:
             self._begin_reload()
 
     def _models(self) -> list[nn.Module]:
         return [self.model] if self.draft is None else [self.model, self.draft]
 
-    def _live_model(self) -> LiveModel:
+    def _live_model(self, update: Collection[str]) -> LiveModel:
         models = [self.model]
-        if self.draft is not None and self._predicted(self.known.shapes):
+        if self.draft is not None and self.tensors.predicted_names(update):
             models.append(self.draft)
         dtype = cast(torch.dtype, self.model_config.dtype)  # vLLM has resolved it
         return LiveModel(models, self._live, self._elsewhere, self._reload, dtype, self.device)
 
     def _live(self, update: Collection[str]) -> Iterator[Live]:
-        predicted = self._predicted(update)
+        predicted = self.tensors.predicted_names(update)
         yield from live_tensors(self.model, set(update) - predicted)
         if self.draft is not None and predicted:
             yield from live_draft_tensors(self.draft, self.model, predicted)
 
     def _elsewhere(self, update: Collection[str]) -> set[str]:
-        predicted = self._predicted(update)
+        predicted = self.tensors.predicted_names(update)
         return names_elsewhere(self.model, update) | (predicted if self.draft is None else set())
 
-    def _reload(self, part: Part) -> None:
-        """Loads all weights with vLLM's loader."""
+    def _reload(self, part: Part, kept: Collection[nn.Module]) -> None:
+        """Loads all weights with vLLM's loader, except those of the modules in `kept`."""
         self.views = None
-        self._begin_reload()
+        self._begin_reload(kept)
         self._load(part)
         self._complete_loading()
 
-    def _begin_reload(self) -> None:
+    def _begin_reload(self, kept: Collection[nn.Module] = ()) -> None:
         name_loaders(self.model)
-        initialize_layerwise_reload(self.model)
-        exclude_from_reload(self.model)
-        if self.draft is not None:
-            initialize_layerwise_reload(self.draft)
+        for model in self._models():
+            initialize_layerwise_reload(model)
+            exclude_from_reload(model, kept)
 
     def _load(self, part: Part) -> None:
         if self.views is not None:
             self.views.load(part)
             return
         model: Any = self.model  # vLLM's models have the method, their base class does not
-        predicted = self._predicted(part.shapes)
+        predicted = self.tensors.predicted_names(part.shapes)
         stacked = stacks_experts(model)
         tensors = ((name, part.get(name)) for name in part.shapes if name not in predicted)
         # vLLM zeroes such a bias on all ranks but the first, and ranks may share the tensor
         model.load_weights((n, x.clone() if stacked and n.endswith("_bias") else x) for n, x in tensors)
         if self.draft is not None and predicted:
             self.draft.load_weights((name, part.get(name)) for name in part.shapes if name in predicted)
-
-    def _predicted(self, names: Iterable[str]) -> set[str]:
-        """Returns the tensors of layers of multi-token prediction. An engine that does not speculate does not load
-        them."""
-        return predicted_names(names, read_hf_config(self.model_config.model))
 
     def _finalize(self) -> None:
         finalize: Callable[..., None] = finalize_layerwise_reload  # untyped in vLLM
@@ -266,7 +260,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             if part.whole:
                 self._finish_comparison()
             return
-        predicted = self._predicted(update)
+        predicted = self.tensors.predicted_names(update)
         mine = [name for name in part.shapes if name not in predicted]
         wrong = differing_tensors(self.model, mine, part.get, update=update.keys() - predicted)
         if self.draft is not None and (ahead := predicted & part.shapes.keys()):
@@ -297,7 +291,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             return
         self.finished = True
         self._complete_loading()
-        self._require_checkpoint(self.loaded, "the update")
+        self.tensors.require(self.loaded, "the update")
         self.known.arrived(self.loaded)
 
     def _complete_loading(self) -> None:
@@ -313,29 +307,6 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         repack_experts(self.model)
         if self.draft is not None:
             repack_experts(self.draft)
-
-    def _require_checkpoint(self, received: dict[str, list[int]], where: str) -> None:
-        """Raises ValueError unless the tensors that `where` brings, by name and shape, are the checkpoint's."""
-        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        trained = bool(self._predicted(received))
-        if trained not in self._expected:
-            self._expected[trained] = checkpoint_shapes(self.model_config.model, trained=trained)
-        expected = self._expected[trained]
-        if expected is not None:
-            expected = without_unsent_tower(expected, received, read_hf_config(self.model_config.model))
-        require_same_tensors(received, expected, tied=tied, where=where)
-
-
-def without_unsent_tower(
-    expected: dict[str, list[int]], received: Collection[str], hf_config: Hf
-) -> dict[str, list[int]]:
-    """Returns the tensors that an update must bring. The trainer of a run without images has no vision tower, so an
-    update brings all of the tower's tensors or none."""
-    family = family_for(hf_config)
-    if family.tower_names(received, hf_config):
-        return expected
-    tower = set(family.tower_names(expected, hf_config))
-    return {name: shape for name, shape in expected.items() if name not in tower}
 
 
 def _require_none(wrong: Sequence[str], origin: str) -> None:
@@ -354,46 +325,3 @@ def name_loaders(model: nn.Module) -> None:
         loader = getattr(parameter, "weight_loader", None)
         if isinstance(loader, partial) and not hasattr(loader, "__name__"):
             loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
-
-
-def checkpoint_shapes(model_path: str, *, trained: bool = False) -> dict[str, list[int]] | None:
-    """Returns the name in the weight table -> shape of every tensor of the served checkpoint that an update brings, or
-    None for a checkpoint without safetensors files.
-
-    These are all tensors, but tensors of layers of multi-token prediction only if the layers are `trained`.
-    """
-    shapes = {}
-    for shard in _shards(model_path):
-        with safe_open(shard, framework="pt") as file:
-            shapes.update({name: file.get_slice(name).get_shape() for name in file.keys()})  # noqa: SIM118
-    if not shapes:
-        return None
-    hf_config = read_hf_config(model_path)
-    family = family_for(hf_config)
-    shapes = {family.table_name(name): shape for name, shape in shapes.items()}
-    names = shapes.keys() - predicted_names(shapes, hf_config)
-    if trained:
-        names |= trained_shapes(shapes, hf_config).keys()
-    return {name: shape for name, shape in shapes.items() if name in names}
-
-
-def _shards(model_path: str) -> Iterator[Path]:
-    yield from sorted(Path(model_path).glob("*.safetensors"))
-
-
-def require_same_tensors(
-    received: dict[str, list[int]], expected: dict[str, list[int]] | None, *, tied: bool, where: str
-) -> None:
-    """Raises ValueError unless `received` are exactly the tensors of `expected`. A tied lm_head may be on one side
-    only."""
-    optional = {"lm_head.weight"} if tied else set()
-    if expected is None:
-        return
-    for name in (received.keys() ^ expected.keys()) - optional:
-        side = "missing from" if name in expected else "not in the checkpoint but in"
-        raise ValueError(f"a weight update must hold the checkpoint's tensors, got {name} {side} {where}")
-    for name in received.keys() & expected.keys():
-        if received[name] != expected[name]:
-            raise ValueError(
-                f"{name} must have shape {expected[name]} as in the checkpoint, got {received[name]}"
-            )

@@ -20,6 +20,9 @@ from vime.vllm.worker.bitwise.products import LinearMethod, gather_ranks
 class InvariantExperts(UnquantizedFusedMoEMethod):
     """Method of a layer of experts on CPUs. The weights stay plain: [E, 2 F, H], gate above up, and [E, H, F]."""
 
+    keeps_plain = True
+    """Read by `live_experts.keeps_plain_experts`."""
+
     @property
     def is_monolithic(self) -> bool:
         """The method gets the router's logits."""
