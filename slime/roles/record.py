@@ -23,6 +23,11 @@ class Source:
     flag: str
     """The flag that names the directory."""
 
+    def shares_weights(self, other: Source) -> bool:
+        """Returns whether both name the same weights."""
+        same = Path(self.directory).resolve() == Path(other.directory).resolve()
+        return same and self.iteration == other.iteration
+
 
 def _never(c: Config) -> None:
     return None

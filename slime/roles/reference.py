@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from slime.config import Config
 from slime.config.problems import require_value
 from slime.roles.policy import POLICY
@@ -17,13 +15,7 @@ def _start(c: Config) -> Source:
 
 def _shares_base(c: Config) -> bool:
     """Returns True with adapters if the reference and the policy's base load the same weights."""
-    if not c.lora.lora_rank:
-        return False
-    ours, policy = _start(c), POLICY.source(c)
-    return (
-        Path(ours.directory).resolve() == Path(policy.directory).resolve()
-        and ours.iteration == policy.iteration
-    )
+    return bool(c.lora.lora_rank) and _start(c).shares_weights(POLICY.source(c))
 
 
 REFERENCE = Role("reference", "ref_log_probs", "ref_log_probs", _start, prefix="ref_", of_base=_shares_base)

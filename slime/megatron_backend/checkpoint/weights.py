@@ -111,8 +111,8 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path, *, dithers: bool = Fal
     """
     parts, files = unwrapped(model), Files(Path(checkpoint_dir))
     described = with_own_quantization(parts[0].hf_config, checkpoint_dir)
-    if dithers and "quantization_config" in described:
-        described = {**described, "quantization_config": described["quantization_config"] | {DITHERS: True}}
+    if dithers and (own := described.get("quantization_config")):
+        described = {**described, "quantization_config": own | {DITHERS: True}}
     tensors = family_for(described).open(files, described)
     _check_names(_gather_names(parts), tensors.names(), parts[0], Path(checkpoint_dir))
     for inner in parts:

@@ -38,7 +38,7 @@ class Models(dict[str, nn.Module]):
         }
         self.main = next(iter(self.learners.values()))
         separate = [role for role in roles if not role.trained and not role.of_base(config)]
-        frozen = {role.name: _frozen(role, config) for role in separate}
+        frozen = {role.name: build_frozen(role, config) for role in separate}
         of_base = {role.name: self.main.model for role in roles if role.of_base(config)}
         super().__init__({name: learner.model for name, learner in self.learners.items()} | frozen | of_base)
         self.estimate = estimate(config, hf_config)
@@ -75,9 +75,11 @@ class Models(dict[str, nn.Module]):
         vars(self).clear()
 
 
-def _frozen(role: Role, config: Config) -> nn.Module:
+def build_frozen(role: Role, config: Config) -> nn.Module:
     """Returns the model of a role that is not trained, with its weights and without gradients."""
     model = build_model(load_hf_config(role.shape(config)), config, ddp=False, adapt=adaptation(config))
     source = role.source(config)
-    load_weights(model, source.directory, source.iteration, dithers=config.train.dither_weights)
+    # a reference has the values with which the policy starts; a teacher of its own keeps its values
+    dithers = config.train.dither_weights and source.shares_weights(POLICY.source(config))
+    load_weights(model, source.directory, source.iteration, dithers=dithers)
     return model

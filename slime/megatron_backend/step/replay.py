@@ -48,7 +48,7 @@ def replay_log_probs(
         info = init_parallel(0, 1, config, init_method=f"file://{rendezvous}/store")
         try:
             model = build_model(load_hf_config(weights), config, ddp=False, adapt=adaptation(config))
-            load_weights(model, weights)
+            load_weights(model, weights, dithers=config.train.dither_weights)
             head = lm_head(
                 operators.pass_head(config),
                 model,

@@ -24,6 +24,10 @@ from slime.models.slices import Stored, Tensors, Where
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
+_PART = 2**19
+"""Elements that a reader dequantises at a time, or more if a row of blocks has more. Each needs up to 60 bytes in
+between."""
+
 
 def dequantized(tensors: Tensors, hf: Hf) -> Tensors:
     """Returns the tensors of a checkpoint as plain weights. This is the usual value of `Family.stored`."""
@@ -142,6 +146,16 @@ class _QuantizedTensor:
 
     def _read(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         """Returns the weight of whole blocks, in bfloat16."""
+        import torch
+
+        weight = torch.empty(rows[1] - rows[0], columns[1] - columns[0], dtype=torch.bfloat16)
+        by_row, _ = self._steps()
+        size = max(1, _PART // (by_row * weight.shape[1])) * by_row
+        for part, first in zip(weight.split(size), range(*rows, size), strict=True):
+            part.copy_(self._read_part((first, first + len(part)), columns))
+        return weight
+
+    def _read_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         import torch
 
         by_row, by_column = self._steps()

@@ -95,8 +95,17 @@ def _check_rounding(c: Config, shape: Shape, scheme: QuantizationScheme | None) 
 
 
 def _check_dithering(c: Config) -> None:
-    """Checks that the weights that --dither-weights would spread are in FP8 or INT4."""
-    if c.train.dither_weights and POLICY.resumes(c) is None and _first_method(c) in (None, "mxfp4"):
+    """Checks that the weights that --dither-weights would spread are trained, and are in FP8 or INT4."""
+    if not c.train.dither_weights:
+        return
+    if c.lora.lora_rank:
+        raise FlagError(
+            "--lora-rank",
+            "be left out with --dither-weights",
+            c.lora.lora_rank,
+            "engines and exports add adapters to the weights of the checkpoint, which are not dithered",
+        )
+    if POLICY.resumes(c) is None and _first_method(c) in (None, "mxfp4"):
         raise FlagError(
             "--dither-weights",
             "come with first weights in FP8 or INT4",
@@ -143,11 +152,14 @@ def scheme_notes(c: Config, hf: Hf) -> Iterator[str]:
             "(IcePop) trains without the tokens that differ most"
         )
     yield text
-    if not c.train.dither_weights and POLICY.resumes(c) is None and _first_method(c) is not None:
+    if c.train.dither_weights or sends_adapters(c) or POLICY.resumes(c) is not None:
+        return
+    if _first_method(c) is not None:
+        spreads = "" if c.lora.lora_rank else "--dither-weights spreads them over their intervals, and "
         yield (
             f"the trainer starts from weights in {scheme.title}, in the middle between two rounding limits, so most of "
-            "its first small updates do not change the engines' weights; --dither-weights spreads them over their "
-            "intervals, and --ref-load DIR starts from the model's plain weights (docs/models.md)"
+            f"its first small updates do not change the engines' weights; {spreads}--ref-load DIR starts from the "
+            "model's plain weights (docs/models.md)"
         )
 
 

@@ -66,6 +66,9 @@ def test_a_start_from_rounded_weights_is_noted(tmp_path, scheme):
     (note,) = noted()
     assert "--dither-weights spreads them over their intervals, and --ref-load DIR starts from" in note
     assert noted("--dither-weights") == []
+    assert noted("--lora-rank", "8") == []
+    (merged,) = noted("--lora-rank", "8", "--lora-merge")
+    assert "weights; --ref-load DIR starts from the model's plain weights" in merged
     write_tensors({"head": torch.zeros(1)}, write_model(tmp_path / "plain") / "model.safetensors")
     assert noted("--ref-load", str(tmp_path / "plain")) == []
 
@@ -117,6 +120,7 @@ def test_a_start_from_rounded_weights_is_noted(tmp_path, scheme):
             {},
             "--dither-weights must come with first weights in FP8 or INT4, got plain weights in .*; leave it out",
         ),
+        (FP8, "--dither-weights --lora-rank 8", {}, "--lora-rank must be left out with --dither-weights, got 8;"),
         ({}, "--round-weights", {}, "must come with a checkpoint in INT4, got plain weights"),
         (INT4, "--round-weights --lora-rank 8", {}, "--lora-rank must be left out with --round-weights, got 8;"),
         (

@@ -14,8 +14,12 @@ from slime.checkpoints.hf_files import Files
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.step.models import build_frozen
+from slime.models import family_for
+from slime.models.quantized import quantized_checkpoint
 from slime.models.quantized.dither import dither
-from slime.models.quantized.quantization import QuantizationScheme, dequantize, quantize
+from slime.models.quantized.quantization import DITHERS, QuantizationScheme, dequantize, quantize
+from slime.roles import REFERENCE, TEACHER
 
 BLOCKS = QuantizationScheme("fp8", "float8_e4m3fn", (128, 128), "float32")
 SCHEMES = {
@@ -111,3 +115,46 @@ def test_a_trainer_that_rounds_computes_the_same_bits(tmp_path: Path, kind: str,
         load_hf(model, tmp_path / "rounded", dithers=dithers)
         logits.append(packed_logits(model, batch))
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_a_weight_that_is_read_in_parts_has_the_same_values(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is a row of blocks here, and the last one is not whole."""
+    tiny_checkpoint(tmp_path / "plain", "qwen3", hidden_size=128, intermediate_size=224)
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "rounded", {"fp8": FP8, "int4": INT4}[kind])
+    hf = load_hf_config(tmp_path / "rounded")
+    found = []
+    for dithers in ({}, {DITHERS: True}):
+        described = {**hf, "quantization_config": hf["quantization_config"] | dithers}
+        stored = family_for(hf).open(Files(tmp_path / "rounded"), described).get(NAME)
+        whole = stored[...]
+        with monkeypatch.context() as patch:
+            patch.setattr(quantized_checkpoint, "_PART", 1)
+            assert torch.equal(stored[...], whole)
+            assert torch.equal(stored[130:190, 32:96], whole[130:190, 32:96])
+        found.append(whole)
+    assert not torch.equal(*found)
+
+
+def test_a_reference_is_dithered_as_the_policy_and_a_teacher_is_not(
+    tmp_path: Path, single_rank: None
+) -> None:
+    tiny_checkpoint(tmp_path / "plain", "qwen3", hidden_size=64, intermediate_size=128)
+    for name in ("policy", "teacher"):
+        quantize_checkpoint(tmp_path / "plain", tmp_path / name, INT4)
+    config = make_config(
+        hf_checkpoint=str(tmp_path / "policy"),
+        opd_teacher_load=str(tmp_path / "teacher"),
+        opd_type="megatron",
+        dither_weights=True,
+    )
+    policy = build_model(load_hf_config(tmp_path / "policy"), config, ddp=False)
+    values = []
+    for dithers in (True, False):
+        load_hf(policy, tmp_path / "policy", dithers=dithers)
+        values.append(dict(export_hf(policy))[NAME].clone())
+    frozen = [dict(export_hf(build_frozen(role, config)))[NAME] for role in (REFERENCE, TEACHER)]
+    assert torch.equal(frozen[0], values[0]) and torch.equal(frozen[1], values[1])
+    assert not torch.equal(*frozen)
