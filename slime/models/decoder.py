@@ -44,7 +44,8 @@ class Attention:
     state: int = 0
     """Elements that an engine keeps per sequence, for any length."""
     scanned: int = 0
-    """Elements in float32 that the backward of the layer makes per token, if it computes the layer's scan again."""
+    """Elements in float32 that the backward of the layer makes per token, if it computes a recurrent layer again in
+    plain PyTorch."""
     newest: int = 0
     """Further elements per sequence that an engine keeps for a convolution."""
 
@@ -96,8 +97,9 @@ class DeltaNet:
         to an engine's cache. The convolution needs the inputs of `taps - 1` tokens.
 
         The least work per token is three products with each value head's state [key_dim, value_dim], and the
-        convolution. The backward keeps the projection, the convolution's output, the kernel's 64 x 64 matrices and
-        output, and the outputs of norm and layer.
+        convolution. With kernels, the backward keeps the projection, the convolution's output, the kernel's 64 x 64
+        matrices and output, and the outputs of norm and layer. In plain PyTorch, it keeps less, and computes all
+        between the projections again, in chunks of 64 tokens. `scanned` fits the peaks of ten shapes on a CPU.
         """
         q, k, v, gates, *one = (self.keys * width for width in self.widths)
         mixed, convolved = q + k + v + gates + sum(one), q + k + v
@@ -109,6 +111,7 @@ class DeltaNet:
             pair_flops=0,
             token_flops=6 * self.key_dim * v + 2 * self.taps * convolved,
             state=self.key_dim * v,
+            scanned=5 * 64 * self.values + 17 * self.key_dim * self.values + 10 * v + 6 * convolved,
             newest=(self.taps - 1) * convolved,
         )
 
@@ -142,21 +145,20 @@ class Mamba:
         """Returns the sizes of the layer. Its state [heads, state, head_dim] has a fixed size.
 
         The least work per token is two products with each head's state, and the convolution. The backward keeps the
-        projection, the convolution's output, time steps and decays, and the outputs of scan, norm and layer. It
-        computes the scan again, in chunks of 64 tokens: four tensors of a chunk's pairs, six of values, two
-        states.
+        projection and the output of the norm. It computes all between them again, in chunks of 64 tokens. `scanned`
+        fits the peaks of nine shapes on a CPU.
         """
         gates, values, b, c, steps = (self.keys * width for width in self.widths)
         mixed, convolved = gates + values + b + c + steps, values + b + c
         return Attention(
             params=hidden * mixed + values * hidden,
-            kept=mixed + convolved + 2 * steps + 2 * values,
+            kept=mixed + values,
             context=0,
             cache=0,
             pair_flops=0,
             token_flops=4 * self.state * values + 2 * self.taps * convolved,
             state=self.state * values,
-            scanned=4 * 64 * self.heads + 6 * values + 2 * self.state * values // 64,
+            scanned=2 * 64 * self.heads + 10 * values + self.state * values // 64 + 9 * convolved,
             newest=(self.taps - 1) * convolved,
         )
 

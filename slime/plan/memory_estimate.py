@@ -29,6 +29,7 @@ from slime.plan.tower import run_tower, tower_memory
 from slime.plan.trained_params import list_end_matrices, trained_params
 from slime.plan.units import BYTES, GIB, amount, count
 from slime.roles import POLICY, Role, get_roles
+from slime.system import delta_nets
 from slime.weight_sync.registry import CHANNELS
 
 ACTIVATIONS = "inputs of layers"
@@ -219,8 +220,7 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
         if any(sparse):
             flight = max(flight * any(kind.dense for kind in shape.kinds), expert_flight(c, shape, tokens))
             evenly = " and stacked weights, if tokens spread evenly over experts"
-        scanned = max(kind.attention.scanned for kind in shape.kinds)
-        flight = max(flight, tokens * scanned / tp * BYTES["float32"] / size)
+        flight = max(flight, tokens * _scanned(c, shape) / tp * BYTES["float32"] / size)
         back = f"{kept.arithmetic} + {amount(one)} of one layer + {amount(flight * size)} of its gradients{evenly}"
         rounded, form = rounded_bytes(c, shape, tokens)
         if rounded:
@@ -251,6 +251,14 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
         step, arithmetic = step + largest, [*arithmetic, how]
     if step:
         yield Item("optimizer step", step, " + ".join(arithmetic))
+
+
+def _scanned(c: Config, shape: Shape) -> int:
+    """Returns the elements that the backward of a recurrent layer makes per token in float32. Without a GPU of this
+    host to ask, the plan assumes the generation that refuses more versions of Triton."""
+    kernels = c.cluster.device == "cuda" and delta_nets.local_obstacle(hopper=True) is None
+    plain = (kind for kind in shape.kinds if not (kernels and kind.kind == "gated_delta_net"))
+    return max((kind.attention.scanned for kind in plain), default=0)
 
 
 def _grad_bytes(c: Config) -> int:

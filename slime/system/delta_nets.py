@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+
 from packaging.version import Version
 
 PACKAGE = "fla-core"
@@ -21,6 +23,18 @@ def obstacle(installed: str | None, triton: str | None, *, hopper: bool) -> str 
     if hopper and triton is not None and first <= Version(triton) < fixed:
         reasons.append(f"{PACKAGE} refuses Triton {triton} on Hopper GPUs (from {first}, below {fixed})")
     return " and ".join(reasons) or None
+
+
+def local_obstacle(*, hopper: bool) -> str | None:
+    """Returns `obstacle` for the packages of this process."""
+    return obstacle(_version(PACKAGE), _version("triton"), hopper=hopper)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def remedy() -> str:

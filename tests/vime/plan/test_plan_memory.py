@@ -11,8 +11,10 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 
+from slime.plan.memory_estimate import estimate
 from slime.plan.model_shape import Shape
-from slime.plan.units import GIB
+from slime.plan.units import GIB, amount
+from slime.system import delta_nets
 from vime.backends import parse_config
 from vime.cli import main, usage
 from vime.memory import sizes
@@ -356,6 +358,20 @@ def test_the_state_has_the_dtype_of_config_json(flags):
     c = parse_config([*flags, *APART, "--bf16"])
     items = {item.name: item for item in engine_memory(c, Shape.of(hf))}
     assert items["state per request"].bytes == 36 * 2 * (4 * 524288 + 2 * 24576)
+
+
+def test_a_delta_net_is_computed_again_without_its_kernels(flags, monkeypatch):
+    """In plain PyTorch, the backward makes 5 x 64 x 32 + 17 x 32 x 128 + 10 x 4096 + 6 x 8192 float32 per token."""
+    Path(flags[1], "config.json").write_text(json.dumps(QWEN3_NEXT))
+    c = parse_config([*flags, *APART, "--bf16"])
+    backward = []
+    for why in ("fla-core is not installed", None):
+        monkeypatch.setattr(delta_nets, "local_obstacle", lambda *, hopper, why=why: why)
+        (item,) = (x for x in estimate(c, QWEN3_NEXT).work if x.name == "layers, backward")
+        backward.append(item)
+    made = (5 * 64 * 32 + 17 * 32 * 128 + 10 * 4096 + 6 * 8192) * 4
+    assert f"{amount(9216 * made)} of its gradients" in backward[0].arithmetic
+    assert backward[1].bytes < backward[0].bytes
 
 
 def test_a_draft_adds_its_layers(tmp_path: Path, flags: list[str]) -> None:

@@ -7,7 +7,7 @@ The state S [K, V] of a value head starts at zero with each sequence:
 
 A packed row keeps its sequences separate in the convolution and in the state. On CUDA, both are kernels of fla-core. On
 other devices, and on hosts where these kernels cannot train (slime.system.delta_nets), they are the plain PyTorch
-functions of this file. megatron-core's own module has no packed sequences.
+functions of this file, and the backward computes them again. megatron-core's own module has no packed sequences.
 
 With context parallelism, a rank has a part of the tokens, but a state runs through all tokens of a sequence. So the
 ranks exchange data: each rank computes all tokens for its part of the heads (DeepSpeed Ulysses, 2309.14509).
@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from slime.megatron_backend.model.recurrent.packed_rows import (
     convolved,
     for_buckets,
     gather_rows,
+    keep_inputs,
     return_rows,
     split_over_ranks,
 )
@@ -98,10 +98,30 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         mixed = gather_rows(self.in_proj(hidden_states)[0].squeeze(1), layout)
         group, split = layout.context_group, (self.conv_weight, self.A_log, self.dt_bias)
         conv_weight, a_log, dt_bias = (x if group is None else own_heads(x, group) for x in split)
+        # every rank has the whole weight, and its gradient is a sum over all heads
+        weight = copy_to_tensor_model_parallel_region(self.norm_weight)
+        functions = gpu_functions() if mixed.is_cuda else PLAIN
+        inputs = (functions, layout, mixed, conv_weight, a_log, dt_bias, weight)
+        once = functions is not PLAIN or self.config.recompute_granularity == "full"
+        out = self.mix(*inputs) if once else keep_inputs(self.mix, *inputs)
+        made: Tensor = self.out_proj(return_rows(out, layout).unsqueeze(1))[0]
+        return made, None
+
+    def mix(
+        self,
+        functions: Functions,
+        layout: PackedLayout,
+        mixed: Tensor,
+        conv_weight: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        norm_weight: Tensor,
+    ) -> Tensor:
+        """Maps the projected tokens [T, H * widths] to the inputs of the last projection [T, A * V]."""
+        convolve, delta_rule, norm = functions
         key, _, value, _, gates, _ = self.sizes.widths
         mixed = mixed.unflatten(-1, (-1, sum(self.sizes.widths)))
         qkv, gate, beta, decay = mixed.split([2 * key + value, value, gates, gates], dim=-1)
-        convolve, delta_rule, norm = gpu_functions() if mixed.is_cuda else PLAIN
         qkv = convolve(qkv.flatten(1), conv_weight, layout).unflatten(-1, (-1, 2 * key + value))
         query, keys, values = qkv.split([key, key, value], dim=-1)
         out = delta_rule(
@@ -110,11 +130,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
             beta.flatten(1).sigmoid(),
             layout,
         )
-        # every rank has the whole weight, and its gradient is a sum over all heads
-        weight = copy_to_tensor_model_parallel_region(self.norm_weight)
-        out = norm(out, self._by_value(gate), weight, self.config.layernorm_epsilon)
-        made: Tensor = self.out_proj(return_rows(out.flatten(1), layout).unsqueeze(1))[0]
-        return made, None
+        normed: Tensor = norm(out, self._by_value(gate), norm_weight, self.config.layernorm_epsilon)
+        return normed.flatten(1)
 
     def _by_value(self, x: Tensor) -> Tensor:
         """Maps [T, H, value heads per key head * V] to [T, A, V]."""
@@ -192,18 +209,11 @@ def gpu_functions() -> Functions:
     """Returns `convolved`, `padded_delta_rule` and `gated_norm` for GPUs: kernels of fla-core, or the plain functions
     with a warning if the kernels cannot train here."""
     hopper = torch.cuda.get_device_capability()[0] == delta_nets.HOPPER
-    why = delta_nets.obstacle(_version(delta_nets.PACKAGE), _version("triton"), hopper=hopper)
+    why = delta_nets.local_obstacle(hopper=hopper)
     if why is None:
         return _kernels()
     logger.warning("gated delta nets train in plain PyTorch, slower: %s; %s", why, delta_nets.remedy())
     return PLAIN
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _kernels() -> Functions:

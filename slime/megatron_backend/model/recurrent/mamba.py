@@ -27,7 +27,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu, softplus
-from torch.utils.checkpoint import checkpoint
 
 from slime.megatron_backend.context.heads import own_heads
 from slime.megatron_backend.model.attention import PackedLayout
@@ -36,6 +35,7 @@ from slime.megatron_backend.model.recurrent.packed_rows import (
     convolved,
     for_buckets,
     gather_rows,
+    keep_inputs,
     return_rows,
     split_over_ranks,
 )
@@ -94,24 +94,41 @@ class MambaMixer(MegatronModule):  # type: ignore[misc]  # megatron-core has no 
         def own(parameter: Tensor) -> Tensor:
             return parameter if group is None else own_heads(parameter, group)
 
+        bias = None if self.conv_bias is None else own(self.conv_bias)
+        split = (own(x) for x in (self.conv_weight, self.dt_bias, self.A_log, self.D, self.norm_weight))
+        inputs = (layout, mixed, bias, *split)
+        once = self.config.recompute_granularity == "full"
+        out = self.mix(*inputs) if once else keep_inputs(self.mix, *inputs)
+        made: Tensor = self.out_proj(return_rows(out, layout).unsqueeze(1))[0]
+        return made, None
+
+    def mix(
+        self,
+        layout: PackedLayout,
+        mixed: Tensor,
+        conv_bias: Tensor | None,
+        conv_weight: Tensor,
+        dt_bias: Tensor,
+        a_log: Tensor,
+        d: Tensor,
+        norm_weight: Tensor,
+    ) -> Tensor:
+        """Maps the projected tokens [T, G * widths] to the inputs of the last projection [T, A * V]."""
         wide, _, state, _, share = self.sizes.widths
         gate, inputs, steps = mixed.unflatten(-1, (-1, sum(self.sizes.widths))).split(
             [wide, wide + 2 * state, share], dim=-1
         )
-        bias = None if self.conv_bias is None else own(self.conv_bias)
-        inputs = convolved(inputs.flatten(1), own(self.conv_weight), layout, bias)
+        inputs = convolved(inputs.flatten(1), conv_weight, layout, conv_bias)
         values, keys, queries = inputs.unflatten(-1, (-1, wide + 2 * state)).split(
             [wide, state, state], dim=-1
         )
         values = values.unflatten(-1, (share, -1)).float()  # [T, G, A / G, V]
-        step = softplus(steps.float() + own(self.dt_bias).float().view(-1, share))[..., None]
-        decay = -own(self.A_log).float().exp().view(-1, share, 1) * step
+        step = softplus(steps.float() + dt_bias.float().view(-1, share))[..., None]
+        decay = -a_log.float().exp().view(-1, share, 1) * step
         out = packed_scan(queries.float(), keys.float(), values * step, decay, layout)
-        out = out + own(self.D).float().view(-1, share, 1) * values
-        weight = own(self.norm_weight).view(-1, wide)
-        normed = gated_group_norm(out.flatten(2), gate, weight, self.config.layernorm_epsilon)
-        made: Tensor = self.out_proj(return_rows(normed.flatten(1), layout).unsqueeze(1))[0]
-        return made, None
+        out = out + d.float().view(-1, share, 1) * values
+        weight = norm_weight.view(-1, wide)
+        return gated_group_norm(out.flatten(2), gate, weight, self.config.layernorm_epsilon).flatten(1)
 
     def sharded_state_dict(
         self,
@@ -135,15 +152,8 @@ def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Ten
 
 def packed_scan(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, layout: PackedLayout) -> Tensor:
     """Computes `chunked_scan` within each sequence: query and key [T, G, N], value [T, G, S, V], decay (logarithm)
-    [T, G, S, 1] -> [T, G, S, V], for S heads per group. The backward computes the scan again. Deterministic."""
-
-    def scan_bucket(*columns: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return chunked_scan(*columns)
-        made: Tensor = checkpoint(chunked_scan, *columns, use_reentrant=False)
-        return made
-
-    return for_buckets(scan_bucket, (query, key, value, decay), layout)
+    [T, G, S, 1] -> [T, G, S, V], for S heads per group. Deterministic."""
+    return for_buckets(chunked_scan, (query, key, value, decay), layout)
 
 
 def chunked_scan(query: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Tensor:

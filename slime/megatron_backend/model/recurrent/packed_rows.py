@@ -1,5 +1,5 @@
-"""Functions for all layers with a running state: parameters that ranks split, the convolution before the state, and
-the exchange of rows between context-parallel ranks.
+"""Functions for all layers with a running state: parameters that ranks split, the convolution before the state, the
+exchange of rows between context-parallel ranks, and recomputation.
 
 Shapes: P rows, C channels, W taps, T tokens of the row.
 """
@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
+from torch.utils.checkpoint import checkpoint
 
 from slime.megatron_backend.context.heads import own_rows, whole_sequences
 from slime.megatron_backend.model.attention import PackedLayout, padded_rows
@@ -53,6 +54,14 @@ def convolved(x: Tensor, weight: Tensor, layout: PackedLayout, bias: Tensor | No
     if bias is not None:
         total = total + bias.float()
     return silu(total).to(x.dtype)
+
+
+def keep_inputs(compute: Callable[..., Tensor], *inputs: object) -> Tensor:
+    """Applies `compute`. Only its inputs stay for the backward, which computes everything in between again."""
+    if not torch.is_grad_enabled():
+        return compute(*inputs)
+    made: Tensor = checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return made
 
 
 def for_buckets(compute: Callable[..., Tensor], columns: tuple[Tensor, ...], layout: PackedLayout) -> Tensor:

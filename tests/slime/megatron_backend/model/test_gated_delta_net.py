@@ -8,6 +8,7 @@ from family_cases import CASES
 from megatron_cases import (
     VOCAB,
     assert_gradients_equal,
+    check_recomputation,
     compute_part,
     hidden_of,
     make_config,
@@ -24,6 +25,7 @@ from slime.megatron_backend.model.model_config import load_hf_config, transforme
 from slime.megatron_backend.model.recurrent.gated_delta_net import (
     CHUNK,
     PLAIN,
+    GatedDeltaNet,
     gpu_functions,
     padded_delta_rule,
 )
@@ -197,3 +199,12 @@ def test_gpus_without_the_kernels_use_plain_pytorch(monkeypatch: pytest.MonkeyPa
     assert gpu_functions() == PLAIN
     assert "fla-core is not installed" in caplog.text and "pip install fla-core" in caplog.text
     gpu_functions.cache_clear()
+
+
+def test_the_plan_counts_what_the_backward_computes_again(tmp_path):
+    weights = ["conv_weight", "A_log", "dt_bias", "norm_weight"]
+    case = CASES["qwen3-next"]
+    tiny_checkpoint(
+        tmp_path, case.kind, **case.shape | {"linear_key_head_dim": 64, "linear_value_head_dim": 96}
+    )
+    check_recomputation(tmp_path, GatedDeltaNet, weights, PLAIN)

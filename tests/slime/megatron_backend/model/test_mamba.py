@@ -9,6 +9,7 @@ from family_cases import CASES
 from megatron_cases import (
     VOCAB,
     assert_gradients_equal,
+    check_recomputation,
     compute_part,
     hidden_of,
     make_config,
@@ -22,7 +23,7 @@ from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model.attention import packed_layout
 from slime.megatron_backend.model.gpt import build_model, unwrap
 from slime.megatron_backend.model.model_config import load_hf_config, transformer_config
-from slime.megatron_backend.model.recurrent.mamba import CHUNK, packed_scan
+from slime.megatron_backend.model.recurrent.mamba import CHUNK, MambaMixer, packed_scan
 from slime.megatron_backend.model.recurrent.packed_rows import convolved
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models import FAMILIES
@@ -201,3 +202,10 @@ def test_ranks_must_divide_the_groups(tiny):
     layout = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True}
     with pytest.raises(ValueError, match="2 n_groups of Mamba-2 layers, got 2 x 2: 2 / 4 = 0.500"):
         transformer_config(load_hf_config(tiny), make_config(**layout))
+
+
+def test_the_plan_counts_what_the_backward_computes_again(tmp_path):
+    weights = ["conv_bias", "conv_weight", "dt_bias", "A_log", "D", "norm_weight"]
+    case = CASES["nemotron-3"]
+    tiny_checkpoint(tmp_path, case.kind, **case.shape | {"mamba_head_dim": 64, "ssm_state_size": 64})
+    check_recomputation(tmp_path, MambaMixer, weights)
