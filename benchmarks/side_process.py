@@ -1,4 +1,4 @@
-"""Runs one command of against_trl.py to its end, with progress lines, its peak memory and a time limit."""
+"""Runs one command of against_peers.py to its end, with progress lines, its peak memory and a time limit."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""TRL's side of against_trl.py: a timed GRPO run for one case with trl.GRPOTrainer.
+"""TRL's side of against_peers.py: a timed GRPO run for one case with trl.GRPOTrainer.
 
-    PYTHONPATH=benchmarks/.trl:. python benchmarks/trl_side.py '{"model": ..., "prompts": ..., "out": ..., ...}'
+    PYTHONPATH=benchmarks/.peers/trl:. python benchmarks/trl_side.py '{"model": ..., "prompts": ..., "out": ..., ...}'
 
-against_trl.py makes the folder and the argument, a JSON object with the fields of `Job`. After each rollout, the script
-writes the result to the file `out` as JSON: each rollout's begin and end with its optimizer steps in seconds
+against_peers.py makes the folder and the argument, a JSON object with the fields of `Job`. After each rollout, the
+script writes the result to the file `out` as JSON: each rollout's begin and end with its optimizer steps in seconds
 since 1970, the seconds of its generation, the mean response length and the mean reward.
 
 On a GPU, a vLLM engine in this process generates. On CPUs, transformers generates.
@@ -50,7 +50,7 @@ class Job:
     seed: int
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of trl_cases.our_command under TRL's names. All other settings are TRL's defaults."""
+        """Returns the settings of peer_cases.our_command under TRL's names. All other settings are TRL's defaults."""
         samples = self.prompts_per_rollout * self.answers
         return {
             **{"output_dir": self.run_dir, "max_steps": self.rollouts * self.steps, "seed": self.seed},
@@ -147,7 +147,7 @@ class Clock(TrainerCallback):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # The time of the step includes the optimizer's kernels.
             self.record.ends.append(time.time())
-            part = Path(self.job.out + ".part")  # against_trl.py reads the file during the run.
+            part = Path(self.job.out + ".part")  # against_peers.py reads the file during the run.
             part.write_text(json.dumps(asdict(self.record)) + "\n", encoding="utf-8")
             part.rename(self.job.out)
 

@@ -1,4 +1,4 @@
-"""Tests the comparison with TRL: its flags, the measured part of the runs, the record, and runs that fail."""
+"""Tests the comparison with TRL and verl: flags, the measured part of the runs, the record, and runs that fail."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
 import make_model
 import make_tiny_model
 import pytest
-from against_trl import main as against_trl
-from against_trl import our_result, rollouts_done, run_of, trl_folder
+import trl_side
+import verl_side
+from against_peers import main as against_peers
+from against_peers import our_result, peer_folder, rollouts_done, run_of, versions_of
+from peer_cases import CASES, OURS, TRL, TRL_SLEEP, VERL, VERL_RECOMPUTE, Place, our_command, peer_job
+from peer_table import read_sessions, summary, text, write_sessions
 from process_tree import descendants, pss_bytes
 from side_process import Ended, error_line
-from trl_cases import CASES, OURS, TRL, TRL_SLEEP, Place, our_command, trl_job
-from trl_side import Job
-from trl_table import read_sessions, summary, text, write_sessions
 
 from vime.backends import parse_config
 
@@ -29,13 +31,18 @@ from vime.backends import parse_config
         ("--cases short,broad", "--cases must be of short, long, wide, smollm2, got broad"),
         (
             "--device cuda --cases short",
-            "--cases must be of smollm2-gpu, qwen3-4b-gpu, qwen3-4b-80gib, got short",
+            "--cases must be of smollm2-gpu, qwen2.5-0.5b-gpu, qwen3-4b-gpu, qwen3-4b-80gib, got short",
         ),
         ("--cases short --sides ours,their", "--sides must be of ours, trl, trl-sleep, got their"),
+        ("--cases short --sides ours,verl", "--sides must be of ours, trl, trl-sleep, got verl"),
+        (
+            "--device cuda --cases qwen3-4b-gpu --sides ours,their",
+            "--sides must be of ours, trl, trl-sleep, verl, verl-recompute, got their",
+        ),
         ("--cases short --rounds 0", "--rounds must be at least 1, got 0"),
         ("--cases short --warm-up 0", "--warm-up must be at least 1, got 0"),
         ("--cases short --warm-up 2 --rollouts 2", "--rollouts must be above --warm-up 2, got 2"),
-        ("--cases smollm2", "--data must be GSM8K's train.jsonl for SmolLM2, got None"),
+        ("--cases smollm2", "--data must be GSM8K's train.jsonl for published weights, got None"),
         (
             "--cases short --out nowhere/o.json",
             "--out must name a file in a folder that exists, got nowhere/o.json",
@@ -43,9 +50,9 @@ from vime.backends import parse_config
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(flags, message, capsys):
-    assert against_trl(flags.split()) == 2
+    assert against_peers(flags.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"against_trl: {message}")
+    assert line.startswith(f"against_peers: {message}")
 
 
 @pytest.mark.parametrize(("name", "steps", "samples"), [("short", 4, 1024), ("wide", 1, 64)])
@@ -59,18 +66,31 @@ def test_our_flags_are_valid_and_give_the_steps_of_the_case(name, steps, samples
     assert config.checkpoint.save is None and config.evaluation.eval_interval is None
 
 
-@pytest.mark.parametrize("sleep", [False, True])
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.device == "cuda"])
-def test_both_sides_of_a_gpu_case_get_the_same_settings(name, sleep, tmp_path):
-    make_model.main(["--arch", "qwen3-4b", "--no-weights", "--arithmetic", str(tmp_path / "model")])
-    case = CASES[name]
-    prompts = tmp_path / "model/arithmetic/train.jsonl"
-    if case.data == "gsm8k":
-        prompts = tmp_path / "gsm8k.jsonl"
-        prompts.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n")
-    place = Place(tmp_path / "model", prompts, tmp_path / "run", gpu_gib=140.0)
+GPU_CASES = [name for name, case in CASES.items() if case.device == "cuda"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Makes a model without weights and both prompt files."""
+    made = tmp_path_factory.mktemp("peers")
+    make_model.main(["--arch", "qwen3-4b", "--no-weights", "--arithmetic", str(made / "model")])
+    rows = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(3)]
+    (made / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return made
+
+
+def place_for(name: str, folder: Path, run_dir: Path) -> Place:
+    """Returns a run's files on a card of 140 GiB."""
+    files = {"gsm8k": "gsm8k.jsonl", "arithmetic": "model/arithmetic/train.jsonl"}
+    return Place(folder / "model", folder / files[CASES[name].data], run_dir, gpu_gib=140.0)
+
+
+@pytest.mark.parametrize("side", [TRL, TRL_SLEEP])
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_trl_gets_our_settings_on_a_gpu(name, side, folder, tmp_path):
+    case, place = CASES[name], place_for(name, folder, tmp_path)
     config = parse_config(our_command(case, place, 8, 1))
-    job = Job(**trl_job(case, place, 8, 1, sleep))
+    job = trl_side.Job(**peer_job(case, place, 8, 1, side))
     theirs = job.settings()
     assert (config.megatron.params_dtype, theirs["bf16"]) == ("bfloat16", True)
     assert config.algorithm.eps_clip_high == theirs["epsilon_high"] == 0.28
@@ -84,8 +104,94 @@ def test_both_sides_of_a_gpu_case_get_the_same_settings(name, sleep, tmp_path):
     assert ("--recompute-granularity" in flags) == case.recompute
     share = flags[flags.index("--vllm-gpu-memory-utilization") + 1]
     assert float(share) == theirs["vllm_gpu_memory_utilization"] == round(case.engine_gib / 140, 4)
-    assert theirs["vllm_enable_sleep_mode"] is sleep and theirs["vllm_max_model_length"] == case.context
+    assert theirs["vllm_enable_sleep_mode"] is (side == TRL_SLEEP)
+    assert theirs["vllm_max_model_length"] == case.context
     assert job.dataset()["prompt"][0] and config.rollout.rollout_max_response_len == job.max_tokens
+
+
+@pytest.mark.parametrize("side", [VERL, VERL_RECOMPUTE])
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_verl_gets_our_settings(name, side, folder, tmp_path):
+    case, place = CASES[name], place_for(name, folder, tmp_path)
+    config = parse_config(our_command(case, place, 8, 1))
+    job = verl_side.Job(**peer_job(case, place, 8, 1, side))
+    theirs = job.settings()
+    actor, engine = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    assert theirs["algorithm.rollout_correction.bypass_mode"] is (side == VERL)
+    assert config.data.rollout_batch_size == theirs["data.train_batch_size"] == case.prompts
+    assert config.data.n_samples_per_prompt == theirs[f"{engine}.n"] == case.answers
+    mini = theirs[f"{actor}.ppo_mini_batch_size"] * case.answers
+    assert config.data.global_batch_size == mini == case.samples
+    assert config.data.max_tokens_per_gpu == theirs[f"{actor}.ppo_max_token_len_per_gpu"] == case.micro_tokens
+    assert (
+        config.megatron.lr == theirs[f"{actor}.optim.lr"] and theirs[f"{actor}.optim.betas"] == "[0.9,0.95]"
+    )
+    assert config.algorithm.eps_clip == theirs[f"{actor}.clip_ratio_low"] == 0.2
+    assert config.algorithm.eps_clip_high == theirs[f"{actor}.clip_ratio_high"] == 0.28
+    assert theirs[f"{engine}.gpu_memory_utilization"] == round(case.engine_gib / 140, 4)
+    assert (
+        theirs["data.max_prompt_length"] + case.max_tokens
+        == theirs[f"{engine}.max_model_len"]
+        == case.context
+    )
+    assert theirs["actor_rollout_ref.model.enable_gradient_checkpointing"] == case.recompute
+    command = job.command()
+    assert command[1:3] == ["-m", "verl.trainer.main_ppo"]
+    assert "trainer.total_training_steps=8" in command and f"hydra.run.dir={tmp_path}" in command
+    assert "reward.custom_reward_function.name=score" in command
+    assert "+actor_rollout_ref.model.override_config.attn_implementation=torch_varlen" in command
+
+
+def test_verl_reads_all_prompts_in_order_and_scores_as_we_do(folder, tmp_path):
+    case, place = CASES["qwen2.5-0.5b-gpu"], place_for("qwen2.5-0.5b-gpu", folder, tmp_path)
+    job = verl_side.Job(**peer_job(case, place, 2, 1, VERL))
+    job.write_prompts()
+    rows = [json.loads(line) for line in job.prompt_file.read_text().splitlines()]
+    assert len(rows) == 64 and [row["extra_info"]["index"] for row in rows] == list(range(64))
+    assert rows[4]["prompt"] == [{"role": "user", "content": "1 + 1?"}]
+    truth = rows[4]["reward_model"]["ground_truth"]
+    assert truth == "#### 2"
+    assert verl_side.score("gsm8k", "The answer is 2.", truth, extra_info={"num_turns": 2}) == 1.0
+    assert verl_side.score("gsm8k", "The answer is 3.", truth) == 0.0
+
+
+def write_verl_line(path: Path, step: int, times: dict[str, float]) -> None:
+    """Appends a line of verl's file logger, in two parts."""
+    data = {f"timing_s/{name}": value for name, value in times.items()}
+    data |= {"response_length/mean": 250.0, "critic/score/mean": 0.25, "actor/lr": 1e-6}
+    line = json.dumps({"step": step, "data": data}) + "\n"
+    with path.open("a") as stream:
+        stream.write(line[:20])
+        stream.flush()
+        stream.write(line[20:])
+
+
+def test_the_lines_of_verl_are_read_as_they_appear(tmp_path):
+    file, writer = tmp_path / "verl.jsonl", "import sys; sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", writer], stdin=subprocess.PIPE) as process:
+        assert process.stdin
+        lines = verl_side.new_lines(file, process)
+        threading.Timer(
+            0.1, write_verl_line, [file, 1, {"step": 8.0, "gen": 3.0, "old_log_prob": 0.5}]
+        ).start()
+        first = next(lines)
+        write_verl_line(file, 2, {"step": 4.0, "gen": 1.5})
+        process.stdin.close()
+        rows = [first, *lines]
+    assert [row["step"] for row in rows] == [1, 2]
+    result = verl_side.result_of(rows, [20.0, 24.5])
+    assert result["begins"] == [12.0, 20.5] and result["generation_s"] == [3.0, 1.5]
+    assert result["parts_s"]["timing_s/old_log_prob"] == [0.5, 0.0] and result["reward"] == [0.25, 0.25]
+    run = run_of(result, "qwen3-4b-gpu", VERL, 0, 1, Ended(2.0, 30.0, 2**30, 2**31), load=0.1)
+    assert run.rollout_s == [8.0, 4.5] and (run.start_s, run.end_s) == (10.0, 5.5)
+    shown = text([{"runs": [asdict(run), {**asdict(run), "side": OURS, "rollout_s": [8.0, 3.0]}]}])
+    assert "verl / ours" in shown and "1.5 / 1.5 / 1.5" in shown
+
+
+def test_verl_that_fails_before_its_first_line_gives_no_lines(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as process:
+        assert list(verl_side.new_lines(tmp_path / "verl.jsonl", process)) == []
+    assert process.returncode == 3
 
 
 def write_metrics(folder: Path) -> None:
@@ -189,11 +295,20 @@ def test_a_run_that_hangs_is_ended_with_what_it_started(tmp_path):
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_a_folder_that_this_script_did_not_make_is_left_alone(tmp_path):
+@pytest.mark.parametrize("peer", ["trl", "verl"])
+def test_a_folder_that_this_script_did_not_make_is_left_alone(peer, tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
-    with pytest.raises(ValueError, match="--trl-env must be a new folder"):
-        trl_folder(tmp_path)
+    with pytest.raises(ValueError, match="--peer-envs must be a new folder"):
+        peer_folder(tmp_path, peer)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_the_versions_of_peers_are_those_of_their_folders(tmp_path):
+    listed = tmp_path / "verl/verl-0.9.1.dist-info"
+    listed.mkdir(parents=True)
+    (listed / "METADATA").write_text("Metadata-Version: 2.1\nName: verl\nVersion: 0.9.1\n")
+    found = versions_of(tmp_path, ["verl", "trl"])
+    assert found["peer_versions"] == {"verl": {"verl": "0.9.1"}, "trl": {}} and "torch" in found["versions"]
 
 
 def test_memory_counts_processes_below_processes():

@@ -1,8 +1,8 @@
-"""Runs of against_trl.py, their record on disk, and its table.
+"""Runs of against_peers.py, their record on disk, and its table.
 
 A record is {"sessions": [...]}. A session is one call of the script: machine, versions, cases and runs. A later call
 with the same --out adds its session, from the same machine or from another machine. The table compares round k of our
-side with round k of TRL's side in the same session, because they took turns. It shows lowest, median and highest.
+side with round k of another side in the same session, because they took turns. It shows lowest, median and highest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_cases import OURS, SIDES
+from peer_cases import OURS, SIDES
 
 ROWS = {
     "s per rollout": ("rollout_s", True),

