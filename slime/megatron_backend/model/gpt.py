@@ -145,6 +145,12 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
             embedded, layout, self.described.vision, self.vision_model, sequence_parallel=parallel
         )
 
+    def _set_attention_backend(self) -> None:
+        """Sets the variables NVTE_* for Transformer Engine. Other layers read none, so values in the environment are no
+        error there."""
+        if self.config.transformer_impl == "transformer_engine":
+            super()._set_attention_backend()
+
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 

@@ -64,13 +64,7 @@ def renamed(stock: list[str]) -> list[str]:
     return [w.replace("--sglang-mem-fraction-static", "--vllm-gpu-memory-utilization") for w in stock]
 
 
-def test_stock_script_parses_as_it_is_and_with_vllm_names(stock, monkeypatch):
-    for name in (
-        "NVTE_FLASH_ATTN",
-        "NVTE_FUSED_ATTN",
-        "NVTE_UNFUSED_ATTN",
-    ):  # Megatron sets them in its process
-        monkeypatch.delenv(name, raising=False)
+def test_stock_script_parses_as_it_is_and_with_vllm_names(stock):
     c = parse_config(stock)
     assert c.engine.backend_args == {"gpu_memory_utilization": 0.7}
     settings = engine_settings(c)

@@ -3,12 +3,14 @@ long."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnBackend
 from megatron_cases import hidden_of, make_config, packed_logits, sequences, sum_loss, tiny_checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
@@ -250,3 +252,12 @@ def test_layers_are_made_of_our_modules(checkpoint):
         names = {name for name, _ in layer.named_parameters()}
         assert {"input_layernorm.weight", "pre_mlp_layernorm.weight"} <= names
         assert not any("linear_qkv.norm" in name or "linear_fc1.norm" in name for name in names)
+
+
+def test_variables_of_transformer_engine_are_neither_read_nor_set(checkpoint, monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    for backend in ("fused", "flash", "auto"):
+        loaded(checkpoint(), overrides={"attention_backend": AttnBackend[backend]})
+    assert {name: value for name, value in os.environ.items() if name.startswith("NVTE_")} == {
+        "NVTE_FUSED_ATTN": "0"
+    }
