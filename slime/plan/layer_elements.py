@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slime.config import Config
-from slime.models import Layer
+from slime.models import Layer, read_decoder
 from slime.models.decoder import Attention, choose_exchange
+from slime.models.fused_attention import PADDED_ROWS, find_layer_obstacle
 from slime.plan.model_shape import Shape
 from slime.plan.rank_params import stage_layers
 from slime.plan.stages import build_stages, micro_batch_group
@@ -40,7 +41,8 @@ def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
     kernel = (
         c.cluster.device == "cuda" and c.kernels.rlk_fast != "off" and "swiglu" in c.kernels.rl_kernel_ops
     )
-    attention = (kind.attention.kept + exchanged_elements(c, shape, kind.attention)) / tp
+    attention = kind.attention.kept + exchanged_elements(c, shape, kind.attention)
+    attention = (attention + padded_elements(c, shape, kind)) / tp
     attention += rounded_inputs(c, shape, kind)
     post = 2 * shape.post_norms  # the inputs of the post-norms
     one = 2 if keeps_outputs else 1  # a norm's input, and its output
@@ -85,6 +87,22 @@ def exchanged_elements(c: Config, shape: Shape, attention: Attention) -> float:
         return attention.context * (cp + 0.5)
     repeats = max(cp / max(shape.groups // tp, 1), 1)
     return attention.kept / 4 + attention.context * (repeats - 1)
+
+
+def padded_elements(c: Config, shape: Shape, kind: Layer) -> float:
+    """Returns the elements that the copies of --attention-backend fused add to a layer's attention, over
+    tensor-parallel ranks: the padded output, and the padding of queries, keys and values.
+
+    The lengths of samples are unknown, so the padding is the most of long sequences. Sequences that need no padding
+    have no copies.
+    """
+    own = c.megatron.overrides.get("transformer_impl") != "transformer_engine"
+    fused = own and c.megatron.overrides.get("attention_backend") == "fused"
+    if not fused or c.cluster.device != "cuda" or c.megatron.params_dtype == "float32" or not kind.softmax:
+        return 0
+    if find_layer_obstacle(read_decoder(shape.hf), kind) is not None:
+        return 0
+    return kind.attention.pair_flops / 4 + (PADDED_ROWS - 1) * kind.attention.kept / 2
 
 
 def expert_copies(c: Config, shape: Shape) -> float:

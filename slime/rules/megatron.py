@@ -6,6 +6,7 @@ trainer chooses these itself, and a note reports it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config.fields import Values, spelled
 from slime.config.sections.megatron import MegatronConfig
-from slime.models import read_decoder
+from slime.models import Decoder, read_decoder
+from slime.models.fused_attention import find_layer_obstacle
 from slime.plan.rounded_operands import NVFP4, form_for, has_own_recipe
 from slime.records.errors import FlagError
 from slime.roles import CRITIC, get_roles
@@ -155,13 +157,30 @@ def _has_experts(checkpoint: str) -> bool:
         return False
 
 
-def engine_notes(c: Config) -> Iterator[str]:
-    """Yields a note on Transformer Engine's layers."""
+def engine_notes(c: Config, decoder: Decoder) -> Iterator[str]:
+    """Yields a note on Transformer Engine's layers, or on the layers that --attention-backend fused does not
+    compute."""
     if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
         yield (
             "--transformer-impl transformer_engine: these layers were written from the sources of Megatron and of "
             "Transformer Engine and have never been run; local was run and measured"
         )
+    elif c.megatron.overrides.get("attention_backend") == "fused":
+        yield from _fused_notes(c, decoder)
+
+
+def _fused_notes(c: Config, decoder: Decoder) -> Iterator[str]:
+    if c.cluster.device != "cuda" or c.megatron.params_dtype == "float32":
+        yield f"--attention-backend fused: no effect on {c.cluster.device} in {c.megatron.params_dtype}"
+        return
+    layers = [layer for layer in decoder.layers if layer.softmax]
+    obstacles = Counter(find_layer_obstacle(decoder, layer) for layer in layers)
+    for why, count in obstacles.items():
+        if why is not None:
+            yield (
+                f"--attention-backend fused: no effect in {count} of {len(layers)} layers with softmax attention, "
+                f"because {why}"
+            )
 
 
 def check_padded_vocabulary(c: Config, vocab: int) -> None:

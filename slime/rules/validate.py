@@ -326,8 +326,9 @@ def checkpoint_notes(c: Config) -> Iterator[str]:
     """Yields notes on flags that describe the checkpoint of a validated configuration."""
     yield from model_arg_notes(c.megatron.model_args, _model(c))
     yield from scheme_notes(c, _model(c))
-    yield from (*operand_notes(c, _model(c)), *indexer_notes(c, read_decoder(_model(c))))
-    yield from engine_notes(c)
+    decoder = read_decoder(_model(c))
+    yield from (*operand_notes(c, _model(c)), *indexer_notes(c, decoder))
+    yield from engine_notes(c, decoder)
 
 
 BY_THEMSELVES: tuple[Rule, ...] = (

@@ -357,7 +357,7 @@ class PackedAttention(nn.Module):
         flash = fits and query.is_cuda and query.dtype != torch.float32
         if self.attend is not None:
             out = self.attend(query, key, value, layout, self.scale, self.window)
-        elif self.fused and self._can_fuse(query, value, layout, sinks):
+        elif self.fused and self._can_fuse(query, layout, sinks):
             out = fused_attention(query, key, value, cast(FusedBatches, layout.fused), self.scale)
         elif flash:
             out = flash_attention(query, key, value, layout, self.scale, self.window, sinks)
@@ -368,9 +368,9 @@ class PackedAttention(nn.Module):
             out = attend_to_whole_images(out, query, key, value, *settings, flash=flash)
         return out
 
-    def _can_fuse(self, query: Tensor, value: Tensor, layout: PackedLayout, sinks: Tensor | None) -> bool:
+    def _can_fuse(self, query: Tensor, layout: PackedLayout, sinks: Tensor | None) -> bool:
         """Returns whether cuDNN's kernels compute this attention. If not, logs the reason."""
-        obstacle = find_obstacle(query, value, self.window, self.cap, sinks)
+        obstacle = find_obstacle(query, self.window, self.cap, sinks)
         if obstacle is None and layout.whole_images is not None:
             obstacle = "tokens see a whole image"
         if obstacle is None and layout.own and layout.fused is None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from slime.data.token_slice import TokenRun, ranges
+from slime.models.fused_attention import find_model_obstacle
 from slime.system.uploads import upload
 
 # Longest divided by shortest sequence of a bucket. This ratio limits the padding and the number of buckets.
@@ -35,7 +36,6 @@ _MASK_ELEMENTS = 2**24
 
 _TILE = 128  # rows of a tile in cuDNN's backward
 _MOST_PAIRS = 1.4  # most pairs of a query and a key in cuDNN's batches, per pair that is needed
-_FUSED_DIM = 128  # largest head for cuDNN
 
 Inner = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 """Maps (q [S, A, queries, D], k and v [S, G, keys, D], seen bool [S, 1, queries, keys], scale) to [S, A, queries,
@@ -352,17 +352,10 @@ def fused_attention(
     return out
 
 
-def find_obstacle(
-    query: Tensor, value: Tensor, window: int | None, cap: float | None, sinks: Tensor | None
-) -> str | None:
-    """Returns why cuDNN's kernels were not written for this attention, or None."""
-    sizes = query.shape[-1], value.shape[-1]
+def find_obstacle(query: Tensor, window: int | None, cap: float | None, sinks: Tensor | None) -> str | None:
+    """Returns why cuDNN's kernels do not compute this attention, or None."""
     if not query.is_cuda or query.dtype == torch.float32:
         return f"the layer runs on {query.device.type} in {str(query.dtype).removeprefix('torch.')}"
     if torch.cuda.get_device_capability(query.device) != (9, 0):
         return "the GPU is not of the Hopper generation"
-    if max(sizes) > _FUSED_DIM or any(size % 8 for size in sizes):
-        return f"heads have {sizes[0]} and {sizes[1]} dimensions, not a multiple of 8 up to {_FUSED_DIM}"
-    parts = {"a sliding window": window, "capped scores": cap, "sinks": sinks}
-    special = [name for name, part in parts.items() if part is not None]
-    return f"the layer has {' and '.join(special)}" if special else None
+    return find_model_obstacle(query.shape[-1], window, cap, sinks=sinks is not None)

@@ -137,6 +137,21 @@ def test_context_parallel_ranks_by_hand():
     assert added(3) == 3.5 * 2 * 1024
 
 
+def test_the_copies_of_the_fused_backend():
+    """A layer keeps the padded output, 4096 elements, and up to 12.5% padding of queries, keys, values and output."""
+
+    def added(shape: dict[str, Any] = QWEN3_4B, **flags: Any) -> float:
+        widths = [
+            layer_width(config(overrides=given, **flags), Shape.of(shape), Shape.of(shape).kinds[0])
+            for given in ({}, {"attention_backend": "fused"})
+        ]
+        return widths[1] - widths[0]
+
+    assert added() == 4096 + (4096 + 1024) * 2 / 8
+    assert added(actor_num_gpus_per_node=2, tensor_model_parallel_size=2) == added() / 2
+    assert added(QWEN3_4B | {"head_dim": 256}) == added(device="cpu") == 0
+
+
 def test_inputs_of_layers_on_the_host():
     """The device keeps the input that the backward has fetched. A pinned input is a power of two of bytes."""
     found = estimate(config(max_tokens_per_gpu=65536, cpu_offloading=True), QWEN3_4B)

@@ -181,6 +181,18 @@ def test_the_fused_backend_reaches_megatron(argv):
     assert c.megatron.core_overrides(TransformerConfig)["attention_backend"] is AttnBackend.fused
 
 
+def test_layers_without_the_fused_backend_are_noted(argv, tmp_path):
+    flags = "--attention-backend fused"
+    assert notes_of(argv, flags) == ["--attention-backend fused: no effect on cpu in float32"]
+    argv += ["--device", "cuda", "--bf16"]
+    assert notes_of(argv, flags) == []
+    write_model(tmp_path / "model", head_dim=256)
+    assert notes_of(argv, flags) == [
+        "--attention-backend fused: no effect in 4 of 4 layers with softmax attention, because heads have 256 "
+        "dimensions, not a multiple of 8 up to 128"
+    ]
+
+
 def test_settings_that_change_nothing_are_fields_of_megatron_core():
     from slime.config.core_table import core_flags
     from slime.config.megatron_flags import HISTORICAL

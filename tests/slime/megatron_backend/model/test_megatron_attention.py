@@ -276,17 +276,17 @@ def test_a_layer_logs_its_obstacle_once(caplog):
         (128, (None, None, None), None),
         (128, (64, None, None), "the layer has a sliding window"),
         (128, (64, 30.0, torch.zeros(4)), "the layer has a sliding window and capped scores and sinks"),
-        (192, (None, None, None), "heads have 192 and 192 dimensions, not a multiple of 8 up to 128"),
-        (12, (None, None, None), "heads have 12 and 12 dimensions, not a multiple of 8 up to 128"),
+        (192, (None, None, None), "heads have 192 dimensions, not a multiple of 8 up to 128"),
+        (12, (None, None, None), "heads have 12 dimensions, not a multiple of 8 up to 128"),
     ],
 )
 def test_obstacles_of_a_layer(size, given, reason, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     on_gpu = SimpleNamespace(shape=(1, 4, size), is_cuda=True, dtype=torch.bfloat16, device="cuda")
-    assert find_obstacle(on_gpu, on_gpu, *given) == reason  # type: ignore[arg-type]
+    assert find_obstacle(on_gpu, *given) == reason  # type: ignore[arg-type]
 
 
 def test_only_hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     on_gpu = SimpleNamespace(shape=(1, 4, 128), is_cuda=True, dtype=torch.bfloat16, device="cuda")
-    assert find_obstacle(on_gpu, on_gpu, None, None, None) == "the GPU is not of the Hopper generation"  # type: ignore[arg-type]
+    assert find_obstacle(on_gpu, None, None, None) == "the GPU is not of the Hopper generation"  # type: ignore[arg-type]
