@@ -123,6 +123,13 @@ class Part:
     """The memory belongs to the sender, so the worker must have read it before it answers."""
     verify: Callable[[], None] = _nothing
     """Raises ValueError unless the trainer made these tensors."""
+    view: Callable[[str], Tensor] | None = None
+    """Returns a tensor in the sender's memory, if `get` copies it. The sender may write to this memory after the worker
+    has answered."""
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor that the worker uses before it answers only, without a copy if possible."""
+        return (self.view or self.get)(name)
 
 
 class Receiver(Protocol):

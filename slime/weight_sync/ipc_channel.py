@@ -107,6 +107,7 @@ class IpcReceiver:
             load=info["load"],
             compare=not info["load"],
             whole=False,
+            view=tensors.__getitem__,
         )
 
     def take(self, handles: dict[str, Handle]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -48,11 +49,19 @@ def with_all_experts(
         yield parameter, row, [names for _, _, names in of_ranks[: ranks if row.is_expert else 1]]
 
 
-def exported(inner: HiddenGPTModel) -> Iterator[tuple[Tensor, Row, list[tuple[str, ...]]]]:
-    """Yields the parameters of this stage, without the copy of the embedding for a tied head."""
-    for parameter, row, names in with_all_experts(inner):
-        if not getattr(parameter, "shared", False):  # Megatron marks the embedding's copy
-            yield parameter, row, names
+_Exported = tuple[Tensor, Row, list[tuple[str, ...]]]
+_EXPORTED: WeakKeyDictionary[HiddenGPTModel, list[_Exported]] = WeakKeyDictionary()
+
+
+def exported(inner: HiddenGPTModel) -> list[_Exported]:
+    """Returns the parameters of this stage, without the copy of the embedding for a tied head.
+
+    The list is computed once per model: Qwen3-30B-A3B has 18,867 HF names, and each export needs all of them.
+    """
+    if inner not in _EXPORTED:
+        # Megatron marks the embedding's copy
+        _EXPORTED[inner] = [each for each in with_all_experts(inner) if not getattr(each[0], "shared", False)]
+    return _EXPORTED[inner]
 
 
 def hf_parts(parameter: Tensor, row: Row, inner: HiddenGPTModel) -> list[Tensor]:

@@ -164,7 +164,6 @@ def load_weights(model: Any, directory: str, iteration: int | None = None, *, di
         load_hf(model, directory, dithers=dithers)
 
 
-@torch.no_grad()
 def export_hf(model: nn.Module, read: Read = live) -> Iterator[tuple[str, Tensor]]:
     """Yields all weights under their HF names: full tensors on every rank, in the model's dtype (a router's bias in
     fp32).
@@ -212,14 +211,16 @@ def over_stages(
 def _export_stage(inner: HiddenGPTModel, read: Read) -> Iterator[tuple[str, Tensor]]:
     """Yields HF names and full tensors of this stage. Collective over tensor- and expert-parallel ranks."""
     for parameter, row, names_of_ranks in exported(inner):
-        full, shards = read(parameter), shard_group(row)
-        if shards.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
-            full = row.layout.merge(gathered(full, shards))
-        of_ranks = [full]
-        if len(names_of_ranks) > 1:
-            of_ranks = gathered(full, parallel_state.get_expert_model_parallel_group())
-        for names, tensor in zip(names_of_ranks, of_ranks, strict=True):
-            yield from zip(names, row.layout.split(tensor, inner.sizes), strict=True)
+        with torch.no_grad():
+            full, shards = read(parameter), shard_group(row)
+            if shards.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
+                full = row.layout.merge(gathered(full, shards))
+            of_ranks = [full]
+            if len(names_of_ranks) > 1:
+                of_ranks = gathered(full, parallel_state.get_expert_model_parallel_group())
+            wholes = [row.layout.split(tensor, inner.sizes) for tensor in of_ranks]
+        for names, parts in zip(names_of_ranks, wholes, strict=True):
+            yield from zip(names, parts, strict=True)
 
 
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

@@ -262,9 +262,9 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             return
         predicted = self.tensors.predicted_names(update)
         mine = [name for name in part.shapes if name not in predicted]
-        wrong = differing_tensors(self.model, mine, part.get, update=update.keys() - predicted)
+        wrong = differing_tensors(self.model, mine, part.read, update=update.keys() - predicted)
         if self.draft is not None and (ahead := predicted & part.shapes.keys()):
-            wrong += differing_draft_tensors(self.draft, self.model, ahead, part.get, predicted)
+            wrong += differing_draft_tensors(self.draft, self.model, ahead, part.read, predicted)
         _require_none(wrong, part.origin)
 
     def _finish_comparison(self) -> None:

@@ -125,7 +125,7 @@ class WeightViews:
         for name in part.shapes:
             for module, view in self._found[name]:
                 views.append(view)
-                shards.append(cut_shard(part.get(name), module, view.shape))
+                shards.append(cut_shard(part.read(name), module, view.shape))
                 waiting += shards[-1].nbytes
             if waiting > _BATCH_BYTES:
                 torch._foreach_copy_(views, shards)
