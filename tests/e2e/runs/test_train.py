@@ -262,8 +262,8 @@ def test_killed_driver_leaves_nothing_and_the_same_command_continues_the_curve(
     run_dir = world.root / "killed"
     newest = run_dir / "checkpoint" / "latest_checkpointed_iteration.txt"
     with launched(command, world.root / "killed.out") as launch:
-        saved = lambda: newest.exists() and newest.read_text().strip() == "1"  # noqa: E731
-        launch.wait_for(saved, "checkpoint after rollout 1", 300)
+        launch.wait_for(lambda: newest.exists() and newest.read_text().strip() == "1", "save", 300)
+        os.kill(launch.process.pid, signal.SIGSTOP)  # The run must not end during the checks below.
         assert_on_loopback(launch.sockets())
         assert_small(launch)
         os.kill(launch.process.pid, signal.SIGKILL)
