@@ -49,11 +49,12 @@ def with_all_experts(
         yield parameter, row, [names for _, _, names in of_ranks[: ranks if row.is_expert else 1]]
 
 
-_Exported = tuple[Tensor, Row, list[tuple[str, ...]]]
-_EXPORTED: WeakKeyDictionary[HiddenGPTModel, list[_Exported]] = WeakKeyDictionary()
+Exported = tuple[Tensor, Row, list[tuple[str, ...]]]
+"""A parameter, its row of the family's table, and its HF names on each expert-parallel rank."""
+_EXPORTED: WeakKeyDictionary[HiddenGPTModel, list[Exported]] = WeakKeyDictionary()
 
 
-def exported(inner: HiddenGPTModel) -> list[_Exported]:
+def exported(inner: HiddenGPTModel) -> list[Exported]:
     """Returns the parameters of this stage, without the copy of the embedding for a tied head.
 
     The list is computed once per model: Qwen3-30B-A3B has 18,867 HF names, and each export needs all of them.

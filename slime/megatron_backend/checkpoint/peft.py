@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from slime.checkpoints.hf_files import write_tensors
-from slime.megatron_backend.checkpoint.weights import Named, Read, gathered, live, over_stages
+from slime.megatron_backend.checkpoint.gathering import gathered
+from slime.megatron_backend.checkpoint.weights import Named, Read, live, over_stages
 from slime.megatron_backend.lora.adapters import ExpertAdapter, Slot
 from slime.megatron_backend.lora.install import AnyAdapter, find_adapters, find_lora
 from slime.megatron_backend.model.gpt import unwrapped

@@ -27,6 +27,7 @@ from slime.checkpoints.hf_config import read_config_json, with_own_quantization
 from slime.checkpoints.hf_files import Files, write_shards
 from slime.config.sections.checkpoint import HfFormat
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint
+from slime.megatron_backend.checkpoint.gathering import batch_experts, gather_together, merge_shards
 from slime.megatron_backend.checkpoint.live_table import (
     exported,
     hf_parts,
@@ -210,25 +211,19 @@ def over_stages(
 
 def _export_stage(inner: HiddenGPTModel, read: Read) -> Iterator[tuple[str, Tensor]]:
     """Yields HF names and full tensors of this stage. Collective over tensor- and expert-parallel ranks."""
-    for parameter, row, names_of_ranks in exported(inner):
+    group = parallel_state.get_expert_model_parallel_group()
+    for batch in batch_experts(exported(inner), group.size()):
         with torch.no_grad():
-            full, shards = read(parameter), shard_group(row)
-            if shards.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
-                full = row.layout.merge(gathered(full, shards))
-            of_ranks = [full]
-            if len(names_of_ranks) > 1:
-                of_ranks = gathered(full, parallel_state.get_expert_model_parallel_group())
-            wholes = [row.layout.split(tensor, inner.sizes) for tensor in of_ranks]
-        for names, parts in zip(names_of_ranks, wholes, strict=True):
-            yield from zip(names, parts, strict=True)
-
-
-def gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Returns all tensors in `group`, in rank order."""
-    mine = tensor.contiguous().to(torch.cuda.current_device())
-    tensors = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(tensors, mine, group=group)
-    return tensors
+            tensors = [merge_shards(read(parameter), parameter, row) for parameter, row, _ in batch]
+            gathers = len(batch[0][2]) > 1
+            of_ranks = gather_together(tensors, group) if gathers else [(tensor,) for tensor in tensors]
+            wholes = [
+                [row.layout.split(tensor, inner.sizes) for tensor in found]
+                for (_, row, _), found in zip(batch, of_ranks, strict=True)
+            ]
+        for (_, _, names_of_ranks), parts in zip(batch, wholes, strict=True):
+            for names, tensors in zip(names_of_ranks, parts, strict=True):
+                yield from zip(names, tensors, strict=True)
 
 
 def _read_stage_shapes(inner: HiddenGPTModel) -> list[tuple[str, torch.Size, torch.dtype]]:
