@@ -142,7 +142,7 @@ def check_delta_nets(machine: Machine, wanted: WantedRun) -> list[Finding]:
     run as plain PyTorch, which is a warning."""
     if wanted.device != "cuda":
         return []
-    if wanted.hf_checkpoint is not None and not read_decoder(read_hf_config(wanted.hf_checkpoint)).stateful:
+    if wanted.hf_checkpoint is not None and read_decoder(read_hf_config(wanted.hf_checkpoint)).delta is None:
         return []
     installed = machine.installed(delta_nets.PACKAGE)
     hopper = any(row[4].startswith(f"{delta_nets.HOPPER}.") for row in gpu_rows(machine))

@@ -105,7 +105,11 @@ def test_a_driver_without_gpus():
     assert only(gpus.check_gpus(gpu_machine(), CUDA)).status == "problem"
 
 
-PUBLISHED = {"qwen3_next": "qwen3-next-80b-a3b", "qwen3": "qwen3-4b"}
+PUBLISHED = {
+    "qwen3_next": "qwen3-next-80b-a3b",
+    "qwen3": "qwen3-4b",
+    "nemotron_h": "nemotron-3-nano-30b-a3b",
+}
 DELTA = {"fla-core": "0.6.0", "triton": "3.6.0"}
 
 
@@ -125,6 +129,7 @@ DELTA = {"fla-core": "0.6.0", "triton": "3.6.0"}
         (DELTA | {"triton": "3.3.1"}, "9.0", "qwen3_next", "ok", "fla-core 0.6.0"),
         ({"triton": "3.8.0"}, "9.0", "qwen3_next", "warning", "slower: fla-core is not installed"),
         (DELTA, "9.0", "qwen3", None, ""),
+        ({}, "9.0", "nemotron_h", None, ""),
     ],
 )
 def test_gated_delta_nets(tmp_path: Path, installed, capability, checkpoint, status, words):
