@@ -35,13 +35,14 @@ from slime.megatron_backend.model.attention_scores import (
 )
 
 HEADS, GROUPS, SIZE = 32, 8, 128
-MIXED = [random.Random(0).randint(200, 1800) for _ in range(32)]
+MIXED = random.Random(0).choices(range(200, 1801), k=32)
 CASES = {
     "2 x 4096": [(0, 4096)] * 2,
     "2 x 4096, shared prompt of 512": [(0, 4096), (512, 4096)],
     "2 x about 4000": [(0, 4001), (0, 3703)],
     "16 x 512": [(0, 512)] * 16,
     "1 x 8192": [(0, 8192)],
+    "32 x 988": [(0, 988)] * 32,
     "32 x 200 to 1800": [(0, length) for length in MIXED],
     "1 x 32768": [(0, 32768)],
 }
