@@ -12,7 +12,7 @@ from slime.types import TrainData
 pytestmark = pytest.mark.gpu
 
 
-def test_the_host_does_not_wait_for_a_packed_micro_batch_never_run() -> None:
+def test_the_host_does_not_wait_for_a_packed_micro_batch() -> None:
     lengths, responses = [700, 300, 24], [200, 100, 8]
     data: TrainData = {
         "tokens": [torch.arange(length) for length in lengths],

@@ -46,7 +46,7 @@ def largest_error(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize("case", DENSE, ids=case_id)
-def test_products_are_those_of_triton_and_the_reference_never_run(case: Fp8Case) -> None:
+def test_products_are_those_of_triton_and_the_reference(case: Fp8Case) -> None:
     x, weights, upstream = case.tensors(torch.bfloat16, "cuda")
     both, rounded = fast.round_weights(weights, False), fast.round_upstream(upstream, None, False)
     out, columns = fast.outputs_and_columns(x, both, None, False)
@@ -78,7 +78,7 @@ def test_products_are_those_of_triton_and_the_reference_never_run(case: Fp8Case)
 
 
 @pytest.mark.parametrize("case", EXPERTS, ids=case_id)
-def test_products_of_experts_are_those_of_triton_never_run(case: Fp8Case) -> None:
+def test_products_of_experts_are_those_of_triton(case: Fp8Case) -> None:
     x, weights, upstream = case.tensors(torch.bfloat16, "cuda")
     ends = case.ends("cuda")
     assert ends is not None
@@ -98,7 +98,7 @@ def test_products_of_experts_are_those_of_triton_never_run(case: Fp8Case) -> Non
     assert torch.equal(d_weights, other_d_weights)
 
 
-def test_a_layer_adds_the_gradient_of_its_weight_never_run() -> None:
+def test_a_layer_adds_the_gradient_of_its_weight() -> None:
     x, weights, upstream = ODD.tensors(torch.bfloat16, "cuda")
     found = []
     for total in (torch.zeros(weights[0].shape, device="cuda"), None):
@@ -113,7 +113,7 @@ def test_a_layer_adds_the_gradient_of_its_weight_never_run() -> None:
     assert largest_error(total, d_weight) < CLOSE
 
 
-def test_an_invariant_product_is_that_of_triton_never_run() -> None:
+def test_an_invariant_product_is_that_of_triton() -> None:
     x, weights, _ = ODD.tensors(torch.bfloat16, "cuda")
     ours = fp8.linear(x, weights[0], invariant=True)
     fp8.choose_products("torch", x.device)
@@ -121,7 +121,7 @@ def test_an_invariant_product_is_that_of_triton_never_run() -> None:
 
 
 @pytest.mark.parametrize("case", [ODD, *EXPERTS], ids=case_id)
-def test_the_host_does_not_wait_never_run(case: Fp8Case) -> None:
+def test_the_host_does_not_wait(case: Fp8Case) -> None:
     x, weights, upstream = case.tensors(torch.bfloat16, "cuda")
     ends, total = case.ends("cuda"), torch.zeros(weights[0].shape, device="cuda")
 
@@ -144,7 +144,7 @@ def test_the_host_does_not_wait_never_run(case: Fp8Case) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_launch_depends_on_the_address_of_the_input_never_run() -> None:
+def test_a_launch_depends_on_the_address_of_the_input() -> None:
     """A launch with a known key uses the form that Triton compiled for addresses of multiples of 16 bytes."""
     memory = torch.randn(256 * 256 + 8, device="cuda").bfloat16()
     for offset in (0, 1, 8):

@@ -31,7 +31,7 @@ def largest_error(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("case", LARGE, ids=case_id)
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_rounded_bits_are_those_of_the_reference_never_run(case: Fp8Case, power_of_two: bool) -> None:
+def test_rounded_bits_are_those_of_the_reference(case: Fp8Case, power_of_two: bool) -> None:
     x, weights, _ = case.tensors(torch.bfloat16, "cuda")
     rows, columns = quantize(x, None, rows=True, columns=True, power_of_two=power_of_two)
     assert rows is not None and columns is not None
@@ -49,7 +49,7 @@ def test_rounded_bits_are_those_of_the_reference_never_run(case: Fp8Case, power_
 
 
 @pytest.mark.parametrize("case", DENSE, ids=case_id)
-def test_torch_and_triton_multiply_as_the_reference_never_run(case: Fp8Case) -> None:
+def test_torch_and_triton_multiply_as_the_reference(case: Fp8Case) -> None:
     x, weights, upstream = case.tensors(torch.bfloat16, "cuda")
     rows, columns = quantize(x, None, rows=True, columns=True, power_of_two=False)
     grad_rows, grad_columns = fast.round_upstream(upstream, None, False)
@@ -79,7 +79,7 @@ def test_torch_and_triton_multiply_as_the_reference_never_run(case: Fp8Case) -> 
 
 
 @pytest.mark.parametrize("case", [case for case in LARGE if case.shares], ids=case_id)
-def test_products_of_experts_are_those_of_one_expert_never_run(case: Fp8Case) -> None:
+def test_products_of_experts_are_those_of_one_expert(case: Fp8Case) -> None:
     x, weights, upstream = case.tensors(torch.bfloat16, "cuda")
     ends = case.ends("cuda")
     assert ends is not None
@@ -100,7 +100,7 @@ def test_products_of_experts_are_those_of_one_expert_never_run(case: Fp8Case) ->
             assert not d_weights[expert].any()
 
 
-def test_a_row_has_the_same_bits_alone_and_in_a_batch_never_run() -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch() -> None:
     x, weights, _ = DENSE[0].tensors(torch.bfloat16, "cuda")
     whole = fp8.linear(x, weights[0], invariant=True)
     for rows in (slice(0, 1), slice(77, 78), slice(100, 300), slice(16_383, 16_384)):
@@ -108,7 +108,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch_never_run() -> None:
 
 
 @pytest.mark.parametrize("shares", [(), (100, 0, 156)], ids=["dense", "experts"])
-def test_the_host_does_not_wait_never_run(shares: tuple[int, ...]) -> None:
+def test_the_host_does_not_wait(shares: tuple[int, ...]) -> None:
     case = Fp8Case("few", 256, 256, 384, shares)
     x, weights, upstream = case.tensors(torch.bfloat16, "cuda")
     ends = case.ends("cuda")
