@@ -98,7 +98,8 @@ class MambaMixer(MegatronModule):  # type: ignore[misc]  # megatron-core has no 
         split = (own(x) for x in (self.conv_weight, self.dt_bias, self.A_log, self.D, self.norm_weight))
         inputs = (layout, mixed, bias, *split)
         once = self.config.recompute_granularity == "full"
-        out = self.mix(*inputs) if once else keep_inputs(self.mix, *inputs)
+        mix: Callable[..., Tensor] = self.mix
+        out = mix(*inputs) if once else keep_inputs(mix, *inputs)
         made: Tensor = self.out_proj(return_rows(out, layout).unsqueeze(1))[0]
         return made, None
 
