@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from allocations import peak_bytes
 from family_cases import BUILT_AS, MULTIMODAL, PREDICTION, TINY, multimodal
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
@@ -35,7 +34,6 @@ from slime.megatron_backend.model.gpt import (
 )
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import finish_grads
-from slime.megatron_backend.model.recurrent.packed_rows import keep_inputs
 from slime.models import family_for
 from slime.models.renaming import rename
 
@@ -251,26 +249,3 @@ def compute_part(
     finish_grads(model)
     gradients = {name: p.main_grad.clone() for name, p in unwrap(model).named_parameters()}
     return part.tokens, logits.detach(), gradients
-
-
-def check_recomputation(directory: Path, kind: type, weights: list[str], *functions: Any) -> None:
-    """Checks that a layer of class `kind` keeps its projected inputs only, and that the plan counts the peak of forward
-    and backward between its projections. `weights`: names of the parameters of its `mix`."""
-    model: Any = build_model(load_hf_config(directory), make_config())
-    layer: Any = next(module for module in model.modules() if isinstance(module, kind))
-    layout, parameters = packed_layout(token_slice([512]), "cpu"), [getattr(layer, name) for name in weights]
-    mixed = torch.rand(512, layer.sizes.keys * sum(layer.sizes.widths)).bfloat16().requires_grad_()
-    saved: list[Tensor] = []
-
-    def compute() -> Tensor:
-        return keep_inputs(layer.mix, *functions, layout, mixed, *parameters)
-
-    compute().sum().backward()  # the layout makes its tensors at the first use
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        out = compute()
-    own = {x.data_ptr() for x in parameters}
-    assert [x.data_ptr() for x in saved if x.data_ptr() not in own] == [mixed.data_ptr()]
-    sizes = layer.sizes.attention(64)
-    assert mixed[0].numel() + out[0].numel() <= sizes.kept
-    peak = peak_bytes(lambda: compute().sum().backward(), directory / "trace.json") / 4 / 512
-    assert 0.95 < peak / sizes.scanned < 1.05

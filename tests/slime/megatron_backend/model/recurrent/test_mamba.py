@@ -1,5 +1,4 @@
-"""Tests Mamba-2 layers: the scan by its definition, packed rows that share nothing, ranks that share heads, dtypes and
-errors."""
+"""Tests Mamba-2 layers: the scan by its definition, dtypes, sizes and errors."""
 
 from __future__ import annotations
 
@@ -8,24 +7,17 @@ import torch
 from family_cases import CASES
 from megatron_cases import (
     VOCAB,
-    assert_gradients_equal,
-    check_recomputation,
-    compute_part,
-    hidden_of,
     make_config,
-    packed_logits,
     tiny_checkpoint,
 )
-from rank_processes import on_ranks
 
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model.attention import packed_layout
 from slime.megatron_backend.model.gpt import build_model, unwrap
 from slime.megatron_backend.model.model_config import load_hf_config, transformer_config
-from slime.megatron_backend.model.recurrent.mamba import CHUNK, MambaMixer, packed_scan
+from slime.megatron_backend.model.recurrent.mamba import CHUNK, packed_scan
 from slime.megatron_backend.model.recurrent.packed_rows import convolved
-from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models import FAMILIES
 from slime.models.decoder import Mamba
 from slime.plan.model_shape import Shape
@@ -92,64 +84,6 @@ def model_of(directory, **settings):
     return model
 
 
-def batch(seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in LENGTHS]
-
-
-def test_a_packed_row_is_its_sequences_one_by_one(tiny):
-    """Logits are equal, and the gradient of every parameter, with and without recomputation of layers."""
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-    def of(rows, **settings):
-        model = model_of(tiny, **settings)
-        logits = torch.cat([packed_logits(model, row) for row in rows])
-        logits.log_softmax(-1).square().mean().backward()
-        return logits.detach(), [p.main_grad.clone() for p in unwrap(model).parameters()]
-
-    together, gradients = of([batch(0)])
-    for rows, settings in (([[tokens] for tokens in batch(0)], {}), ([batch(0)], {"overrides": recompute})):
-        alone, wanted = of(rows, **settings)
-        torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-        for mine, want in zip(gradients, wanted, strict=True):
-            torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5 * want.abs().max().item() + 1e-8)
-
-
-def test_a_sample_does_not_change_a_bit_of_another(tiny):
-    model, tokens = model_of(tiny), batch(0)
-    with torch.no_grad():
-        before = hidden_of(model, tokens).split(LENGTHS)
-        for changed in range(len(LENGTHS)):
-            other = [*tokens[:changed], batch(1)[changed], *tokens[changed + 1 :]]
-            after = hidden_of(model, other).split(LENGTHS)
-            for number, (old, new) in enumerate(zip(before, after, strict=True)):
-                assert torch.equal(old, new) == (number != changed)
-
-
-def of_part(rank: int, ranks: int, directory) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns the positions of a rank's tokens in the row, their logits, and all ranks' gradients."""
-    model = model_of(directory, context_parallel_size=ranks, use_distributed_optimizer=False)
-    return compute_part(model, batch(0), rank, ranks, VOCAB)
-
-
-def share_a_row(rank: int, directory) -> None:
-    config = make_config(context_parallel_size=2, use_distributed_optimizer=False)
-    init_parallel(rank, 2, config, init_method=f"file://{directory}/store", local_rank=rank)
-    torch.save(of_part(rank, 2, directory), directory / f"rank{rank}.pt")
-    destroy_parallel()
-
-
-def test_context_parallel_ranks_share_the_heads(tiny):
-    """Some sequences have one token, so that a rank has no token."""
-    _, logits, gradients = of_part(0, 1, tiny)
-    on_ranks(share_a_row, tiny, ranks=2)
-    for rank in (0, 1):
-        places, mine, summed = torch.load(tiny / f"rank{rank}.pt")
-        torch.testing.assert_close(mine, logits[places], rtol=0, atol=1e-5)
-        for name, gradient in summed.items():
-            assert_gradients_equal(gradient, gradients[name], name)
-
-
 def test_the_rate_of_decay_stays_in_float32(tiny):
     """The other parameters have the model's dtype."""
     exported = dict(export_hf(model_of(tiny, params_dtype="bfloat16")))
@@ -202,10 +136,3 @@ def test_ranks_must_divide_the_groups(tiny):
     layout = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True}
     with pytest.raises(ValueError, match="2 n_groups of Mamba-2 layers, got 2 x 2: 2 / 4 = 0.500"):
         transformer_config(load_hf_config(tiny), make_config(**layout))
-
-
-def test_the_plan_counts_what_the_backward_computes_again(tmp_path):
-    weights = ["conv_bias", "conv_weight", "dt_bias", "A_log", "D", "norm_weight"]
-    case = CASES["nemotron-3"]
-    tiny_checkpoint(tmp_path, case.kind, **case.shape | {"mamba_head_dim": 64, "ssm_state_size": 64})
-    check_recomputation(tmp_path, MambaMixer, weights)
