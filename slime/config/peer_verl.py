@@ -153,7 +153,7 @@ VERL_ROWS: tuple[Row, ...] = (
     (f"{_ROLLOUT}.prompt_length", "--rollout-max-prompt-len {}", ""),
     (f"{_ROLLOUT}.response_length", "--rollout-max-response-len {}", ""),
     (f"{_ROLLOUT}.tensor_model_parallel_size", "--rollout-num-gpus-per-engine {}", ""),
-    (f"{_ROLLOUT}.load_format", "", "engines load the checkpoint, and each update brings the trainer's weights"),
+    (f"{_ROLLOUT}.load_format", "", "engines on GPUs start without weights where updates bring all of them"),
     (f"{_ROLLOUT}.layered_summon_param", "", "weights travel in buckets (--update-weight-buffer-size)"),
     (f"{_ROLLOUT}.free_cache_engine", "", _HYBRID),
     (f"{_ROLLOUT}.calculate_log_probs", "", "engines always return log-probs"),

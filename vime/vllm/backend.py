@@ -213,7 +213,8 @@ class VllmBackend:
         """Yields the server's own command-line option for each engine and router flag."""
         for tokens in pair_up(config.engine.backend_argv):
             yield f"{'--vllm-' + tokens[0][2:]:<40} vLLM {' '.join(tokens)}"
-        spec = VllmSpec(**flags.engine_settings(config), run_key="", log_path="")
+        empty = flags.starts_empty(config)
+        spec = VllmSpec(**flags.engine_settings(config), starts_empty=empty, run_key="", log_path="")
         server = VllmServer(spec).command()[4:]  # after "python -m vime.vllm.serve MODULE"
         for tokens in pair_up(server[: len(server) - len(spec.vllm_argv)]):
             if option(tokens) not in ("host", "port"):  # the address is known when the server starts
@@ -241,6 +242,7 @@ class VllmBackend:
             "top_tokens": model.top_tokens,
             "temperature": model.temperature,
             "scores": model.frozen,
+            "starts_empty": source is not None and not model.frozen and flags.starts_empty(config),
         }
         if model.frozen:  # no adapter belongs to a frozen model
             own |= {

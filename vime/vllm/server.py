@@ -84,6 +84,8 @@ class VllmSpec(EngineSpec):
     """True if the engine computes log-probs of whole prompts."""
     keeps_cache: bool = False
     """True if the engine keeps keys and values over weight updates, and reports their ages."""
+    starts_empty: bool = False
+    """True if the engine starts without the checkpoint's weights, because its first update brings every value."""
 
 
 class VllmServer(EngineServer):
@@ -105,6 +107,7 @@ class VllmServer(EngineServer):
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
             "middleware": "vime.vllm.worker.middleware.RunKeyMiddleware",
             "worker-cls": WORKERS[spec.device],
+            **({"load-format": "dummy"} if spec.starts_empty else {}),
         }
         argv: list[str] = []
         for name, value in flags.items():

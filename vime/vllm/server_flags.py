@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 from slime import operators
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
-from slime.models import read_decoder
+from slime.models import family_for, read_decoder
+from slime.models.lora import sends_adapters
 from slime.models.vision import sees_images
 from slime.records.errors import FlagError
 from slime.roles.groups import several_nodes, trainer_ranks
@@ -244,6 +245,27 @@ def engine_settings(config: Config) -> dict[str, Any]:
         # GPUs also serve frozen models of families that are not trained here
         "stateful": on_cpu and read_decoder(read_hf_config(config.rollout.hf_checkpoint)).stateful,
     }
+
+
+_OWN_VALUES = ("quantization", "speculative_config", "hf_overrides", "model_loader_extra_config")
+"""vLLM's settings with which an engine may have values that no update brings."""
+
+
+def starts_empty(config: Config) -> bool:
+    """Returns True if each update brings every value with which an engine of this run computes.
+
+    These are runs on GPUs with plain weights and without a vision tower, drafts or unmerged adapters. On CPUs, made-up
+    values take as long as the checkpoint's.
+    """
+    hf = read_hf_config(config.rollout.hf_checkpoint)
+    return (
+        config.cluster.device == "cuda"
+        and not config.debug.debug_rollout_only
+        and not sends_adapters(config)
+        and not any(name in config.engine.backend_args for name in _OWN_VALUES)
+        and family_for(hf).scheme(hf) is None
+        and read_decoder(hf).vision is None
+    )
 
 
 def _fp8_scales(config: Config) -> str | None:

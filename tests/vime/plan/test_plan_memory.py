@@ -21,7 +21,7 @@ from vime.memory import sizes
 from vime.memory.lines import memory_in_short
 from vime.vllm.memory import engine_memory, engine_verdict
 from vime.vllm.server import VllmServer, VllmSpec
-from vime.vllm.server_flags import VLLM, engine_settings
+from vime.vllm.server_flags import VLLM, engine_settings, starts_empty
 
 QWEN3_4B = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}
 FLAGS = """
@@ -270,7 +270,8 @@ def test_of_an_engine_flag_that_is_given_twice_the_last_one_is_left(flags, capsy
         "enforce_eager": False,
         "dtype": "float16",
     }
-    command = VllmServer(VllmSpec(**engine_settings(c), run_key="k", log_path="")).command()[3:]
+    settings = engine_settings(c) | {"starts_empty": starts_empty(c)}
+    command = VllmServer(VllmSpec(**settings, run_key="k", log_path="")).command()[3:]
     told = [line.partition("vLLM ")[2].split()[0] for line in parts(capsys, *argv)["Engine flags"]]
     names = [word for word in command if word.startswith("--")]
     assert sorted([*told, "--host", "--port"]) == sorted(names) and len(names) == len(set(names))
