@@ -217,9 +217,15 @@ def gpu_functions() -> Functions:
 
 
 def _kernels() -> Functions:
-    from fla.modules.convolution import causal_conv1d
-    from fla.modules.fused_norm_gate import rms_norm_gated
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    try:
+        from fla.modules.convolution import causal_conv1d
+        from fla.modules.fused_norm_gate import rms_norm_gated
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError as error:
+        raise ValueError(
+            f"the installed package {delta_nets.PACKAGE} must be importable on GPUs, got {error}; install a version "
+            "for this torch, or remove the package, and the trainer uses plain PyTorch"
+        ) from error
 
     def convolve(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
         out: Tensor = causal_conv1d(

@@ -24,6 +24,7 @@ from slime.megatron_backend.model.recurrent.gated_delta_net import (
 )
 from slime.megatron_backend.model.recurrent.packed_rows import convolved
 from slime.models import FAMILIES
+from slime.system import delta_nets
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
@@ -134,3 +135,8 @@ def test_gpus_without_the_kernels_use_plain_pytorch(monkeypatch: pytest.MonkeyPa
     assert gpu_functions() == PLAIN
     assert "fla-core is not installed" in caplog.text and "pip install fla-core" in caplog.text
     gpu_functions.cache_clear()
+    monkeypatch.setattr(delta_nets, "local_obstacle", lambda *, hopper: None)
+    with pytest.raises(
+        ValueError, match="fla-core must be importable on GPUs, got No module named 'fla'; install"
+    ):
+        gpu_functions()
