@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OURS, TRL, TRL_SLEEP, VERL, VERL_RECOMPUTE = "ours", "trl", "trl-sleep", "verl", "verl-recompute"
-SIDES = (OURS, TRL, TRL_SLEEP, VERL, VERL_RECOMPUTE)
+OURS, TRL, TRL_SLEEP, VERL, VERL_DEFAULT = "ours", "trl", "trl-sleep", "verl", "verl-default"
+SIDES = (OURS, TRL, TRL_SLEEP, VERL, VERL_DEFAULT)
 """`trl-sleep` is TRL with vllm_enable_sleep_mode. Its engine frees its memory while the trainer works, as our engine
 and verl's engine always do. Without this mode, TRL saves the time of sleep and wake-up.
 
 `verl` takes the old log-probs from the engine (rollout_correction.bypass_mode), so that a rollout has one forward and
-one backward pass, as on the other sides. `verl-recompute` is verl's default, which computes the old log-probs in one
-more forward pass."""
-GPU_SIDES = (VERL, VERL_RECOMPUTE)
+one backward pass, as on the other sides, and it does not wait at the end of a rollout (verl_sampler.py).
+`verl-default` is verl's default: it computes the old log-probs in one more forward pass, and it asks every 2 s whether
+all responses are there."""
+GPU_SIDES = (VERL, VERL_DEFAULT)
 """Sides that need a GPU: verl's trainer has no CPU backend."""
-PEERS = {TRL: "trl", TRL_SLEEP: "trl", VERL: "verl", VERL_RECOMPUTE: "verl"}
+PEERS = {TRL: "trl", TRL_SLEEP: "trl", VERL: "verl", VERL_DEFAULT: "verl"}
 """Side -> its program NAME. `NAME.txt` has the program's packages, and `NAME_side.py` makes a run."""
 
 
@@ -183,6 +184,6 @@ def peer_job(case: PeerCase, place: Place, rollouts: int, seed: int, side: str) 
         "engine_share": place.engine_share(case) if case.device == "cuda" else 0.0,
     }
     if PEERS[side] == "verl":
-        return {**job, "micro_tokens": case.micro_tokens, "old_log_probs": side == VERL_RECOMPUTE}
+        return {**job, "micro_tokens": case.micro_tokens, "tuned": side == VERL}
     micro_samples = case.micro_samples or case.samples // case.steps
     return {**job, "device": case.device, "micro_samples": micro_samples, "sleep": side == TRL_SLEEP}

@@ -25,13 +25,18 @@ from slime.rollout.rewards.gsm8k import gsm8k_reward
 POLL_S = 0.02
 TIMES = "timing_s/"
 ATTENTION = "torch_varlen"  # registered by verl_attention.py
+QUICK = {
+    "trainer.v1.sampler.custom_sampler.path": "pkg://verl_sampler",
+    "trainer.v1.sampler.custom_sampler.name": "QuickReplayBuffer",
+}
 
 
 @dataclass(frozen=True)
 class Job:
     """One run. `steps` is the number of optimizer steps per rollout. `prompts` has JSON lines with prompt and label.
 
-    `old_log_probs`: whether the trainer computes the log-probs before the optimizer step anew.
+    `tuned`: take the old log-probs from the engine, and ask often whether the rollout has ended. Otherwise verl's
+    defaults apply.
     """
 
     model: str
@@ -50,7 +55,7 @@ class Job:
     recompute: bool
     context: int
     engine_share: float
-    old_log_probs: bool
+    tuned: bool
     seed: int
 
     @property
@@ -73,8 +78,8 @@ class Job:
             **{"data.max_prompt_length": self.context - self.max_tokens},
             **{"data.max_response_length": self.max_tokens, "data.filter_overlong_prompts": False},
             **{"algorithm.adv_estimator": "grpo", "algorithm.use_kl_in_reward": False},
-            "algorithm.rollout_correction.bypass_mode": not self.old_log_probs,
-            "reward.custom_reward_function.path": str(Path(__file__).resolve()),
+            "algorithm.rollout_correction.bypass_mode": self.tuned,
+            "reward.custom_reward_function.path": f"pkg://{Path(__file__).stem}",
             "reward.custom_reward_function.name": score.__name__,
             **{f"actor_rollout_ref.model.{name}": value for name, value in self.model_settings().items()},
             "+actor_rollout_ref.model.override_config.attn_implementation": ATTENTION,
@@ -84,6 +89,7 @@ class Job:
             **{"trainer.total_training_steps": self.rollouts, "trainer.logger": "[console,file]"},
             **{"trainer.save_freq": -1, "trainer.test_freq": -1, "trainer.val_before_train": False},
             **{"trainer.resume_mode": "disable", "trainer.default_local_dir": self.run_dir},
+            **(QUICK if self.tuned else {}),
             # verl attaches to another Ray on the host by default.
             **{"+ray_kwargs.ray_init.address": "local", "+ray_kwargs.ray_init.include_dashboard": False},
             **{"hydra.run.dir": self.run_dir, "hydra.output_subdir": "null"},

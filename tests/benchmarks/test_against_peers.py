@@ -17,7 +17,7 @@ import trl_side
 import verl_side
 from against_peers import main as against_peers
 from against_peers import our_result, peer_folder, rollouts_done, run_of, versions_of
-from peer_cases import CASES, OURS, TRL, TRL_SLEEP, VERL, VERL_RECOMPUTE, Place, our_command, peer_job
+from peer_cases import CASES, OURS, TRL, TRL_SLEEP, VERL, VERL_DEFAULT, Place, our_command, peer_job
 from peer_table import read_sessions, summary, text, write_sessions
 from process_tree import descendants, pss_bytes
 from side_process import Ended, error_line
@@ -37,7 +37,7 @@ from vime.backends import parse_config
         ("--cases short --sides ours,verl", "--sides must be of ours, trl, trl-sleep, got verl"),
         (
             "--device cuda --cases qwen3-4b-gpu --sides ours,their",
-            "--sides must be of ours, trl, trl-sleep, verl, verl-recompute, got their",
+            "--sides must be of ours, trl, trl-sleep, verl, verl-default, got their",
         ),
         ("--cases short --rounds 0", "--rounds must be at least 1, got 0"),
         ("--cases short --warm-up 0", "--warm-up must be at least 1, got 0"),
@@ -109,7 +109,7 @@ def test_trl_gets_our_settings_on_a_gpu(name, side, folder, tmp_path):
     assert job.dataset()["prompt"][0] and config.rollout.rollout_max_response_len == job.max_tokens
 
 
-@pytest.mark.parametrize("side", [VERL, VERL_RECOMPUTE])
+@pytest.mark.parametrize("side", [VERL, VERL_DEFAULT])
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_verl_gets_our_settings(name, side, folder, tmp_path):
     case, place = CASES[name], place_for(name, folder, tmp_path)
@@ -118,6 +118,7 @@ def test_verl_gets_our_settings(name, side, folder, tmp_path):
     theirs = job.settings()
     actor, engine = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     assert theirs["algorithm.rollout_correction.bypass_mode"] is (side == VERL)
+    assert ("trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer" in job.command()) is (side == VERL)
     assert config.data.rollout_batch_size == theirs["data.train_batch_size"] == case.prompts
     assert config.data.n_samples_per_prompt == theirs[f"{engine}.n"] == case.answers
     mini = theirs[f"{actor}.ppo_mini_batch_size"] * case.answers
@@ -138,6 +139,7 @@ def test_verl_gets_our_settings(name, side, folder, tmp_path):
     command = job.command()
     assert command[1:3] == ["-m", "verl.trainer.main_ppo"]
     assert "trainer.total_training_steps=8" in command and f"hydra.run.dir={tmp_path}" in command
+    assert "reward.custom_reward_function.path=pkg://verl_side" in command
     assert "reward.custom_reward_function.name=score" in command
     assert "+actor_rollout_ref.model.override_config.attn_implementation=torch_varlen" in command
 
