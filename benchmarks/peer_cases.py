@@ -18,7 +18,7 @@ and verl's engine always do. Without this mode, TRL saves the time of sleep and 
 `verl` takes the old log-probs from the engine (rollout_correction.bypass_mode), so that a rollout has one forward and
 one backward pass, as on the other sides, and it does not wait at the end of a rollout (verl_sampler.py).
 `verl-default` is verl's default: it computes the old log-probs in one more forward pass, and it asks every 2 s whether
-all responses are there."""
+all responses have arrived."""
 GPU_SIDES = (VERL, VERL_DEFAULT)
 """Sides that need a GPU: verl's trainer has no CPU backend."""
 PEERS = {TRL: "trl", TRL_SLEEP: "trl", VERL: "verl", VERL_DEFAULT: "verl"}

@@ -1,6 +1,6 @@
 """verl's replay buffer for against_peers.py, without verl's wait of up to 2 s at the end of a rollout.
 
-verl's synchronous trainer asks every 2 s whether all responses are there. verl has no setting for this time, but it
+verl's synchronous trainer asks every 2 s whether all responses have arrived. verl has no setting for this time, but it
 accepts a class of its users (`trainer.v1.sampler.custom_sampler`).
 """
 
