@@ -239,6 +239,27 @@ def test_batches_have_the_values_of_padded_attention(lengths, prompts):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("lengths", [(1100, 1900, 600), (1024, 1024)])
+def test_the_backward_keeps_padded_rows_and_the_packed_output(lengths):
+    """slime.plan.layer_elements.padded_elements counts this. Whole rows have no second output."""
+    batches, tokens = fused_batches([(0, n) for n in lengths], "cpu"), sum(lengths)
+    assert batches is not None
+    q, k, v = (torch.randn(tokens, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    weight, kept = torch.randn(64, 8, requires_grad=True), {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.is_floating_point() and x is not weight and x.shape[-1] != 8:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        fused_attention(q * 1, k * 1, v * 1, batches, SCALE, torch_kernel).flatten(1) @ weight
+    padded = sum(count * length for count, length in batches.sizes)
+    sums = padded * 4  # logsumexp of each query
+    copies = tokens * 4 * 16 if batches.queries is not None else 0
+    assert sum(x.nbytes() for x in kept.values()) == 4 * (padded * (2 * 4 + 2 * 2) * 16 + copies + sums)
+
+
 def test_a_gradient_without_strides():
     """The gradient of a sum has strides of 0. cuDNN's graph must not get it."""
     strides = []
