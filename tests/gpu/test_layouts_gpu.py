@@ -1,4 +1,4 @@
-"""Tests whole runs on two GPUs in five layouts at the same time: each process's GPUs, and the weights of the engines.
+"""Tests whole runs on two GPUs, several layouts at the same time: each process's GPUs, and the weights of the engines.
 
     tensor   trainer TP 2 with sequence parallelism, one engine TP 2 on the same two GPUs; weights by shared memory
     data     trainer DP 2, two engines of one GPU, each on a trainer's GPU; weights by shared memory
@@ -6,9 +6,18 @@
     experts  trainer EP 2 and one engine whose two ranks share the experts; weights by shared memory
     stages   trainer PP 2 with two virtual stages per rank, two engines of one GPU; weights by shared memory
 
+    width    trainer TP 2 that shares the width of each expert, one engine TP 2; weights by shared memory
+    uneven   trainer PP 2 with --pipeline-model-parallel-layout, two engines of one GPU; weights by shared memory
+    copies   trainer DP 2, one engine with two data-parallel ranks; weights by shared memory
+    deltas   one trainer on the first GPU, one engine on the second; deltas by NCCL
+    files    trainer TP 2 with sequence parallelism, one engine TP 2; each rank's slices by files
+    critic   policy and engine on the first GPU, the critic on the second; weights by shared memory
+    teacher  trainer and engine on the first GPU, an engine with the teacher on the second; weights by shared memory
+    history  as apart, with --record-memory-history
+
 Each engine compares all of its weights with the trainer's after every update (--check-weight-update-equal). The
-engines' memory is given in bytes, because vLLM's own measurement would count the other runs' memory. All layouts take
-as long as the slowest run.
+engines' memory is given in bytes, because vLLM's own measurement would count the other runs' memory. All layouts of a
+group take as long as the slowest run. The second group has never run.
 """
 
 from __future__ import annotations
@@ -18,7 +27,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -57,14 +66,50 @@ LAYOUTS = {
         *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
     ),
 }
+NEVER_RUN = {
+    "width": (*LAYOUTS["tensor"], "--expert-tensor-parallel-size", "2"),
+    "uneven": (
+        *("--colocate", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus-per-engine", "1"),
+        *("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "Et*5|t*7,L"),
+    ),
+    "copies": (
+        *("--colocate", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus-per-engine", "2"),
+        *("--vllm-data-parallel-size", "2"),
+    ),
+    "deltas": (*LAYOUTS["apart"], "--update-weight-mode", "delta"),
+    "files": (*LAYOUTS["tensor"], "--update-weight-transport", "disk"),
+    "critic": (
+        *("--colocate", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus-per-engine", "1"),
+        *("--advantage-estimator", "ppo", "--critic-devices", "own", "--critic-num-gpus-per-node", "1"),
+    ),
+    "teacher": (
+        *("--colocate", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus-per-engine", "1"),
+        *("--use-opd", "--opd-type", "vllm", "--opd-teacher-model", "{dense}"),
+        *(
+            "--opd-teacher-engine-args",
+            "max-model-len=256",
+            "enforce-eager",
+            f"kv-cache-memory-bytes={1 << 30}",
+        ),
+    ),
+    "history": (*LAYOUTS["apart"], "--record-memory-history"),
+}
+GROUPS = {"layouts": LAYOUTS, "never_run": NEVER_RUN}
 ENGINES = {
     "tensor": ["{0},{1}"],
     "data": ["{0}", "{1}"],
     "apart": ["{1}"],
     "experts": ["{0},{1}"],
     "stages": ["{0}", "{1}"],
+    "width": ["{0},{1}"],
+    "uneven": ["{0}", "{1}"],
+    "copies": ["{0},{1}"],
+    "deltas": ["{1}"],
+    "files": ["{0},{1}"],
+    "critic": ["{0}"],
+    "history": ["{1}"],
 }
-"""GPUs that the engines of a layout must see."""
+"""GPUs that the engines of a layout must see. The policy's and a teacher's engine have the same name."""
 EXPERTS, DENSE = "qwen3-moe-tiny", "qwen3-50m"
 
 
@@ -75,7 +120,8 @@ def gpus() -> list[str]:
 
 
 def flags(root: Path, layout: str) -> list[str]:
-    model, run_dir = root / (EXPERTS if "experts" in layout else DENSE), root / layout
+    model, run_dir = root / (EXPERTS if layout in ("experts", "width") else DENSE), root / layout
+    own = (LAYOUTS | NEVER_RUN)[layout]
     return [
         *("--device", "cuda", "--hf-checkpoint", str(model), "--run-dir", str(run_dir)),
         *("--prompt-data", str(model / "arithmetic" / "train.jsonl"), "--rollout-shuffle"),
@@ -90,15 +136,15 @@ def flags(root: Path, layout: str) -> list[str]:
         *("--vllm-enforce-eager", "--vllm-max-model-len", "256", "--vllm-max-num-seqs", "32"),
         *("--vllm-gpu-memory-utilization", "0.15", "--vllm-kv-cache-memory-bytes", str(1 << 30)),
         *("--save-debug-rollout-data", str(run_dir / "samples" / "{rollout_id}.pt")),
-        *LAYOUTS[layout],
+        *(word.format(dense=root / DENSE) if "{dense}" in word else word for word in own),
     ]
 
 
-def script(root: Path) -> str:
-    """Returns a script that runs all layouts in the background. It writes each run's output and exit code next to its
+def script(root: Path, layouts: Iterable[str]) -> str:
+    """Returns a script that runs the layouts in the background. It writes each run's output and exit code next to its
     records."""
     lines = []
-    for place, layout in enumerate(LAYOUTS):
+    for place, layout in enumerate(layouts):
         command = shlex.join(
             ["timeout", "--kill-after=15", str(LIMIT_S), *vime("train", *flags(root, layout))]
         )
@@ -135,17 +181,21 @@ def watch(launch: Launch) -> dict[tuple[str, str], str]:
     return seen
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Iterator[tuple[Path, dict[tuple[str, str], str]]]:
+@pytest.fixture(scope="module", params=GROUPS)
+def runs(request, tmp_path_factory) -> Iterator[tuple[Path, dict[tuple[str, str], str]]]:
     root = tmp_path_factory.mktemp("layouts")
     for arch in (DENSE, EXPERTS):
         make = [sys.executable, str(ROOT / "scripts" / "make_model.py"), "--arch", arch, "--random"]
         subprocess.run([*make, "--arithmetic", "--device", "cpu", str(root / arch)], check=True, timeout=120)
-    with launched(["env", *environment(), "bash", "-c", script(root)], root / "all.out") as launch:
+    command = ["env", *environment(), "bash", "-c", script(root, GROUPS[request.param])]
+    with launched(command, root / "all.out") as launch:
         yield root, watch(launch)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+CASES = [(group, layout) for group, layouts in GROUPS.items() for layout in layouts]
+
+
+@pytest.mark.parametrize(("runs", "layout"), CASES, indirect=["runs"])
 def test_a_run_ends_well_and_its_engines_agree_with_the_trainer(runs, layout):
     root, _ = runs
     run_dir, code = root / layout, (root / f"{layout}.code").read_text().strip()
@@ -164,7 +214,9 @@ def test_a_run_ends_well_and_its_engines_agree_with_the_trainer(runs, layout):
         assert row["consistency/abs_dlogp_mean"] < 0.02 and row["consistency/abs_dlogp_max"] < 0.5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("runs", "layout"), [case for case in CASES if case[1] in ENGINES], indirect=["runs"]
+)
 def test_engines_see_the_gpus_of_their_layout(runs, layout):
     root, seen = runs
     weights = str(published_weights(root / layout))
