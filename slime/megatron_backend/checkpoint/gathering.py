@@ -12,7 +12,7 @@ from slime.megatron_backend.checkpoint.live_table import Exported, shard_group
 from slime.models.layouts import Row
 
 _EXCHANGE_BYTES = 1 << 27
-"""Bytes of the experts of all ranks that one exchange brings, unless one expert is larger."""
+"""Most bytes that a rank gets in one exchange, unless one expert is larger."""
 
 
 def batch_experts(parameters: Iterable[Exported], ranks: int) -> Iterator[list[Exported]]:
