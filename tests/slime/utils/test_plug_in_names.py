@@ -237,7 +237,7 @@ def test_a_data_set_of_a_plug_in(tmp_path):
     found = Dataset(
         args.prompt_data,
         tokenizer=tokenizer,
-        processor=load_processor("any"),
+        processor=load_processor(str(tmp_path)),
         max_length=length,
         prompt_key="q",
         multimodal_keys=args.multimodal_keys,
