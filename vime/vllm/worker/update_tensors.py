@@ -64,7 +64,8 @@ def checkpoint_shapes(model_path: str, *, trained: bool = False) -> dict[str, li
     """Returns the name in the weight table -> shape of every tensor of the served checkpoint that an update brings, or
     None for a checkpoint without safetensors files.
 
-    These are all tensors, but tensors of layers of multi-token prediction only if the layers are `trained`.
+    These are all tensors that the family's models have, but tensors of layers of multi-token prediction only if the
+    layers are `trained`.
     """
     shapes = {}
     for shard in _shards(model_path):
@@ -74,7 +75,8 @@ def checkpoint_shapes(model_path: str, *, trained: bool = False) -> dict[str, li
         return None
     hf_config = read_hf_config(model_path)
     family = family_for(hf_config)
-    shapes = {family.table_name(name): shape for name, shape in shapes.items()}
+    named = ((family.table_name(name), shape) for name, shape in shapes.items())
+    shapes = {name: shape for name, shape in named if not family.ignores(name)}
     names = shapes.keys() - draft.predicted_names(shapes, hf_config)
     if trained:
         names |= draft.trained_shapes(shapes, hf_config).keys()
