@@ -6,10 +6,13 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from safetensors import safe_open
+from torch import Tensor
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.models import Hf, family_for
 from vime.vllm.worker import draft
+
+_HEAD = "lm_head.weight"
 
 
 class CheckpointTensors:
@@ -41,6 +44,16 @@ class CheckpointTensors:
         if expected is None or family_for(self._hf_config).tower_names(expected, self._hf_config):
             return {}
         return expected if self._read(trained=True) == expected else {}
+
+    def with_head(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors, and the embedding also as the head. An engine needs this if vLLM made a head because the
+        files of a tied checkpoint hold one."""
+        _, (embedding,) = family_for(self._hf_config).find("embedding.word_embeddings.weight")
+        for name, tensor in tensors:
+            if name != _HEAD:
+                yield name, tensor
+            if name == embedding:
+                yield _HEAD, tensor
 
     def _read(self, *, trained: bool) -> dict[str, list[int]] | None:
         if trained not in self._shapes:
@@ -92,7 +105,7 @@ def require_same_tensors(
 ) -> None:
     """Raises ValueError unless `received` are exactly the tensors of `expected`. A tied lm_head may be on one side
     only."""
-    optional = {"lm_head.weight"} if tied else set()
+    optional = {_HEAD} if tied else set()
     if expected is None:
         return
     for name in (received.keys() ^ expected.keys()) - optional:

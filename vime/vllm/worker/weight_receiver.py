@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -79,7 +79,12 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
     def tensors(self) -> CheckpointTensors:
         """The tensors of the engine's checkpoint."""
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        return CheckpointTensors(self.model_config.model, tied=tied)
+        return CheckpointTensors(self.model_config.model, tied=tied or self._has_own_head)
+
+    @property
+    def _has_own_head(self) -> bool:
+        """True if the trainer's head is tied and vLLM loaded a head, because the checkpoint's files repeat it."""
+        return getattr(self.model_config, "word_embeddings_untied_by_checkpoint", False)
 
     @property
     def brings_adapter(self) -> bool:
@@ -237,7 +242,9 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         model: Any = self.model  # vLLM's models have the method, their base class does not
         predicted = self.tensors.predicted_names(part.shapes)
         stacked = stacks_experts(model)
+        tensors: Iterator[tuple[str, Tensor]]
         tensors = ((name, part.get(name)) for name in part.shapes if name not in predicted)
+        tensors = self.tensors.with_head(tensors) if self._has_own_head else tensors
         # vLLM zeroes such a bias on all ranks but the first, and ranks may share the tensor
         model.load_weights((n, x.clone() if stacked and n.endswith("_bias") else x) for n, x in tensors)
         if self.draft is not None and predicted:
