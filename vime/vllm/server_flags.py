@@ -40,6 +40,7 @@ _ADDRESS = "engines listen where the engine pool places them"
 _NODES = "they follow from --rollout-num-gpus-per-engine and --num-gpus-per-node"
 _MODEL = "engines serve --hf-checkpoint"
 _IMAGES = "engines get the images that the processor of --hf-checkpoint has processed, as the trainer does"
+_DRAFTS = "give this setting in --vllm-speculative-config"
 _SAMPLING = "training needs the log-probs of the distribution that was sampled from"
 VLLM_RESERVED = {
     "host": _ADDRESS,
@@ -65,6 +66,10 @@ VLLM_RESERVED = {
     "mm_processor_kwargs": _IMAGES,
     "trust_remote_code": "use --trust-remote-code",
     "enable_return_routed_experts": "use --use-rollout-routing-replay",
+    "quantization_config": "use --vllm-quantization",
+    "spec_method": _DRAFTS,
+    "spec_model": _DRAFTS,
+    "spec_tokens": _DRAFTS,
 }
 MOST_GPUS = 4
 """The most GPUs per host in a measured run; see benchmarks/results."""

@@ -32,6 +32,8 @@ def test_engines_on_gpus_start_empty_unless_the_user_decides(tmp_path: Path) -> 
         ("--device", "cpu"),
         (*ON_GPUS, "--lora-rank", "8"),
         (*ON_GPUS, "--vllm-quantization", "fp8"),
+        (*ON_GPUS, "--vllm-speculative-config.method", "ngram"),
+        (*ON_GPUS, "--vllm-hf-overrides.rope_theta", "20000"),
         (*ON_GPUS, "--debug-rollout-only"),
     ],
     ids=lambda flags: flags[-1],
@@ -58,3 +60,20 @@ def test_engines_load_a_vision_tower(tmp_path: Path) -> None:
     shutil.rmtree(config.rollout.hf_checkpoint)
     tiny_checkpoint(Path(config.rollout.hf_checkpoint), "qwen2_5_vl")
     assert not starts_empty(config)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "instead"),
+    [
+        ("spec-method", "ngram", "--vllm-speculative-config"),
+        ("spec-model", "draft", "--vllm-speculative-config"),
+        ("spec-tokens", "2", "--vllm-speculative-config"),
+        ("quantization-config", '{"linear": "fp8_per_block"}', "--vllm-quantization"),
+    ],
+)
+def test_second_spellings_of_such_settings_are_errors(
+    tmp_path: Path, flag: str, value: str, instead: str
+) -> None:
+    """The rules of engines with drafts or quantised weights read one spelling."""
+    with pytest.raises(ValueError, match=rf"--vllm-{flag} must be left out.*{instead}"):
+        parse_config([*good_argv(tmp_path), *ON_GPUS, f"--vllm-{flag}", value])
