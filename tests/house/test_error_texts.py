@@ -25,7 +25,7 @@ FOREIGN = {
     "vime/memory/failure.py:_may_come_from_memory": "CUDA, NCCL and the system report a lack of memory as a text",
     "vime/pool/engine_flags.py:_typed": "argparse puts the name of the argument before its message",
     "vime/sglang_api/request.py:_named": "msgspec has the field and the type in the text alone",
-    "vime/vllm/worker/weight_views.py:find_views": "shows the first line of an error of torch",
+    "vime/vllm/worker/weight_views.py:find": "shows the first line of an error of torch",
     "vime/vllm/worker/shared_gpu.py:allow_other_memory_use": "vLLM raises a plain AssertionError",
 }
 """Readers of the errors of other programs, reviewed: path:function -> the reason."""

@@ -339,26 +339,36 @@ def test_a_model_that_keeps_more_than_its_parameters_has_no_places(
     the_loader_stays(plain, said, "0.model.norm.doubled, which is not a parameter, follows from the weights")
 
 
-def test_a_trial_without_memory_leaves_updates_to_the_loader(
-    plain: Any, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_trial_without_memory_is_repeated_once(
+    plain: Any, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, failures: int
 ) -> None:
     """A host's allocator would end the process, so the test raises a GPU's error in the middle of the load."""
     from vime.vllm.worker import weight_views
 
-    right = weight_views.random_weights
+    right, trials = weight_views.random_weights, 0
 
     def too_large(*args: Any) -> Any:
-        part = right(*args)
+        nonlocal trials
+        trials += 1
+        part, fails = right(*args), trials <= failures
 
         def get(name: str) -> torch.Tensor:
-            if "layers.1.mlp" in name:
+            if fails and "layers.1.mlp" in name:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 778.00 MiB.")
             return part.get(name)
 
         return replace(part, get=get)
 
     monkeypatch.setattr(weight_views, "random_weights", too_large)
-    the_loader_stays(plain, said, "the test of the views ran out of memory: CUDA out of memory. Tried to")
+    learn_again(plain)
+    for version in (0, 1, 2):
+        push(plain, version)
+        assert (plain.weight_transfer_engine.views is None) == (version == 0 or failures == 2)
+        push(plain, version, load=False)
+    why = "update of weights: the test of the views ran out of memory: CUDA out of memory. Tried to"
+    assert [said.text.count(f"{which} {why}") for which in ("this", "each")] == [1, failures - 1]
+    assert trials == 2
 
 
 def test_packed_matrices_have_no_places(worker: Any, said: pytest.LogCaptureFixture) -> None:

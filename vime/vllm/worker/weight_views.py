@@ -72,6 +72,9 @@ class ViewCache:
         self._views: WeightViews | None = None
         self._addresses: list[int] = []
         self._has_none = False
+        self._tests_left = 2
+        """Tests that may run out of memory. Before the second update, an engine that shares its GPU has not allocated
+        its cache."""
 
     def arrived(self, shapes: Shapes) -> None:
         """Stores the tensors of an update that is complete."""
@@ -88,10 +91,19 @@ class ViewCache:
         if not shapes or self._has_none or halfway:
             return None
         if self._addresses != _addresses(model.modules):
-            found = find_views(model, shapes)
+            try:
+                found = find_views(model, shapes)
+            except torch.OutOfMemoryError as error:
+                # vLLM's loader continues from a model that is loaded in part.
+                torch.cuda.empty_cache()
+                self._tests_left -= 1
+                self._has_none = self._tests_left <= 0
+                found = f"the test of the views ran out of memory: {str(error).splitlines()[0]}"
+            else:
+                self._has_none = isinstance(found, str)
             if isinstance(found, str):
-                self._has_none = True
-                logger.info("vLLM's loader loads each update of weights: %s", found)
+                which = "each" if self._has_none else "this"
+                logger.info("vLLM's loader loads %s update of weights: %s", which, found)
                 return None
             logger.info("weight updates are copied into %d views", found.count)
             self._views, self._addresses = found, _addresses(model.modules)
@@ -169,7 +181,7 @@ def find_views(model: LiveModel, shapes: Shapes) -> WeightViews | str:
     exist.
 
     A model has no views if it computes with other values than its parameters, or if the views do not cover all
-    parameters.
+    parameters. torch.OutOfMemoryError without memory for the largest tensor.
     """
     if (reason := _packs(model.modules)) is not None:
         return reason
@@ -184,12 +196,7 @@ def find_views(model: LiveModel, shapes: Shapes) -> WeightViews | str:
     layers = {_expert_layer(name) for name in left_out}
     left_out |= {name for name in model.elsewhere(shapes) if _expert_layer(name) in layers}
     tested = {name: shape for name, shape in shapes.items() if name not in left_out}
-    try:
-        return _why_wrong(model, weight_views, derived, random_weights(tested, model), kept) or weight_views
-    except torch.OutOfMemoryError as error:
-        # The test needs memory for the largest tensor. vLLM's loader continues from a model that is loaded in part.
-        torch.cuda.empty_cache()
-        return f"the test of the views ran out of memory: {str(error).splitlines()[0]}"
+    return _why_wrong(model, weight_views, derived, random_weights(tested, model), kept) or weight_views
 
 
 def _expert_layer(name: str) -> str:
