@@ -65,9 +65,8 @@ def main(argv: Sequence[str]) -> None:
     order = os.read(sys.stdin.fileno(), len(_DONE))
     if order == _DONE:
         return
-    seen |= descendants(
-        driver
-    )  # A driver that waits for this process may have started others since the last search.
+    # A driver that waits for this process may have started others since the last search.
+    seen |= descendants(driver)
     began = time.monotonic()
     while seen := set(filter(is_running, seen)):
         for process in list(seen):

@@ -260,12 +260,14 @@ def starts_empty(config: Config) -> bool:
     """Returns True if each update brings every value with which an engine of this run computes.
 
     These are runs on GPUs with plain weights and without a vision tower, drafts or unmerged adapters. On CPUs, made-up
-    values take as long as the checkpoint's.
+    values take as long as the checkpoint's. `vime serve engine`, which knows no run, starts external engines with the
+    checkpoint's weights.
     """
     hf = read_hf_config(config.rollout.hf_checkpoint)
     return (
         config.cluster.device == "cuda"
         and not config.debug.debug_rollout_only
+        and not config.rollout.rollout_external_engine_addrs
         and not sends_adapters(config)
         and not any(name in config.engine.backend_args for name in _OWN_VALUES)
         and family_for(hf).scheme(hf) is None

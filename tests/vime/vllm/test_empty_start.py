@@ -35,6 +35,15 @@ def test_engines_on_gpus_start_empty_unless_the_user_decides(tmp_path: Path) -> 
         (*ON_GPUS, "--vllm-speculative-config.method", "ngram"),
         (*ON_GPUS, "--vllm-hf-overrides.rope_theta", "20000"),
         (*ON_GPUS, "--debug-rollout-only"),
+        (
+            "--device",
+            "cuda",
+            "--no-colocate",
+            "--weight-dir",
+            "/w",
+            "--rollout-external-engine-addrs",
+            "127.0.0.1:9",
+        ),
     ],
     ids=lambda flags: flags[-1],
 )
@@ -60,6 +69,11 @@ def test_engines_load_a_vision_tower(tmp_path: Path) -> None:
     shutil.rmtree(config.rollout.hf_checkpoint)
     tiny_checkpoint(Path(config.rollout.hf_checkpoint), "qwen2_5_vl")
     assert not starts_empty(config)
+
+
+def test_engines_of_merged_adapters_start_empty(tmp_path: Path) -> None:
+    """An update then brings all weights."""
+    assert starts_empty(parse_config([*good_argv(tmp_path), *ON_GPUS, "--lora-rank", "8", "--lora-merge"]))
 
 
 @pytest.mark.parametrize(
