@@ -33,15 +33,22 @@ class CheckpointTensors:
         expected = self._read(trained=bool(self.predicted_names(received)))
         if expected is not None:
             expected = without_unsent_tower(expected, received, self._hf_config)
+            ignores = family_for(self._hf_config).ignores
+            expected = {
+                name: shape for name, shape in expected.items() if name in received or not ignores(name)
+            }
         require_same_tensors(received, expected, tied=self._tied, where=where)
 
     def every_update(self) -> dict[str, list[int]]:
         """Returns name -> shape of the tensors that each update brings, or an empty dictionary if updates may differ.
 
-        Updates differ with a vision tower and with layers of multi-token prediction, which some runs do not train.
+        Updates differ with a vision tower, with layers of multi-token prediction, which some runs do not train, and
+        with tensors that a model may leave unused.
         """
-        expected = self._read(trained=False)
-        if expected is None or family_for(self._hf_config).tower_names(expected, self._hf_config):
+        expected, family = self._read(trained=False), family_for(self._hf_config)
+        if expected is None or family.tower_names(expected, self._hf_config):
+            return {}
+        if any(map(family.ignores, expected)):
             return {}
         return expected if self._read(trained=True) == expected else {}
 
@@ -77,8 +84,7 @@ def checkpoint_shapes(model_path: str, *, trained: bool = False) -> dict[str, li
     """Returns the name in the weight table -> shape of every tensor of the served checkpoint that an update brings, or
     None for a checkpoint without safetensors files.
 
-    These are all tensors that the family's models have, but tensors of layers of multi-token prediction only if the
-    layers are `trained`.
+    These are all tensors, but tensors of layers of multi-token prediction only if the layers are `trained`.
     """
     shapes = {}
     for shard in _shards(model_path):
@@ -88,8 +94,7 @@ def checkpoint_shapes(model_path: str, *, trained: bool = False) -> dict[str, li
         return None
     hf_config = read_hf_config(model_path)
     family = family_for(hf_config)
-    named = ((family.table_name(name), shape) for name, shape in shapes.items())
-    shapes = {name: shape for name, shape in named if not family.ignores(name)}
+    shapes = {family.table_name(name): shape for name, shape in shapes.items()}
     names = shapes.keys() - draft.predicted_names(shapes, hf_config)
     if trained:
         names |= draft.trained_shapes(shapes, hf_config).keys()
