@@ -246,7 +246,7 @@ def test_a_session_keeps_its_engine_of_two_until_that_dies(tmp_path: Path) -> No
 
     async def run(args: Any) -> list[Sample]:
         async with AsyncExitStack() as entered:
-            opened = [open_session(args, Sample(prompt="", index=i)) for i in range(8)]
+            opened = [open_session(args, Sample(prompt="", index=i)) for i in range(12)]
             talks = [Talk(await entered.enter_async_context(one), i) for i, one in enumerate(opened)]
             homes.extend([await talk.turn([here, there]) for talk in talks])
             assert [await talk.turn([here, there]) for talk in talks] == homes
@@ -264,7 +264,7 @@ def test_a_session_keeps_its_engine_of_two_until_that_dies(tmp_path: Path) -> No
     finally:
         state.close()
         stack.pool.stop()
-    assert set(homes) == {here, there}, "eight sessions, so both engines had some"
+    assert set(homes) == {here, there}, "twelve sessions, so both engines had some"
     rates: dict[str, list[float]] = {here: [], there: []}
     for sample, home in zip(made, homes, strict=True):
         rates[home].append(sample.prefix_cache_info.prefix_cache_hit_rate)
