@@ -129,6 +129,7 @@ NEWER = {
     "num_preemptions": "v1/metrics/stats.py",
     "set_prompt_token_ids": "parser/abstract_parser.py",
     "spec_decode_metrics": "outputs.py",
+    "word_embeddings_untied_by_checkpoint": "config/model.py",
 }
 """Names that the oldest vLLM lacks, and that the code can do without."""
 _OF_OTHERS = {
@@ -144,6 +145,7 @@ _OF_OTHERS = {
 _OURS = {
     "adapter",
     "aux_output_connector",
+    "keeps_plain",
     "piece",
     "skipped_weights",
     "vllm_reasoning_parser",
