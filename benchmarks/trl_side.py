@@ -20,34 +20,19 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peer_job import PeerJob
 from transformers import TrainerCallback
 
 from slime.rollout.rewards.gsm8k import gsm8k_reward
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run. `steps` is the number of optimizer steps per rollout. `prompts` has JSON lines with prompt and label."""
+@dataclass(frozen=True, kw_only=True)
+class Job(PeerJob):
+    """A run of TRL. `sleep`: the engine frees its memory while TRL trains."""
 
     device: str
-    model: str
-    prompts: str
-    prompt_key: str
-    label_key: str
-    out: str
-    run_dir: str
-    rollouts: int
-    prompts_per_rollout: int
-    answers: int
-    max_tokens: int
-    steps: int
     micro_samples: int
-    lr: float
-    recompute: bool
-    context: int
-    engine_share: float
     sleep: bool
-    seed: int
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings of peer_cases.our_command under TRL's names. All other settings are TRL's defaults."""

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peer_job import PeerJob
+
 from slime.rollout.rewards.gsm8k import gsm8k_reward
 
 POLL_S = 0.02
@@ -31,32 +33,16 @@ QUICK = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run. `steps` is the number of optimizer steps per rollout. `prompts` has JSON lines with prompt and label.
+@dataclass(frozen=True, kw_only=True)
+class Job(PeerJob):
+    """A run of verl.
 
     `tuned`: take the old log-probs from the engine, and ask often whether the rollout has ended. Otherwise verl's
     defaults apply.
     """
 
-    model: str
-    prompts: str
-    prompt_key: str
-    label_key: str
-    out: str
-    run_dir: str
-    rollouts: int
-    prompts_per_rollout: int
-    answers: int
-    max_tokens: int
-    steps: int
     micro_tokens: int
-    lr: float
-    recompute: bool
-    context: int
-    engine_share: float
     tuned: bool
-    seed: int
 
     @property
     def prompt_file(self) -> Path:
