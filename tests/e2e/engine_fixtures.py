@@ -16,7 +16,15 @@ import torch
 from process_names import command_line
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from slime.protocols import GenerateResult, WeightUpdate
 from slime.weight_sync.file_channel import FileChannel
@@ -60,6 +68,29 @@ def make_checkpoint(
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config)
     model.save_pretrained(path)
+    return path
+
+
+def make_experts(path: Path, seed: int, *, layers: int = 2, experts: int = 8) -> Path:
+    """Writes a checkpoint of Qwen3-MoE with the tokenizer of `make_checkpoint`. Its routers decide clearly."""
+    make_checkpoint(path, seed=seed, layers=1)
+    config = Qwen3MoeConfig(
+        vocab_size=AutoConfig.from_pretrained(path).vocab_size,
+        hidden_size=64,
+        moe_intermediate_size=64,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        eos_token_id=EOS_ID,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(seed)
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
     return path
 
 

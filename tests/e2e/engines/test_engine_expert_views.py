@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from engine_fixtures import make_checkpoint, publish_checkpoint
+from engine_fixtures import make_experts, publish_checkpoint
 from offline_engine import offline_engine, plain_matrices
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from vime.vllm.cpu.offline import WORKER
 
@@ -20,34 +17,11 @@ pytestmark = pytest.mark.e2e
 LAYERS, EXPERTS = 4, 4
 
 
-def make_experts(folder: Path, seed: int) -> Path:
-    """Writes a checkpoint of Qwen3-MoE with four layers of experts."""
-    make_checkpoint(folder, layers=1)
-    dense = AutoConfig.from_pretrained(folder)
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=dense.vocab_size,
-        hidden_size=64,
-        moe_intermediate_size=32,
-        num_experts=EXPERTS,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """vLLM's worker. Its `push(version)` loads one of two checkpoints and compares the live weights with it."""
     root = tmp_path_factory.mktemp("experts")
-    made = [make_experts(root / str(seed), seed) for seed in (0, 1)]
+    made = [make_experts(root / str(seed), seed, layers=LAYERS, experts=EXPERTS) for seed in (0, 1)]
     settings = {"weight_transfer_config": {"backend": "vime"}, "worker_cls": WORKER}
     with (
         pytest.MonkeyPatch.context() as patch,

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_fixtures import EOS_ID, Stack, hf_model, make_checkpoint
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from engine_fixtures import Stack, hf_model, make_experts
 
 from slime.protocols import EXPERTS as COLUMN
 from slime.protocols import GenerateResult
@@ -22,39 +21,15 @@ from vime.vllm.server import VllmSpec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-LAYERS, EXPERTS, TOPK = 2, 8, 2
+LAYERS, TOPK = 2, 2
 PROMPT = [4 + i * 7 % 40 for i in range(40)]
-
-
-def make_routed(path: Path, seed: int) -> Path:
-    """Writes the tokenizer of the other engine tests, and a model with experts whose routers decide clearly."""
-    make_checkpoint(path, seed=seed)
-    config = Qwen3MoeConfig(
-        vocab_size=len(AutoTokenizer.from_pretrained(path)),
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=64,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOPK,
-        norm_topk_prob=True,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        eos_token_id=EOS_ID,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(seed)
-    Qwen3MoeForCausalLM(config).save_pretrained(path)
-    return path
 
 
 class RoutedStack(Stack):
     def __init__(self, root: Path) -> None:
         self.weight_dir = root / "weights"
-        self.checkpoint = make_routed(root / "first", 0)
-        self.other = make_routed(root / "second", 1)
+        self.checkpoint = make_experts(root / "first", 0)
+        self.other = make_experts(root / "second", 1)
         spec = VllmSpec(
             model_path=str(self.checkpoint),
             run_key=self.key,
