@@ -128,7 +128,7 @@ class Part:
     has answered."""
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor that the worker uses before it answers only, without a copy if possible."""
+        """Returns a tensor without a copy if possible. The worker must not use it after it has answered."""
         return (self.view or self.get)(name)
 
 

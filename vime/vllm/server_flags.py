@@ -260,8 +260,7 @@ def starts_empty(config: Config) -> bool:
     """Returns True if each update brings every value with which an engine of this run computes.
 
     These are runs on GPUs with plain weights and without a vision tower, drafts or unmerged adapters. On CPUs, made-up
-    values take as long as the checkpoint's. `vime serve engine`, which knows no run, starts external engines with the
-    checkpoint's weights.
+    values take as long as the checkpoint's. External engines start before the run, so they load the checkpoint.
     """
     hf = read_hf_config(config.rollout.hf_checkpoint)
     return (

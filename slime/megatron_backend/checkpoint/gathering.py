@@ -16,7 +16,7 @@ _EXCHANGE_BYTES = 1 << 27
 
 
 def batch_experts(parameters: Iterable[Exported], ranks: int) -> Iterator[list[Exported]]:
-    """Yields the parameters in order. Consecutive experts are together, because one exchange of a few experts is faster
+    """Yields the parameters in order, several consecutive experts at a time. One exchange for a few experts is faster
     than an exchange per expert."""
     batch: list[Exported] = []
     size = 0
@@ -46,7 +46,8 @@ def merge_shards(values: Tensor, parameter: Tensor, row: Row) -> Tensor:
 
 
 def gather_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[tuple[Tensor, ...]]:
-    """Returns, for each tensor, the tensors of all ranks in rank order."""
+    """Returns, for each tensor, its values on every rank in rank order. Collective. Shapes and dtypes are equal on all
+    ranks."""
     together = torch.cat([tensor.to(torch.cuda.current_device()).flatten() for tensor in tensors])
     sizes = [tensor.numel() for tensor in tensors]
     of_ranks = [found.split(sizes) for found in gathered(together, group)]
@@ -57,7 +58,7 @@ def gather_together(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list
 
 
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Returns all tensors in `group`, in rank order."""
+    """Returns the tensors of every rank in `group`, in rank order. Collective."""
     mine = tensor.contiguous().to(torch.cuda.current_device())
     found = mine.new_empty(group.size() * mine.numel())
     dist.all_gather_into_tensor(found, mine.flatten(), group=group)

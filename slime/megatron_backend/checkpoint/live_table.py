@@ -57,7 +57,7 @@ _EXPORTED: WeakKeyDictionary[HiddenGPTModel, list[Exported]] = WeakKeyDictionary
 def exported(inner: HiddenGPTModel) -> list[Exported]:
     """Returns the parameters of this stage, without the copy of the embedding for a tied head.
 
-    The list is computed once per model: Qwen3-30B-A3B has 18,867 HF names, and each export needs all of them.
+    The list is computed once per model, because each export needs it: Qwen3-30B-A3B has 18,867 HF names.
     """
     if inner not in _EXPORTED:
         # Megatron marks the embedding's copy

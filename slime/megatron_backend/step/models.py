@@ -79,7 +79,7 @@ def build_frozen(role: Role, config: Config) -> nn.Module:
     """Returns the model of a role that is not trained, with its weights and without gradients."""
     model = build_model(load_hf_config(role.shape(config)), config, ddp=False, adapt=adaptation(config))
     source = role.source(config)
-    # a reference has the values with which the policy starts; a teacher of its own keeps its values
+    # A reference starts with the policy's dithered values. A teacher with other weights is not dithered.
     dithers = config.train.dither_weights and source.shares_weights(POLICY.source(config))
     load_weights(model, source.directory, source.iteration, dithers=dithers)
     return model

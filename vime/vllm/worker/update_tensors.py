@@ -53,8 +53,8 @@ class CheckpointTensors:
         return expected if self._read(trained=True) == expected else {}
 
     def with_head(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors, and the embedding also as the head. An engine needs this if vLLM made a head because the
-        files of a tied checkpoint hold one."""
+        """Yields the tensors, and the embedding a second time as the head. An engine needs this if the files of a tied
+        checkpoint repeat the head, because vLLM then keeps a separate head."""
         _, (embedding,) = family_for(self._hf_config).find("embedding.word_embeddings.weight")
         for name, tensor in tensors:
             if name != _HEAD:
