@@ -193,13 +193,20 @@ def nothing_left() -> Iterator[None]:
 
     The counts are not checked on a GPU host: CUDA and NCCL have threads for the life of a process.
 
+    The file ends with the environment variables that it began with: libraries set some, such as Megatron's NVTE_*, and
+    a run prints notes on variables. Then a file's tests do not depend on the files that ran before it.
+
     The file begins with the objects of earlier files frozen. Megatron collects at each checkpoint, and a process that
     has run the house tests has two million objects, so each of these collections took a second.
     """
     gc.collect()
     gc.freeze()
     before, runs, end = held(), unnamed_runs(), None
+    environment = dict(os.environ)
     yield
+    for name in os.environ.keys() - environment.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update(environment)
     more = unnamed_runs() - runs
     assert not more, (
         f"this file, or one that ran beside it, left runs/{{{','.join(sorted(more))}}}; give a run_dir"

@@ -6,10 +6,11 @@
     EMPTY, PAUSED --sleep--> ASLEEP --wake--> EMPTY, PAUSED                    the trainer was lost in an update
     EMPTY -----publish-------------------> LOADING ------> FINISHING ------> SERVING
 
-Engines answer requests only in the state SERVING. A failed update leaves them PAUSED, or EMPTY if they were EMPTY. So
-no engine serves old or partly loaded weights. The pool restarts an engine that dies during an update. The engine serves
-when `join` has loaded the last weights into it. This module owns the steps' order and lock. It calls
-channels (slime.weight_sync.registry) only through `WeightChannel`, and engines through the protocols below.
+Engines answer requests only in the state SERVING. Engines that start without weights begin as PAUSED (see `hold`).
+A failed update leaves engines PAUSED, or EMPTY if they were EMPTY. So no engine serves old, made-up or partly loaded
+weights. The pool restarts an engine that dies during an update. The engine serves when `join` has loaded the last
+weights into it. This module owns the steps' order and lock. It calls channels (slime.weight_sync.registry) only through
+`WeightChannel`, and engines through the protocols below.
 """
 
 from __future__ import annotations
@@ -224,6 +225,12 @@ class WeightTransfer:
                 if self.state is not State.SERVING:
                     self.state = State.EMPTY if empty else State.PAUSED
 
+    def hold(self, engine: Engine) -> None:
+        """Pauses an engine that has started without weights. Requests that it gets wait for the first update."""
+        with self.lock:
+            engine.pause(True)
+            self.state = State.PAUSED
+
     def sleep(self) -> None:
         """Hands the devices to the trainer."""
         with self.lock:
@@ -266,6 +273,8 @@ class WeightTransfer:
                     load(engine, update)
                 if self.state is State.ASLEEP:
                     self._put_to_sleep(engine)
+                elif last is None and self.state is State.PAUSED:
+                    self.hold(engine)
                 return admit()
 
     def _in_a_file(self, last: WeightUpdate | None) -> WeightUpdate | None:

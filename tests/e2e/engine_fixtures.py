@@ -7,11 +7,12 @@ import asyncio
 import functools
 import http.client
 import json
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
+import pytest
 import torch
 from process_names import command_line
 from safetensors.torch import load_file
@@ -118,7 +119,7 @@ class Stack:
     key = "test-key-0123456789"
     resident_at_start = 0
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, starts_empty: bool = False) -> None:
         self.weight_dir = root / "weights"
         self.checkpoint = make_checkpoint(root / "first", seed=0)
         self.other = make_checkpoint(root / "second", seed=1)
@@ -130,6 +131,7 @@ class Stack:
             start_timeout_s=240,
             top_tokens=64,
             keeps_cache=True,
+            starts_empty=starts_empty,
         )
         router = RouterSpec(run_key=self.key, log_path=str(root / "router.log"))
         self.pool = VllmEnginePool([spec], router, source=self, health_check_interval_s=5)
@@ -184,6 +186,19 @@ class Stack:
                 await client.close()
 
         return asyncio.run(run())
+
+
+def check_first_weights(stack: Stack, prompt: list[int]) -> None:
+    """Checks that an engine without weights answers a request only with the first weights that it gets."""
+    with ThreadPoolExecutor(1) as thread:
+        early = thread.submit(stack.generate, prompt)
+        with pytest.raises(TimeoutError):
+            early.result(timeout=1)
+        update = stack.push(stack.checkpoint)
+        found = early.result()
+    assert found.weight_versions == [update.version]
+    expected = hf_log_probs(stack.checkpoint, prompt, found.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(found.log_probs), expected, atol=1e-4, rtol=0)
 
 
 def server_of(url: str) -> psutil.Process:

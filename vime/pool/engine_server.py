@@ -71,6 +71,9 @@ class EngineSpec(ServerSpec):
     keeps_weights: bool = False
     """True if a sleeping engine keeps its weights in host memory. Otherwise it drops them, because the next update
     brings the complete weights."""
+    starts_empty: bool = False
+    """True if the engine starts without the checkpoint's weights, because its first update brings every value. It is
+    paused until then."""
     waits: bool = False
     """True if the engine takes its device only after `open_gate`; `start_timeout_s` counts from `wait_ready`."""
     role: Role = "both"

@@ -173,6 +173,8 @@ class ServerPool:
             # One after the other and in this thread, so that Ctrl-C ends the wait; the servers start side by side.
             for member in self._members:
                 self._wait_ready(member)
+                if member.spec.starts_empty:
+                    self._transfer.hold(member)
                 self.state.admit(member)
         self._monitor.start()
         self._health_watch.start()

@@ -84,8 +84,6 @@ class VllmSpec(EngineSpec):
     """True if the engine computes log-probs of whole prompts."""
     keeps_cache: bool = False
     """True if the engine keeps keys and values over weight updates, and reports their ages."""
-    starts_empty: bool = False
-    """True if the engine starts without the checkpoint's weights, because its first update brings every value."""
 
 
 class VllmServer(EngineServer):

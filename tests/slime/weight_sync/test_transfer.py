@@ -114,6 +114,18 @@ def test_engines_without_weights_serve_after_the_update_alone() -> None:
     assert one.transfer.state is State.SERVING
 
 
+def test_engines_that_start_without_weights_wait_for_an_update() -> None:
+    one = OneEngine()
+    one.transfer.hold(one)
+    assert one.take_calls() == ["pause"] and one.transfer.state is State.PAUSED
+    one.transfer.join(one, lambda: one.calls.append("admitted"))  # its server had ended
+    assert one.take_calls() == ["pause", "admitted"]
+    one.transfer.sleep()
+    assert one.transfer.wake() and one.transfer.state is State.PAUSED
+    one.transfer.publish(1)
+    assert one.take_calls()[-len(PARTS) - 1 :] == [*PARTS, "resume"] and one.transfer.state is State.SERVING
+
+
 def test_engines_that_keep_their_weights_serve_when_they_wake() -> None:
     one = OneEngine()
     one.transfer.sleep()

@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 from agent_cases import *  # noqa: F403 (tests)
-from engine_fixtures import Stack, hf_log_probs, hf_model, publish_checkpoint
+from engine_fixtures import Stack, check_first_weights, hf_log_probs, hf_model, publish_checkpoint
 from gateway_cases import *  # noqa: F403 (tests)
 from process_names import command_line
 from safetensors.torch import load_file
@@ -101,9 +101,9 @@ class Served:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = Stack(tmp_path_factory.mktemp("conformance"))
+    stack = Stack(tmp_path_factory.mktemp("conformance"), starts_empty=True)
     stack.pool.start()
-    stack.push(stack.checkpoint)
+    check_first_weights(stack, PROMPT)
     http.set_own_servers(http.OwnServers(**stack.pool.facts["own_servers"][0]))
     yield stack
     http.set_own_servers()
