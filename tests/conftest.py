@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -173,6 +174,16 @@ def held() -> dict[str, int]:
     }
 
 
+def reset_switch() -> None:
+    """Undoes the settings of rl_kernel that a trainer of this process has made."""
+    if "rl_kernel.mode" in sys.modules:  # otherwise the import of torch would take seconds
+        from rl_kernel.mode import configure
+        from rl_kernel.telemetry import set_timing
+
+        configure()
+        set_timing(False)
+
+
 def unnamed_runs() -> set[str]:
     """Directories of runs that were started without --run-dir."""
     return {path.name for path in Path("runs").glob("*-*-*-*") if DEFAULT_RUN_DIR.search(path.name)}
@@ -193,14 +204,16 @@ def nothing_left() -> Iterator[None]:
 
     The counts are not checked on a GPU host: CUDA and NCCL have threads for the life of a process.
 
-    The file ends with the environment variables that it began with: libraries set some, such as Megatron's NVTE_*, and
-    a run prints notes on variables. Then a file's tests do not depend on the files that ran before it.
+    The file ends with the environment variables that it began with, and begins with the default switch of rl_kernel.
+    Megatron sets variables, on which runs print notes, and a trainer in this process sets the switch. Without this, a
+    test could fail because of a file that ran before it.
 
     The file begins with the objects of earlier files frozen. Megatron collects at each checkpoint, and a process that
     has run the house tests has two million objects, so each of these collections took a second.
     """
     gc.collect()
     gc.freeze()
+    reset_switch()
     before, runs, end = held(), unnamed_runs(), None
     environment = dict(os.environ)
     yield
