@@ -6,6 +6,7 @@ An environment that raises, prints, blocks its event loop or ends its process af
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -148,8 +149,9 @@ class EnvironmentProcess:
     def end(self) -> None:
         """Ends the process and those that it has started, at once."""
         with self._lock:
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
+            if self._process.poll() is None:  # also if `_read` is just collecting the status of a process that ended
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> None:
         """Waits until the process has ended, and ends it after `seconds`."""

@@ -116,6 +116,16 @@ def test_processes_that_an_environment_starts_end_with_it(
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_process_that_has_just_ended_can_be_ended(
+    started: Callable[..., EnvironmentProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = started()
+    process.close()
+    process.wait(10)
+    monkeypatch.setattr(process._process, "poll", lambda: None)  # while another thread collects the status
+    process.end()
+
+
 @pytest.mark.parametrize(
     "environment, said",
     [
