@@ -1,6 +1,7 @@
-"""The data source: prompts of a file, epoch after epoch, and a buffer for groups that return unfinished.
+"""The data source draws prompts from files, epoch after epoch, and has a buffer for groups that return unfinished.
 
-Owns the position in the data and the numbering of groups and samples, and saves both for a restart. The state is JSON.
+The data source owns the position in the data and the numbering of groups and samples. It saves both as JSON for a
+restart.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PromptLocation = list[int]
-"""Where a prompt was drawn: data set, first and last visit, prompt. A visit is epoch x prompts + position. Those before
-the last were passed over (--curriculum)."""
+"""The location of a drawn prompt: the index of its data set, its first and its last visit, and the index of the prompt.
+A visit is epoch x prompts + position. --curriculum passed over the visits before the last one."""
 
 
 class PromptDataSource:
-    """Groups of `--n-samples-per-prompt` samples, first from the buffer and then from `--prompt-data`.
+    """Supplies groups of `--n-samples-per-prompt` samples, first from the buffer and then from `--prompt-data`.
 
-    Deterministic: `slime.data.drawing.mixing` says which prompt comes next, and `slime.data.drawing.curriculum` what
-    --curriculum leaves out. Samples of a data set with a name have it in `metadata["data_source"]`, unless the metadata
-    column of their row has a value there. `Sample.index` and `Sample.group_index` count up over the whole run and never
-    repeat. With --disable-rollout-global-dataset, the samples are empty and the rollout function supplies its own
-    prompts. Without --prompt-data it has only the groups that `add_samples` gave.
+    The order is deterministic: `slime.data.drawing.mixing` chooses the next prompt, and `slime.data.drawing.curriculum`
+    chooses the prompts that --curriculum leaves out. Samples of a named data set have the name in
+    `metadata["data_source"]`, unless the metadata column of their row has a value for that key. `Sample.index` and
+    `Sample.group_index` count up over the whole run and never repeat. With --disable-rollout-global-dataset, the
+    samples are empty and the rollout function supplies its own prompts. Without --prompt-data, the source has only the
+    groups that `add_samples` put into the buffer.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -69,43 +71,44 @@ class PromptDataSource:
         self.next_group_index = 0
         self.next_index = 0
         self.snapshot: dict[str, str] = {}
-        """The id of the run and the path of its snapshots (`slime.rollout.stream.snapshots`), which the position has,
-        too."""
+        """The run's id and the path of its snapshots (`slime.rollout.stream.snapshots`). The saved state contains
+        both."""
         self._locations: dict[int, PromptLocation] = {}
         self._buffer_filter = pop_oldest if rollout.buffer_sort_by_staleness else pop_first
         if rollout.buffer_filter_path:
             self._buffer_filter = load_function(rollout.buffer_filter_path, flag="--buffer-filter-path")
 
     def label_check(self, config: Config) -> LabelCheck | None:
-        """Returns the check that raises ValueError for a wrong label while the file is read. A subclass has one."""
+        """Returns a check that raises ValueError for a wrong label while the file is read, or None. Subclasses override
+        this method."""
         return None
 
     def __len__(self) -> int:
-        """Number of prompts in the data sets."""
+        """Returns the number of prompts in all data sets."""
         return len(self.prompts)
 
     @property
     def epoch(self) -> int:
-        """Of the first data set."""
+        """Returns the current epoch of the first data set."""
         return self.orders[0].epoch if self.orders else 0
 
     @property
     def position(self) -> int:
-        """In the epoch of the first data set."""
+        """Returns the position in the current epoch of the first data set."""
         return self.orders[0].position if self.orders else 0
 
     def observe(self, groups: Sequence[SampleGroup]) -> None:
-        """Record the rewards of finished groups for --curriculum. Each group counts once, however often it is
-        given."""
+        """Records the rewards of finished groups for --curriculum. A group that is passed several times counts once."""
         if self.pass_rates is not None:
             self.pass_rates.observe(groups, read_section(RewardConfig, self.args).reward_key)
 
     def take_metrics(self) -> dict[str, float]:
-        """What --curriculum has recorded, and has left out since the last call."""
+        """Returns the metrics of --curriculum. They include the number of prompts that it left out since the last
+        call."""
         return {} if self.pass_rates is None else self.pass_rates.take_metrics()
 
     def get_samples(self, num_groups: int) -> list[SampleGroup]:
-        """The next `num_groups` groups. Groups from the buffer come first, with the tokens that they have."""
+        """Returns the next `num_groups` groups. Groups from the buffer come first and keep their tokens."""
         groups = list(self._buffer_filter(self.args, None, self.buffer, num_groups)) if self.buffer else []
         if len(groups) > num_groups:
             raise FlagError(
@@ -117,12 +120,12 @@ class PromptDataSource:
         return groups + [self._next_group() for _ in range(num_groups - len(groups))]
 
     def get_locations(self, numbers: Sequence[int]) -> list[PromptLocation | None]:
-        """Where the prompts of new groups come from, for the journal. None for a group that was asked for before, or
-        has no prompt of the data."""
+        """Returns the locations of the groups' prompts, for the journal. The location is None if an earlier call
+        returned it, or if the group has no prompt from the data."""
         return [self._locations.pop(number, None) for number in numbers]
 
     def add_samples(self, groups: list[SampleGroup]) -> None:
-        """Put groups back. Each group must have `--n-samples-per-prompt` samples."""
+        """Puts groups back into the buffer. Each group must have `--n-samples-per-prompt` samples."""
         for group in groups:
             if len(group) != self.args.n_samples_per_prompt:
                 raise FlagError(
@@ -134,8 +137,8 @@ class PromptDataSource:
         self.buffer.extend(groups)
 
     def state_dict(self, outstanding: Sequence[SampleGroup] = ()) -> dict[str, object]:
-        """Position, numbering and buffered samples as plain values, copied from this object. `outstanding`: groups that
-        come before the buffer."""
+        """Returns the position, the numbering and the buffered samples as plain values, which are copies. The groups in
+        `outstanding` come before the groups in the buffer."""
         buffer = [*outstanding, *self.buffer]
         more: dict[str, object] = {}
         if len(self.orders) > 1:
@@ -160,9 +163,10 @@ class PromptDataSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], where: str = "the saved data position") -> None:
-        """Continue exactly at the position of `state`. ValueError if `state` is of other prompts or another order."""
+        """Sets the position, the numbering and the buffer to those in `state`. Raises ValueError if `state` belongs to
+        other prompts or to another order."""
         now = self.state_dict()
-        if state.get("version") == 1:  # without a checksum, and otherwise the same
+        if state.get("version") == 1:  # Version 1 has no checksum. Its other fields are the same.
             state = {**state, "version": VERSION}
         names = {
             "version": "the format version",
@@ -192,21 +196,21 @@ class PromptDataSource:
         ]
 
     def save(self, rollout_id: int, outstanding: Sequence[SampleGroup] = ()) -> None:
-        """Write the state to `{--save}/rollout/data_state_{rollout_id}.json`, atomically, if --save is given.
+        """Writes the state atomically to `{--save}/rollout/data_state_{rollout_id}.json`, if --save is given.
 
-        `outstanding`: groups that were drawn and are in no batch. A run that resumes draws them first.
-        Call it after rollout `rollout_id` was generated and before the next rollout starts.
+        `outstanding` are the groups that were drawn and are in no batch. A resumed run draws these groups first.
+        The caller must call `save` after it has generated rollout `rollout_id`, before it starts the next rollout.
         """
         if self.args.save is None:
             return
         state = (
             self.state_dict(outstanding) if outstanding else self.state_dict()
-        )  # a plug-in's may take none
+        )  # A plug-in's `state_dict` may have no parameter.
         write_state(state_path(self.args.save, rollout_id), state)
 
     def load(self, rollout_id: int) -> None:
-        """Continue after rollout `rollout_id` of the checkpoint at --load. With -1 or no --load, start at the
-        beginning."""
+        """Loads the state after rollout `rollout_id` from the checkpoint at --load. With -1, or without --load, the
+        source stays at the beginning."""
         if self.args.load is None or rollout_id < 0:
             return
         path = state_path(self.args.load, rollout_id)
@@ -227,7 +231,8 @@ class PromptDataSource:
         self.load_state_dict(read_state(path), where=str(path))
 
     def _read_slime_state(self, path: Path) -> dict[str, object]:
-        """The state from a file of slime, which visits the prompts in the same order and saves no buffer."""
+        """Returns the state from a file that slime saved. slime visits the prompts in the same order and saves no
+        buffer."""
         import torch
 
         try:
@@ -308,8 +313,8 @@ class PromptDataSource:
 def load_training_prompts(
     c: Config, check_label: LabelCheck | None, *, most_bytes: int | None = None
 ) -> list[tuple[DataSet, Prompts]]:
-    """The prompts of --prompt-data, per data set, with the columns, the template and the limits of a run's flags.
-    `most_bytes`: see `load_prompts`. Without --hf-checkpoint, no prompt is rendered or counted."""
+    """Returns the prompts of --prompt-data per data set, with the columns, the template and the limits that the flags
+    set. `load_prompts` describes `most_bytes`. Without --hf-checkpoint, no prompt is rendered or counted."""
     data, checkpoint = c.data, c.rollout.hf_checkpoint
     if not data.prompt_data:
         raise FlagError(
@@ -353,7 +358,7 @@ def load_training_prompts(
         most_bytes=most_bytes,
         media=check_for(c),
     )
-    # The name of a data set wins over a column of that name; a row's metadata win over both.
+    # The data set's name replaces the value of a column "data_source". A row's metadata replace both.
     named = dataclasses.replace(columns, left_out=(SOURCE,))
     return [(one, read(one.path, columns=columns if one.name is None else named)) for one in data_sets(data)]
 
@@ -361,7 +366,8 @@ def load_training_prompts(
 def pop_first(
     args: Namespace, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
 ) -> list[SampleGroup]:
-    """The default --buffer-filter-path: returns the groups that have waited longest."""
+    """Returns the groups that have waited longest, and removes them from the buffer (the default
+    --buffer-filter-path)."""
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken
@@ -370,14 +376,18 @@ def pop_first(
 def pop_oldest(
     args: Namespace, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
 ) -> list[SampleGroup]:
-    """With --buffer-sort-by-staleness: returns the groups with tokens of the oldest weights or, where these are not
-    known, of the earliest rollout. Groups without tokens come last. The order of equal ones stays."""
+    """Returns the groups with the stalest tokens, and removes them from the buffer (--buffer-sort-by-staleness).
+
+    Groups are sorted by the oldest weight version of their tokens, then by the earliest rollout of their tokens. Groups
+    without either come last. Groups with equal keys keep their order.
+    """
     buffer.sort(key=_oldest_tokens)
     return pop_first(args, rollout_id, buffer, num_samples)
 
 
 def _oldest_tokens(group: SampleGroup) -> tuple[float, float]:
-    """The oldest weights and the earliest rollout of a group's tokens; infinity where there are none."""
+    """Returns the oldest weight version and the earliest rollout of a group's tokens, or infinity for an unknown
+    value."""
     versions = [int(v) for sample in group for v in sample.weight_versions if str(v).isdecimal()]
     rollouts = [s.metadata["start_rollout_id"] for s in group if "start_rollout_id" in s.metadata]
     return min(versions, default=math.inf), min(rollouts, default=math.inf)
