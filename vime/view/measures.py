@@ -1,4 +1,5 @@
-"""Names and units of a run's metrics, and the leaves of its configuration, for what compares runs."""
+"""Defines the names and units of a run's metrics for the commands that compare runs, and the configuration fields that
+may differ."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 PASS_TIME = "perf/pass_time"
-"""The sum of three others, in the place of which it is compared (benchmarks/switch_bench/verdicts.py)."""
-# metric of a run's steps -> (what it is, unit, whether more is better; None where neither is)
+"""The sum of the forward, loss and backward times. benchmarks/switch_bench/verdicts.py compares this sum and not its
+parts."""
+# Metric of a run's steps -> (label, unit, true if more is better or None if neither direction is better).
 METRICS: dict[str, tuple[str, str, bool | None]] = {
     "perf/step_time": ("step", "s", False),
     "perf/rollout_time": ("rollout", "s", False),
@@ -47,35 +49,38 @@ SPEED_OVER = {
     "perf/tokens_per_gpu_per_sec": "perf/rollout_time",
     "perf/actor_train_tok_per_s": "perf/actor_train_time",
 }
-"""A speed -> the time it was measured over. Its mean is all tokens divided by all seconds."""
+"""Speed -> the metric with its duration. The mean speed is the number of all tokens divided by all seconds."""
 TIMES, SPEEDS, SIZES = ("s", "ms"), ("tokens/s",), ("GiB",)
 WORDS = {
     **dict.fromkeys(TIMES, ("faster", "slower")),
     **dict.fromkeys(SPEEDS, ("slower", "faster")),
     **dict.fromkeys(SIZES, ("less memory", "more memory")),
 }
-"""Unit -> what the side with less, and the side with more of it is called."""
+"""Unit -> the word for a side with the lower value, and the word for a side with the higher value."""
 EXCEPTED = (
     *("run_dir", "weight_dir", "tb_experiment_name", "wandb_dir", "wandb_run_id", "notes"),
     *("mlflow_run_name", "mlflow_run_id", "swanlab_experiment_name", "trackio_run_name"),
     *("prometheus_run_name", "prometheus_port"),
 )
-"""Configuration: where a run writes, names and remarks. A value may differ; that there is one at all may not."""
+"""The configuration fields with output folders, names and remarks, which may differ between compared runs. `vime bench`
+needs each field to be set in all runs or in none."""
 RUN_FLAGS = (
     *("time", "command", "directory", "host.name"),
     *("variables.VIME_RL_KERNEL", "variables.VIME_RLK_FAST", "variables.RL_KERNEL_MODE"),
 )
-"""Environment: what differs from run to run by itself, or is the switch, which the configuration says."""
+"""The environment fields that comparisons ignore. They differ between any two runs, or they repeat the switch, which
+the configuration contains too."""
 
 
 def config_flags(config: Mapping[str, object]) -> dict[str, Any]:
-    """A run's config.json without its sections, and without remarks."""
+    """Returns the flags from a run's config.json as one dict without sections. Entries that are no section are left
+    out."""
     sections = (section for section in config.values() if isinstance(section, dict))
     return {name: value for section in sections for name, value in section.items()}
 
 
 def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """(dotted path, value) of each leaf of nested dicts, and of lists that hold dicts."""
+    """Yields (dotted path, value) for each leaf in nested dicts and in lists that contain dicts."""
     if isinstance(value, Mapping) and (value or not prefix):
         for key, item in value.items():
             yield from flatten(item, f"{prefix}.{key}" if prefix else str(key))
@@ -87,7 +92,8 @@ def flatten(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def number(value: float, sign: str = "", *, digits: int = 4) -> str:
-    """So many significant digits: 12,345; 12.35; 0.1235; 1.23e-05. Integers keep all of theirs."""
+    """Formats a value with `digits` significant digits, such as 12.35 or 0.1235. A value with more digits before the
+    point is rounded to an integer, such as 12,345. A value below 0.001 has at most 3 digits, such as 1.23e-05."""
     if value == 0:
         return "0"
     if abs(value) >= 10 ** (digits - 1):

@@ -1,11 +1,13 @@
-"""What repeats of two sides say about a difference: summaries and paired intervals. numpy only; owns no files.
+"""Computes summaries and paired intervals for the difference between two sides, from repeated runs. Needs numpy only.
 
-Runs go A B A B, so repeat i of a side pairs with repeat i of the other: what drifts over hours (clocks, heat, other
-work) is in both. The repeats are independent, the steps within a run are not: they share its start, its machine and the
-samples its policy drew. An interval over steps would call any two runs different.
+Runs alternate between the sides (A B A B), so repeat i of one side pairs with repeat i of the other side. Slow changes
+(clocks, heat, other work) then affect both runs of a pair. The repeats are independent. The steps within a run are not
+independent, because they share the run's start, its machine and the samples that its policy drew. An interval over
+steps would find a difference between any two runs.
 
-Legend: P pairs of repeats, S steps of a repeat after warm-up. A value that a step did not report is NaN, never 0.
-Weights are how much of a mean a step is: a speed's are times, so that its mean is all tokens divided by all seconds.
+Legend: P pairs of repeats, S steps of a repeat after warm-up. A value that a step did not report is NaN, never 0. A
+step's weight is its share in the mean. The weights of a speed are times, so the mean speed is the number of all tokens
+divided by all seconds.
 """
 
 from __future__ import annotations
@@ -23,15 +25,14 @@ Array: TypeAlias = npt.NDArray[np.float64]
 Sides: TypeAlias = tuple[Array, Array]
 LEVEL = 0.95
 MIN_PAIRS = 3
-"""Pairs from which on there is an interval: how much two runs of a side differ is not known from fewer."""
+"""Minimum number of pairs for an interval. Fewer pairs do not show how much the runs of one side differ."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One metric of a side. `repeats`: the mean per repeat; `spread`: their standard deviation, None for one.
-
-    `geometric`: repeats are averaged geometrically, as the relative difference of two sides is.
-    """
+    """The summary of one metric of a side. `repeats` has the mean per repeat. `spread` is the standard deviation of
+    these means, or None for a single repeat. If `geometric` is true, the mean over the repeats is geometric, as in the
+    relative difference of two sides."""
 
     steps: int
     repeats: tuple[float, ...]
@@ -40,15 +41,16 @@ class Summary:
 
     @property
     def mean(self) -> float:
-        """Every repeat weighs the same."""
+        """Returns the mean over the repeats, with equal weights."""
         return float(np.exp(np.mean(np.log(self.repeats))) if self.geometric else np.mean(self.repeats))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Second side minus the first. `relative`: as a share of the first (0.03 is 3 % more), else in the metric's unit.
+    """The difference "second side minus first side". If `relative` is true, the values are shares of the first side
+    (0.03 is 3 % more), else they are in the metric's unit.
 
-    `pairs`: one value per pair. `low`, `high`: the interval at LEVEL, None where there is too little for one.
+    `pairs` has one value per pair. `low` and `high` are the interval at LEVEL, or None with too few pairs.
     """
 
     relative: bool
@@ -59,7 +61,7 @@ class Difference:
 
     @property
     def within(self) -> float | None:
-        """The largest difference, either way, that the interval allows."""
+        """Returns the largest absolute difference in the interval, or None without an interval."""
         return None if self.low is None or self.high is None else max(abs(self.low), abs(self.high))
 
     @property
@@ -68,7 +70,7 @@ class Difference:
 
 
 def summarise(repeats: Sequence[Array], weights: Sequence[Array], *, geometric: bool) -> Summary | None:
-    """Of each repeat's values [S]; None when no value is a number."""
+    """Returns the summary of the repeats' values [S], or None if no value is a finite number."""
     known = [np.isfinite(values) & np.isfinite(w) for values, w in zip(repeats, weights, strict=True)]
     usable = [(values[k], w[k]) for values, w, k in zip(repeats, weights, known, strict=True) if k.any()]
     if not usable:
@@ -81,11 +83,12 @@ def summarise(repeats: Sequence[Array], weights: Sequence[Array], *, geometric: 
 def paired_difference(
     pairs: Sequence[Sides], weights: Sequence[Sides], *, relative: bool
 ) -> Difference | None:
-    """The difference of P pairs of [S] values; None when no step of a pair was reported by both sides.
+    """Returns the difference of P pairs of values [S], or None if no pair has a step that both sides reported.
 
-    Step k pairs with step k; one that a side did not report is left out twice. The interval is Student's over the P
-    differences, P - 1 degrees of freedom: it holds for another pair of runs. Of fewer than MIN_PAIRS there is none,
-    unless every step is equal. With `relative`, differences are logs of the ratio of means of positive values.
+    Step k pairs with step k, and a step that one side did not report is left out on both sides. The interval is
+    Student's over the P differences with P - 1 degrees of freedom, so it holds for further pairs of runs. Fewer than
+    MIN_PAIRS pairs have no interval, unless every step is equal on both sides. With `relative`, each difference is the
+    log of the ratio of two means, and all values must be positive.
     """
     found = [_reported_by_both(pair, pair_weights) for pair, pair_weights in zip(pairs, weights, strict=True)]
     usable = [both for both in found if len(both[0][0])]
@@ -97,7 +100,7 @@ def paired_difference(
     if len(usable) >= MIN_PAIRS:
         half = student_quantile(len(each) - 1) * float(each.std(ddof=1)) / math.sqrt(len(each))
     elif all(np.array_equal(first[0], second[0]) for first, second in usable):
-        half = 0.0  # nothing to estimate
+        half = 0.0  # equal values have no spread to estimate
 
     def from_log(x: float) -> float:
         return math.expm1(x) if relative else x
@@ -112,7 +115,7 @@ def paired_difference(
 
 
 def _reported_by_both(pair: Sides, weights: Sides) -> tuple[Sides, Sides]:
-    """Of each side (values, weights), [S] for the steps that both have."""
+    """Returns (values, weights) [S] of each side, for the steps that both sides reported."""
     steps = min(map(len, pair))
     cut = [(values[:steps], w[:steps]) for values, w in zip(pair, weights, strict=True)]
     both = np.logical_and.reduce([np.isfinite(values) & np.isfinite(w) for values, w in cut])
@@ -122,10 +125,11 @@ def _reported_by_both(pair: Sides, weights: Sides) -> tuple[Sides, Sides]:
 
 @cache
 def student_quantile(freedom: int) -> float:
-    """t with P(|T| <= t) = LEVEL for `freedom` degrees of freedom.
+    """Returns t with P(|T| <= t) = LEVEL for `freedom` degrees of freedom.
 
-    With t = sqrt(f) tan(a) the density is cos(a)^(f - 1) up to a constant: its integral over a in [0, pi/2), by the
-    trapezoid rule, is scaled to 1 and read backwards. Relative error below 1e-4 for `freedom` >= 1 at 0.95.
+    With t = sqrt(f) tan(a), the density is cos(a)^(f - 1) up to a constant. The function integrates the density over a
+    in [0, pi/2) by the trapezoid rule, scales the integral to 1, and inverts the integral by interpolation. The
+    relative error is below 1e-4 for `freedom` >= 1 at 0.95.
     """
     angle = np.linspace(0.0, math.pi / 2, 100_001)
     density = np.cos(angle) ** (freedom - 1)
