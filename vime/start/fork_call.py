@@ -1,4 +1,4 @@
-"""A call in a process of its own: the memory that it takes, and the modules that it imports, end with that process."""
+"""Runs a call in a forked process. The call's memory and imported modules end with that process."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ T = TypeVar("T")
 
 
 class OverLimit(Exception):
-    """A call needed more time than it was given, and was ended."""
+    """A call exceeded its time limit, and its process was killed."""
 
 
 def run_in_fork(call: Callable[[], T], what: str, *, limit_s: float | None = None) -> T:
-    """What `call` returns, from a fork of this process. The result must pickle.
+    """Runs `call` in a fork of this process and returns its result. The result must be picklable.
 
-    With `limit_s`, the fork and what it starts are a process group, which is killed after so many seconds.
+    With `limit_s`, the fork and its child processes form a process group, which is killed after `limit_s` seconds.
 
     Raises:
-        ValueError: with the same text, if `call` raised one.
-        RuntimeError: for any other exception of `call`, with its traceback, and if the process was killed. Its text
-            begins with `what`.
-        OverLimit: after `limit_s`.
+        ValueError: `call` raised ValueError. Both errors have the same text.
+        RuntimeError: `call` raised another exception, whose traceback is in the text, or the process was killed. The
+            text begins with `what`.
+        OverLimit: `call` did not end within `limit_s`.
     """
     reading, writing = os.pipe()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # otherwise the fork writes it once more
+        stream.flush()  # Otherwise the fork writes the buffered text a second time.
     child = os.fork()
     if child == 0:
         os.close(reading)
@@ -71,7 +71,7 @@ def run_in_fork(call: Callable[[], T], what: str, *, limit_s: float | None = Non
 
 
 def _read_within(reading: int, limit_s: float) -> bytes:
-    """All that comes until the end of the pipe."""
+    """Reads the pipe to its end and returns the bytes. Raises OverLimit after `limit_s` seconds."""
     end, parts = time.monotonic() + limit_s, list[bytes]()
     while select.select([reading], [], [], max(0.0, end - time.monotonic()))[0]:
         parts.append(os.read(reading, 1 << 16))
@@ -84,7 +84,7 @@ def _answer(call: Callable[[], object], writing: int) -> NoReturn:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)  # the parent says what a signal has interrupted
+            signal.signal(number, signal.SIG_DFL)  # The parent prints the message about the signal.
     code = 1
     try:
         answer: tuple[type[Exception] | None, object] = (None, call())

@@ -18,7 +18,7 @@ from slime.models.llama_like import NEAREST, TENSORS, like_family
 from slime.records.errors import FlagError
 
 LIMIT = 1e-4
-"""Largest accepted difference of a logit of a tiny model in float32. Rounding gives about 1e-6."""
+"""The largest accepted difference of a tiny model's logit in float32. Rounding alone gives about 1e-6."""
 _MODULE = "slime.megatron_backend.like_check"
 _SECONDS = 300.0
 
@@ -29,16 +29,16 @@ class LikeResult:
 
     tokens: int = 0
     difference: float | None = None
-    """Largest difference of a logit. None if the models could not be compared."""
+    """The largest difference of a logit, or None if the models could not be compared."""
     error: str = ""
-    """Why they could not be compared."""
+    """The reason why the models could not be compared, or ""."""
 
 
 def with_model_note(config: Config, *, compares: bool) -> Config:
-    """Returns the configuration with a note about a Llama-like model_type without a family.
+    """Returns the configuration, with a note if its model_type has no family and its tensors are those of Llama.
 
-    Raises ValueError if the logits of a tiny model differ from transformers' by more than `LIMIT`. Without `compares`,
-    the note says that the run compares them.
+    Raises ValueError if a tiny model's logits differ from those of transformers by more than `LIMIT`, or if the models
+    cannot be compared. Without `compares`, this function compares no logits, and the note announces that a run does.
     """
     checkpoint = config.rollout.hf_checkpoint
     hf = read_hf_config(checkpoint)

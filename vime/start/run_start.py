@@ -1,6 +1,6 @@
-"""Where a run starts, in one line for people, and the check that a new run replaces no earlier run's results.
+"""Describes a run's start in one line for people, and checks that a new run replaces no results of an earlier run.
 
-Looks at names of files only; the trainer reads them.
+This module looks only at file names. The trainer reads the files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LISTED = 4
 
 
 def start_line(config: Config) -> str:
-    """What the run continues from, or that it is a new one and where its weights come from."""
+    """Returns the line about the run's start: the checkpoint that the run resumes, or the weights of a new run."""
     if config.debug.debug_rollout_only:
         return f"new run that only generates, with weights from {config.rollout.hf_checkpoint}"
     iteration, first = resumed_iteration(config), config.data.start_rollout_id
@@ -57,7 +57,7 @@ def start_line(config: Config) -> str:
 
 
 def finished(config: Config) -> bool:
-    """Whether the checkpoint that the run resumes from is the one after its last rollout."""
+    """Returns whether the run resumes after its last rollout, so that no rollout is left."""
     rollouts = config.data.num_rollout
     if (
         config.debug.debug_rollout_only
@@ -69,8 +69,10 @@ def finished(config: Config) -> bool:
 
 
 def resume_flags(c: Config) -> list[str] | None:
-    """What a second command adds to the flags of this run, so that it resumes after the newest checkpoint of --save.
-    None if that folder has none, or if the flags start every run anew."""
+    """Returns the flags that a second command adds to this run's flags to resume from the newest checkpoint in --save.
+
+    Returns None if --save has no checkpoint, or if the flags start each run anew.
+    """
     save, step = c.checkpoint.save, c.checkpoint.ckpt_step
     newest = None if save is None or c.debug.debug_rollout_only else latest(save)
     if save is None or newest is None or c.checkpoint.finetune:
@@ -80,15 +82,15 @@ def resume_flags(c: Config) -> list[str] | None:
 
 
 def check_start(c: Config) -> None:
-    """ValueError if --load holds checkpoints and does not say which is the newest, or if the run would replace
-    checkpoints or metrics of another one. --overwrite allows the second.
+    """Raises ValueError if --load has checkpoints without a record of the newest, or if the run would replace another
+    run's checkpoints or metrics. --overwrite allows the run to replace them.
 
-    A command with the same --load and --save is meant to be started again. Before its first checkpoint it begins anew.
+    A command with the same folder for --load and --save may be started again. Without a checkpoint, it starts anew.
     """
     try:
         resumed_iteration(c)
     except ValueError:
-        return  # the check of --load says so
+        return  # The check of --load raises this error.
     _require_record(c)
     if c.checkpoint.overwrite:
         return
@@ -116,7 +118,7 @@ def check_start(c: Config) -> None:
 
 
 def _require_session(c: Config) -> None:
-    """Raises an error if the run resumes in the run directory of another --rollout-session-id."""
+    """Raises ValueError if the run resumes in the run directory of a run with another --rollout-session-id."""
     run_dir = Path(c.logging.run_dir)
     if not is_there(run_dir, EVENTS_FILE):
         return
