@@ -1,7 +1,7 @@
-"""`vime engines list|add|remove RUN_DIR`: shows the engines of a run, and changes them while the run is running.
+"""`vime engines list|add|remove RUN_DIR` shows a run's engines, and adds or removes engines during the run.
 
 `list` reads the run's events, also for a run that has ended or is on another host. `add` and `remove` send a request to
-the socket of the run's driver (vime.members.control_socket), so they must run on the driver's host, as its user.
+the driver's socket (vime.members.control_socket), so they must be run on the driver's host by the driver's user.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vime.members.table import read_engines, table
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns exit code 0, or 1 if the run could not serve the request. Raises ValueError for an error that the user
-    can correct."""
+    """Runs the command and returns its exit code: 0, or 1 if the run could not serve the request. Raises ValueError for
+    an error that the user can correct."""
     args = _parser().parse_args(argv)
     engines = read_engines(args.run_dir)
     if args.action == "list":

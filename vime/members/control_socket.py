@@ -1,8 +1,9 @@
-"""Serves the requests of `vime engines` on a unix socket in the run's temporary folder, which only its user can enter.
+"""Serves the requests of `vime engines` on a unix socket in a temporary folder, which only the run's user can enter.
 
-The client sends one line of JSON, {"do": "add" | "remove", ...}. The answer is lines {"say": text} during the work, and
-at the end {"done": text}, {"refused": text} for an error that the user can correct, or {"failed": text}. The driver
-serves one request after the other, while the training loop continues. The run's events contain the path of the socket.
+The client sends one line of JSON, {"do": "add" | "remove", ...}. The driver answers with lines {"say": text} during the
+work. The last line is {"done": text}, {"refused": text} for an error that the user can correct, or {"failed": text}.
+The driver serves one request after another, while the training loop continues. The run's events contain the socket's
+path.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SEND_S = 5.0
 
 
 class ControlRequest(TypedDict, total=False):
-    """The request of the command. `model`: the served model that gets engines."""
+    """The command's request. `model` is the served model that gets the engines."""
 
     do: str
     model: str
@@ -41,9 +42,9 @@ class ControlRequest(TypedDict, total=False):
 
 
 class ControlSocket:
-    """Accepts requests from its creation on, and serves them after `start`.
+    """Accepts requests from its creation on, and rejects changes until `start` is called.
 
-    `tell` is called with the number of the policy's engines that take new requests, whenever that number changes.
+    The policy's pool calls `tell` with the number of the policy's engines that take new requests, after each change.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class ControlSocket:
         threading.Thread(target=self._listen, name="engines-control", daemon=True).start()
 
     def start(self) -> None:
-        """Allows changes, because the engines now serve."""
+        """Allows changes. The caller calls `start` once the engines serve."""
         self._is_started = True
 
     def close(self) -> None:
-        """Stops accepting requests. A running request ends with the pools."""
+        """Closes the socket and deletes its folder. A request that is being served ends when the pools end."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -89,14 +90,14 @@ class ControlSocket:
             ).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Serves one request. A client that disconnects does not stop its request."""
+        """Serves one request. The request continues if its client disconnects."""
         with connection, contextlib.suppress(OSError):
             if _peer_user_id(connection) not in (os.getuid(), 0):
                 return
             connection.settimeout(_SEND_S)
             with connection.makefile("rb") as lines:
                 line = lines.readline(_LONGEST)
-            if not line:  # the client only checked whether the run is running
+            if not line:  # The client only checked whether the run still runs.
                 return
 
             def send(kind: str, text: str) -> None:
@@ -131,8 +132,8 @@ class ControlSocket:
         return f"{' and '.join(titles)} joined; a run that resumes has its configured engines alone"
 
     def _find_model(self, engine: str) -> str:
-        """Returns the model of an engine, or the policy for an unknown engine, because the policy's pool then reports
-        the error."""
+        """Returns the engine's model. Returns the policy for an unknown engine, so that the policy's pool reports the
+        error."""
         for name, pool in self._pools.items():
             if pool.changes.has(engine):
                 return name
@@ -140,7 +141,7 @@ class ControlSocket:
 
 
 def _peer_user_id(connection: socket.socket) -> int:
-    """Returns the user id of the process at the other end."""
+    """Returns the user id of the client's process."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     user: int = struct.unpack("3i", raw)[1]
     return user

@@ -16,8 +16,8 @@ _LONGEST = 120
 
 
 def read_engines(run_dir: Path) -> RunEngines:
-    """Reads the engines of a run that has ended or is running. Raises ValueError for a directory without a run, or a
-    run without engines."""
+    """Returns the engines of a running or ended run. Raises ValueError for a directory without a run, and for a run
+    without engines."""
     if not run_dir.is_dir():
         raise ValueError(f"RUN_DIR must be a directory, got {run_dir}; name the --run-dir of a run")
     engines = RunEngines()
@@ -32,7 +32,7 @@ def read_engines(run_dir: Path) -> RunEngines:
 
 
 def table(engines: RunEngines, *, ended: bool) -> list[str]:
-    """Returns the lines of the table. `ended`: the run and its engines have ended."""
+    """Returns the table's lines. `ended` is true if the run has ended, and its engines with it."""
     rows: list[tuple[str, ...]] = [("engine", "model", "state", "weights", "address", "started", "place")]
     for engine in engines.engines.values():
         state = ENDED if ended and engine.state not in GONE else engine.state
