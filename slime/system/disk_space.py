@@ -1,7 +1,7 @@
-"""Room on disk: asks for it before something large is written, and names the folder when it is gone.
+"""Checks the free disk space before a large write, and turns the errors of a full disk into one that names the folder.
 
-A full disk shows itself in many ways: OSError, safetensors' own error, a line of torch's C++ writer without a reason,
-and a CheckpointException that holds the errors of all ranks.
+A full disk causes different errors: OSError, an error of safetensors, an error without a reason from torch's C++
+writer, and a CheckpointException that contains the errors of all ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from slime.records.errors import FlagError
 
 FULL = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 _WITHOUT_REASON = "inline_container"
-"""In the errors of torch's C++ writer, which leave out why a write failed."""
+"""A part of the error text of torch's C++ writer, which has no reason for the failed write."""
 _PROBE_BYTES = 2**20
 
 
 def require_free_bytes(flag: str, directory: str | Path, needed_bytes: float, what: str) -> None:
-    """ValueError unless `needed_bytes` are free where `directory` is, or will be made."""
+    """Raises ValueError unless the file system of `directory` has `needed_bytes` free. `directory` need not exist."""
     total, _, free = _usage(Path(directory))
-    if total and free < needed_bytes:  # some network disks do not know their size
+    if total and free < needed_bytes:  # Some network disks report the size 0.
         raise FlagError(
             flag,
             f"have {_mib(needed_bytes)} of room for {what}",
@@ -35,7 +35,8 @@ def require_free_bytes(flag: str, directory: str | Path, needed_bytes: float, wh
 
 
 class DiskSpaceGuard:
-    """A block that writes `what` to `directory`, which `flag` names. Out of room, it ends with a ValueError."""
+    """Guards a block that writes `what` to `directory`, which `flag` names. If the block fails because the disk is
+    full, the guard raises ValueError instead of the block's error."""
 
     def __init__(self, flag: str, directory: str | Path, what: str) -> None:
         self.flag, self.directory, self.what = flag, Path(directory), what
@@ -58,12 +59,12 @@ class DiskSpaceGuard:
 
 
 def _usage(path: Path) -> tuple[int, int, int]:
-    """Bytes of the file system where `path` is, or will be made: in total, used, free."""
+    """Returns the total, used and free bytes of the file system that has `path`. `path` need not exist."""
     return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists()))
 
 
 def _reason(error: BaseException, directory: Path) -> str | None:
-    """What the kernel said, if a block failed for want of room."""
+    """Returns the kernel's message if a full disk caused the error, otherwise None."""
     unknown = False
     for one in _causes(error):
         if isinstance(one, OSError) and one.errno in FULL:
@@ -75,7 +76,7 @@ def _reason(error: BaseException, directory: Path) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, the errors that led to it, and those of the ranks that a CheckpointException holds."""
+    """Yields the error, its causes, and the ranks' errors that a CheckpointException contains."""
     while error is not None:
         yield error
         for failed, _ in getattr(error, "failures", {}).values():
@@ -84,7 +85,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _probe(directory: Path) -> str | None:
-    """What the kernel says when a small file is written to `directory`. None if that works."""
+    """Writes a small file to `directory`. Returns the kernel's message if the disk is full, otherwise None."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(bytes(_PROBE_BYTES))
