@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 class RolloutBackend(BackendFlags, Protocol):
     """The interface of an inference engine that generates rollouts.
 
-    `BackendFlags` are its flags and what becomes of them. The engines themselves are an `EnginePool`.
-    `engine_rules`: those of `rules` that hold for the engines of each served model.
+    `BackendFlags` defines the flags and their translation. An `EnginePool` has the engines. `engine_rules` are the
+    rules from `rules` that apply to the engines of each served model.
     """
 
     @property
     def engine_rules(self) -> Sequence[Rule]: ...
 
     def remarks(self, config: Config) -> Iterable[str]:
-        """Notes for the user. ValueError for an installation that cannot work."""
+        """Returns notes for the user. Raises ValueError for an installation that cannot work."""
         ...
 
     def rows(self) -> Iterable[Row]:
-        """The flags of its engine and its router, for `vime flags`."""
+        """Returns the flags of the engine and the router, for `vime flags`."""
         ...
 
     def command_lines(self, config: Config) -> Iterable[str]:
-        """The options that its servers will get, for `vime plan`."""
+        """Returns the command-line options that the servers will get, for `vime plan`."""
         ...
 
     def require_reachable(self, config: Config) -> None:
-        """Before a run starts anything: ValueError, within 15 s, for an external engine or router that does not
-        answer or cannot be used, and for engines that cannot run on this machine."""
+        """Raises ValueError within 15 s if an external engine or router does not answer or cannot be used, or if the
+        engines cannot run on this machine. A run calls this method before it starts a process."""
         ...
 
     def pool(
         self, config: Config, placed: Placement, source: WeightSource | None, model: ServedModel
     ) -> EnginePool:
-        """The engines of `model`, not started yet, whose flags and devices are those of `config`. `source`: the
-        trainer, where its weights go to them."""
+        """Returns the engines of `model`, which are not started yet, with the flags and devices in `config`. `source`
+        is the trainer if the engines get its weights, otherwise None."""
         ...

@@ -1,6 +1,7 @@
-"""SGLang behind sglang-router, as one object: its flags, what slime must know about its engines, and their start.
+"""The rollout backend of SGLang behind sglang-router: its flags, its rules, the facts about its engines, and their
+start.
 
-Light to import: SGLang, Ray and torch are loaded by the functions that need them.
+The import is light: the functions that need SGLang, Ray or torch import them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SglangBackend:
-    """A `slime.rollout_backend.RolloutBackend`."""
+    """Implements `slime.rollout_backend.RolloutBackend` with SGLang."""
 
     name = "sglang"
     specs = {spec.name: spec for spec in (flags.CONCURRENCY, flags.ROUTER_PORT)}
@@ -48,11 +49,11 @@ class SglangBackend:
     )
 
     def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
-        """slime's flags of the router get the router's names."""
+        """Replaces --sglang-config by the flags in its file, and gives slime's router flags the router's own names."""
         return flags.translate(groups)
 
     def fields(self, own: dict[str, object], user_values: dict[str, Any]) -> dict[str, object]:
-        """The engine section. Hooks find SGLang's arguments in their `args` as sglang_NAME."""
+        """Returns the fields of the engine section. Hooks find SGLang's arguments in their `args` as sglang_NAME."""
         args = user_values.get("backend_args", {})
         concurrency = own.get(flags.CONCURRENCY.name, flags.CONCURRENCY.default)
         port = own.get(flags.ROUTER_PORT.name)
@@ -69,7 +70,7 @@ class SglangBackend:
         }
 
     def remarks(self, config: Config) -> Iterator[str]:
-        """Notes on engines that were not run."""
+        """Yields notes on the engines: SGLang itself was never run, and samples may ignore their seeds."""
         yield (
             "--rollout-backend sglang: this version was run through sglang-router 0.3.2 against vLLM engines that "
             "answer SGLang's protocol, and never against a SGLang server"
@@ -78,11 +79,12 @@ class SglangBackend:
             yield "SGLang ignores the seeds of samples without --sglang-enable-deterministic-inference"
 
     def rows(self) -> Iterator[Row]:
-        """Every flag of sglang-router (imports it). Those of SGLang are not checked here."""
+        """Yields each flag of sglang-router, and imports sglang-router. SGLang's flags are left out, because SGLang
+        checks them itself."""
         yield from flags.ROUTER.rows()
 
     def command_lines(self, config: Config) -> Iterator[str]:
-        """The server's own command-line option for each engine and router flag."""
+        """Yields the server's own command-line option for each engine and router flag."""
         for tokens in pair_up(config.engine.backend_argv):
             yield f"{'--sglang-' + tokens[0][2:]:<40} SGLang {' '.join(tokens)}"
         server = SglangServer(_spec(config, run_key="", log_path="")).command()[
@@ -95,14 +97,15 @@ class SglangBackend:
             yield f"{'--router-' + tokens[0][2:]:<40} sglang-router {' '.join(tokens)}"
 
     def require_reachable(self, config: Config) -> None:
-        """SGLang is there, or the engines that were started apart answer."""
+        """Raises ValueError if SGLang or sglang-router is not installed, or if an external engine does not answer. A
+        run with external engines does not need SGLang."""
         flags.require_installed(config)
         external.require_reachable(config, "/model_info")
 
     def pool(
         self, config: Config, placed: Placement, source: WeightSource | None, model: ServedModel
     ) -> EnginePool:
-        """The engines of a model and their router, not started yet."""
+        """Returns the engines of a model and their router. They are not started yet."""
         from vime.pool.launch import make_pool
         from vime.sglang.pool import SglangEnginePool
 
@@ -123,7 +126,7 @@ def _facts(backend_args: Mapping[str, Any]) -> EngineFacts:
 
 
 def _context(typed: str | int | None) -> int | None:
-    """--sglang-context-length. ValueError for a text that is no number."""
+    """Returns --sglang-context-length as a number, or None without the flag. Raises ValueError for any other text."""
     if typed is None:
         return None
     try:

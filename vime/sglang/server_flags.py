@@ -1,7 +1,7 @@
-"""The flags of SGLang and sglang-router, and what a configuration with SGLang's engines must hold.
+"""Defines the flags of SGLang and sglang-router, and the checks of a configuration with SGLang engines.
 
-`--sglang-NAME` goes to SGLang as `--NAME`, unchecked: SGLang checks its flags when it starts. sglang-router's parser
-checks `--router-*`. A flag for a setting that this project makes itself is an error.
+An engine gets `--sglang-NAME` as `--NAME`. SGLang itself checks these flags when it starts. The parser of sglang-router
+checks `--router-*`. A flag for a setting that this project chooses is an error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ RENAMED = {"sglang_router_policy": "router_policy"}
 
 @functools.cache
 def router_parser() -> argparse.ArgumentParser:
-    """sglang-router's parser without address and workers. ValueError when sglang-router is not installed."""
+    """Returns sglang-router's parser, without the options for its address and workers. Raises ValueError if
+    sglang-router is not installed."""
     try:
         from sglang_router.router_args import RouterArgs
     except ImportError as error:
@@ -77,8 +78,8 @@ ROUTER = PrefixOwner("router_", "sglang-router", "router", ROUTER_RESERVED, rout
 
 
 class _AsTheyStand:
-    """The owner of `--sglang-*`: `backend_args` has the values as typed (True for a switch), `backend_argv` the flags
-    without their prefix."""
+    """The owner of `--sglang-*`. It fills `backend_args` with the values as the user typed them (True for a switch),
+    and `backend_argv` with the flags without their prefix."""
 
     prefix = "sglang_"
 
@@ -106,8 +107,8 @@ SGLANG = _AsTheyStand()
 
 
 def translate(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
-    """slime's flags of the router under the router's own names, and those of --sglang-config. ValueError for flags of
-    vLLM."""
+    """Returns the flags and notes for the user. The file of --sglang-config is replaced by its flags, and slime's
+    router flags get the router's own names. Raises ValueError for flags of vLLM."""
     _require_sglangs(groups)
     made, notes = config_file.expand(groups, lambda frozen_groups: translate(frozen_groups)[0])
     _require_sglangs(made)
@@ -134,7 +135,7 @@ def _require_sglangs(groups: list[FlagGroup]) -> None:
 
 
 def check_concurrency(config: Config) -> None:
-    """--sglang-server-concurrency is a number of requests."""
+    """Raises ValueError unless --sglang-server-concurrency is above 0."""
     if config.engine.server_concurrency <= 0:
         raise FlagError(
             "--sglang-server-concurrency",
@@ -145,7 +146,7 @@ def check_concurrency(config: Config) -> None:
 
 
 def check_prefill(config: Config) -> None:
-    """SGLang's engines read their prompts themselves."""
+    """Raises ValueError for --prefill-num-servers, because only vLLM's engines can pass prompts to each other."""
     if config.engine.prefill_num_servers:
         raise FlagError(
             "--prefill-num-servers",
@@ -156,7 +157,8 @@ def check_prefill(config: Config) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """Weights reach SGLang through files only, and only while the trainer has other GPUs."""
+    """Raises ValueError for weight updates that SGLang's engines do not support. They need full weights in files, and
+    GPUs that the trainer does not use."""
     if not config.num_engines:
         return
     transport = config.weight_update.update_weight_transport
@@ -199,7 +201,7 @@ def check_weights(config: Config) -> None:
 
 
 def check_engines(config: Config) -> None:
-    """ValueError for a setting that SGLang's engines do not support in this project."""
+    """Raises ValueError for a setting that SGLang's engines do not support in this project."""
     if config.off_policy.replay_kept_tokens:
         raise FlagError(
             "--replay-kept-tokens",
@@ -231,7 +233,7 @@ def check_engines(config: Config) -> None:
 
 
 def require_installed(config: Config) -> None:
-    """ValueError unless SGLang, for engines that the run starts, and sglang-router are installed."""
+    """Raises ValueError unless sglang-router is installed, and SGLang if the run starts engines itself."""
     if not config.num_engines:
         return
     needed = {"sglang_router": "sglang-router"}

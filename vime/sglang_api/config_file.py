@@ -1,6 +1,6 @@
-"""Turns `--vllm-config FILE` and `--sglang-config FILE`, files with the models of a run in slime's format, into flags.
+"""Converts the file of `--vllm-config` or `--sglang-config`, which lists a run's models in slime's format, to flags.
 
-    vllm:                            or sglang: the key says whose flags the overrides are
+    vllm:                            or sglang, if the overrides are flags of SGLang
       - name: actor
         server_groups: [{worker_type: regular, num_gpus: 4, overrides: {max-model-len: 8192}}]
       - name: judge
@@ -9,8 +9,8 @@
         num_gpus_per_engine: 2
         server_groups: [{worker_type: regular, num_gpus: 2}]
 
-The model that gets the trainer's weights becomes the flags of the policy's engines. Every other model becomes a
---frozen-model. The engines of a model are equal. Other layouts are errors.
+The entry of the model that gets the trainer's weights becomes the flags of the policy's engines. Each other entry
+becomes a --frozen-model. All engines of a model must be equal. Other layouts are errors.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class _Model:
-    """A model in the file."""
+    """An entry of the file's list of models."""
 
     name: str
     path: str | None
     updated: bool | None
-    """`update_weights` in the file, or None."""
+    """The value of `update_weights` in the file, or None."""
     devices: int
     size: int | None
     """Number of devices per engine."""
     overrides: list[FlagGroup]
     prefill: int = 0
-    """Number of devices of engines that only prefill. The other engines only decode."""
+    """Number of devices of engines that only prefill. If it is above 0, the other engines only decode."""
 
 
 def expand(groups: list[FlagGroup], spell: Spell) -> tuple[list[FlagGroup], list[str]]:
-    """Replaces the file's flag in `groups` by the file's flags, and adds a note. Raises ValueError for settings that a
-    run cannot have."""
+    """Returns `groups` with the flags from the file instead of the flag that names the file, and a note. Raises
+    ValueError for settings that a run cannot have."""
     present = [group for group in groups if group.name in FLAGS]
     if not present:
         return groups, []
@@ -72,7 +72,7 @@ def expand(groups: list[FlagGroup], spell: Spell) -> tuple[list[FlagGroup], list
     models = _models(file.typed, Path(path))
     policy = _policy(path, models, own)
     total = [str(sum(model.devices for model in models))]
-    # in slime, the flag counts every model's devices
+    # In slime, --rollout-num-gpus counts the devices of all models.
     if len(models) > 1 and own.get("rollout_num_gpus") == total:
         del own["rollout_num_gpus"]
     made = [group for group in _policys_flags(policy) if own.get(group.name) != group.values]
@@ -93,7 +93,8 @@ def expand(groups: list[FlagGroup], spell: Spell) -> tuple[list[FlagGroup], list
 
 
 def _policy(path: str, models: list[_Model], own: dict[str, list[str]]) -> _Model:
-    """Returns the model that gets the trainer's weights: it has update_weights: true or the policy's checkpoint."""
+    """Returns the model that gets the trainer's weights. Its entry has update_weights: true, or leaves update_weights
+    out and is the only entry, has no model_path, or has the path of --hf-checkpoint."""
     mine = own.get("hf_checkpoint", [])
     policys = [
         model
@@ -125,7 +126,7 @@ def _policys_flags(policy: _Model) -> list[FlagGroup]:
 
 
 def _frozen(path: str, model: _Model, spell: Spell) -> FlagGroup:
-    """Returns the flag of a frozen model."""
+    """Returns the --frozen-model flag of a model."""
     if model.prefill:
         raise ValueError(
             f"the groups of {model.name} in {path} must be regular, got prefill and decode; only the policy's may be "
@@ -156,7 +157,7 @@ def _frozen(path: str, model: _Model, spell: Spell) -> FlagGroup:
 
 
 def _models(flag: str, path: Path) -> list[_Model]:
-    """Reads the models of the file."""
+    """Reads the file and returns its models. Raises ValueError for a file in another format."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -180,7 +181,7 @@ def _models(flag: str, path: Path) -> list[_Model]:
 
 
 def _model(path: Path, key: str, model: dict[str, Any]) -> _Model:
-    """Reads one entry of the list."""
+    """Returns the model of one entry. Raises ValueError for an invalid entry."""
     _known(model, _MODEL, f"a model of {path}")
     name = str(model.get("name", "default"))
     entries = model.get("server_groups") or model.get("engine_groups") or []
@@ -229,8 +230,8 @@ def _model(path: Path, key: str, model: dict[str, Any]) -> _Model:
 
 
 def _override(key: str, name: str, value: object) -> list[FlagGroup]:
-    """Returns the flag of the engine for an override. A switch of SGLang is off without its flag; vLLM has flags that
-    turn switches off."""
+    """Returns the engine's flag for an override. A false value has no flag in SGLang, whose switches are off by
+    default. In vLLM, a false value becomes the flag that turns the switch off."""
     name = name.replace("-", "_")
     if value is None or (value is False and key == "sglang"):
         return []
