@@ -25,7 +25,7 @@ _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found
 
 
 def read(body: Body, session: Session) -> ChatRequest:
-    """Returns the request. Raises Refused for a field that sessions do not serve."""
+    """Returns the request. Raises RequestRejected for a field that sessions do not serve."""
     messages: list[Body] = []
     if system := system_text(body.get("system")):
         messages.append({"role": "system", "content": system})
@@ -112,7 +112,7 @@ def _make_usage(answer: ModelAnswer) -> Body:
 
 
 def whole(answer: ModelAnswer) -> Body:
-    """The answer as one object."""
+    """Returns the answer as one object."""
     return _message(answer, _content(answer), _STOP[answer.finish], _make_usage(answer))
 
 
@@ -168,7 +168,7 @@ def _named(name: str, **fields: object) -> Event:
 
 
 def failure(refused: RequestRejected) -> Event:
-    """The body of an error."""
+    """Returns the event for an error."""
     kind = _ERRORS.get(refused.status, "invalid_request_error")
     message = f"{refused.reason}: {refused}"
     return "error", {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,4 +1,4 @@
-"""This module holds the code that the three dialects share: reading fields of a body, and server-sent events."""
+"""The shared code of the three dialects. It reads the fields of a body and formats server-sent events."""
 
 from __future__ import annotations
 
@@ -46,22 +46,23 @@ _SAMPLING = (
 
 @dataclass(frozen=True)
 class Dialect:
-    """One route of the server."""
+    """A dialect, which has one route of the server."""
 
     path: str
     read: Callable[[Body, Session], ChatRequest]
-    """Parses a body. Raises Refused for a body that the dialect cannot serve."""
+    """Parses a body. Raises RequestRejected for a body that the dialect cannot serve."""
     whole: Callable[[ModelAnswer], Body]
     events: Callable[[LiveAnswer, Body], AsyncIterator[list[Event]]]
-    """Yields batches of events for an answer; the body is the request's. Raises Refused if the session ends."""
+    """Yields the events of an answer in batches. The second argument is the request's body. Raises RequestRejected if
+    the session ends."""
     failure: Callable[[RequestRejected], Event]
-    """The body of an error, and the name of its event."""
+    """Returns the event for an error: its name and its body."""
     last: str = ""
-    """Text that ends a stream."""
+    """The text at the end of a stream."""
 
 
 def value(body: Body, name: str, kind: type[T], default: T) -> T:
-    """Returns a field of a body, or `default` if it is missing or null. Raises Refused for another type."""
+    """Returns a field of a body, or `default` if it is missing or null. Raises RequestRejected for another type."""
     found = body.get(name)
     if found is None:
         return default
@@ -73,7 +74,8 @@ def value(body: Body, name: str, kind: type[T], default: T) -> T:
 
 
 def read_request(body: Body, messages: list[Body], tools: list[Body], length: str, stop: str) -> ChatRequest:
-    """Reads the fields that all dialects have. `length` and `stop` name the fields of token limit and stop texts."""
+    """Reads the fields that all dialects have, and returns the request. `length` and `stop` are the names of the fields
+    with the token limit and the stop texts."""
     stops = [] if body.get(stop) in (None, "") else body[stop]
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
@@ -104,7 +106,7 @@ def _is_set(found: object) -> bool:
 
 
 def objects(values: object, what: str) -> list[Body]:
-    """Returns a list of objects. Raises Refused for any other value."""
+    """Returns `values` if it is a list of objects. Raises RequestRejected for any other value."""
     if not isinstance(values, list) or not all(isinstance(entry, dict) for entry in values):
         raise RequestRejected(
             "request", f"{what} must be a list of objects, got {values!r:.80}; fix the client"
@@ -113,7 +115,8 @@ def objects(values: object, what: str) -> list[Body]:
 
 
 def read_objects(body: Body, name: str) -> list[Body]:
-    """Returns a body's field with a list of objects, or [] if it is missing or null. Raises Refused otherwise."""
+    """Returns the list of objects in a body's field, or [] if the field is missing or null. Raises RequestRejected for
+    any other value."""
     return [] if body.get(name) is None else objects(body[name], name)
 
 
@@ -134,7 +137,7 @@ def function_tool(name: object, description: object, parameters: object) -> Body
 
 
 def simple_message(entry: Body) -> Body:
-    """A message of a system, developer or user."""
+    """Returns a message with the role system or user. A developer's message gets the role system."""
     role = entry.get("role")
     if role not in ("system", "developer", "user"):
         raise RequestRejected(
@@ -146,13 +149,13 @@ def simple_message(entry: Body) -> Body:
 
 
 def tool_result(entry: Body, content: str, call_id: str) -> Body:
-    """Returns a message with the role tool. `content` and `call_id` are the names of the fields."""
+    """Returns a message with the role tool. `content` and `call_id` are the names of the entry's fields."""
     parsed = value(entry, call_id, str, "")
     return {"role": "tool", "content": get_content(entry.get(content)), "tool_call_id": parsed}
 
 
 def written(event: Event) -> bytes:
-    """A server-sent event."""
+    """Returns an event as the bytes of a server-sent event."""
     name, data = event
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()

@@ -1,7 +1,8 @@
-"""The generate function of --environment: an episode of an environment over a session.
+"""The generate function of --environment, which runs an episode of an environment over a session.
 
-The environment sends its requests to the session, which records the tokens. Its rubric is the reward. An episode that
-raises, hangs or gives no finite reward is not trained on, and the first of each kind is logged in one line.
+The environment sends its requests to the session, which records the tokens. The environment's rubric computes the
+reward. An episode that fails, exceeds its time or has no finite reward is not trained on. Each distinct error is logged
+once, in one line.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from slime.types import Json, Sample, SamplingParams
 logger = logging.getLogger(__name__)
 
 ENDED = "environment"
-"""Reason of a session whose environment raised an error, or did not end its episode in time."""
+"""The reason for the end of a session whose environment raised an error, or did not end its episode in time."""
 REWARD = "reward"
 
 
 @dataclass(frozen=True)
 class Episode:
-    """The end of an episode. `fault` is the error of an episode that has no reward."""
+    """The result of an episode. `fault` is the error of an episode without a reward, otherwise ""."""
 
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -50,14 +51,15 @@ class Episode:
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample | list[Sample]:
-    """Runs the episode of a sample's task. A sample without a task is generated as without --environment."""
+    """Runs the episode of a sample's task and returns its samples. A sample without a task is generated as without
+    --environment."""
     if KEY not in sample.metadata:
         return await without_environment.generate(args, sample, sampling_params)
     flags, chosen = find_context(args).config.sessions, sample.metadata[KEY]
     environment, task = find_environment(chosen["environment"]), chosen["task"]
     limits = SessionLimits.of(flags)
     sample.label = chosen["label"]
-    own = replace(limits, seconds=None)  # the time is the environment's, not a limit of the policy
+    own = replace(limits, seconds=None)  # `_episode` limits the environment's time
     gate = loop_objects().semaphore((KEY, environment.text), flags.environment_concurrency)
     async with gate, open_session(args, sample, sampling_params, limits=own) as session:
         episode = await _episode(environment, task, session, limits.seconds)
@@ -73,7 +75,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: SamplingPar
 async def _episode(environment: Environment, task: Json, session: Session, seconds: float | None) -> Episode:
     try:
         process = await _process(environment)
-    except ValueError as error:  # it was loaded at the start of the run, and its process has ended since
+    except ValueError as error:  # The run's start loaded the environment, and its process has ended since.
         return Episode(fault=str(error))
     try:
         async with asyncio.timeout(seconds):
@@ -92,7 +94,7 @@ async def _episode(environment: Environment, task: Json, session: Session, secon
 
 
 def _checked(result: EpisodeResult) -> Episode:
-    """Returns the episode of a connector's answer. Its reward must be a finite number."""
+    """Converts a connector's answer to an episode. Without a finite reward, the episode has a fault."""
     reward, metrics = result["reward"], result["metrics"]
     if isinstance(reward, bool | int | float) and math.isfinite(reward):
         numbers = {name: float(one) for name, one in metrics.items() if isinstance(one, bool | int | float)}
@@ -101,7 +103,8 @@ def _checked(result: EpisodeResult) -> Episode:
 
 
 async def _process(environment: Environment) -> EnvironmentProcess:
-    """Returns the process of an environment. The end of the run's loop closes all processes."""
+    """Returns the environment's process, and starts it if it does not run. The end of the run's loop closes all
+    environment processes."""
     loop_objects().get(close_processes, lambda: None, lambda _: asyncio.to_thread(close_processes))
     if (process := living(environment)) is not None:
         return process

@@ -1,7 +1,7 @@
-"""This module reads the images of requests: parts of OpenAI's chat, OpenAI's Responses and Anthropic's messages.
+"""Reads the images in requests of OpenAI's chat, OpenAI's Responses and Anthropic's messages.
 
-An image comes as its content in base64. An address is refused: the agent may be untrusted, and the run's host must not
-read files or pages for it.
+A request contains an image as base64. An address is an error, because the agent may be untrusted, and the run's host
+must not read files or pages for an agent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Content = str | list[dict[str, object]]
 
 
 def get_content(content: object) -> Content:
-    """Returns the content of a user's or a tool's message. Refused for parts that are neither text nor an image."""
+    """Returns the content of a user's or a tool's message. Raises RequestRejected for a part that is neither text nor
+    an image."""
     if not isinstance(content, list) or not any(map(_is_image, content)):
         return get_text(content)
     found: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""This module reads JSON from outside: clients' bodies and arguments of the model's calls. It defines allowed JSON."""
+"""Reads JSON from clients (bodies) and from the model (arguments of calls), and defines the allowed JSON."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ DEEPEST = 100
 
 
 def read_json(text: str | bytes) -> object:
-    """The value of a JSON text (RFC 8259). ValueError for anything else, such as NaN, half of a surrogate pair, a
-    number that no double can hold, or bytes that are not UTF-8; and for more than `DEEPEST` levels."""
+    """Returns the value of a JSON text (RFC 8259). Raises ValueError for any other text, such as NaN, half of a
+    surrogate pair, a number that no double can hold, or bytes that are not UTF-8. Also raises ValueError for more than
+    `DEEPEST` levels."""
     try:
         value = msgspec.json.decode(text)
     except RecursionError:
@@ -24,7 +25,7 @@ def read_json(text: str | bytes) -> object:
 
 
 def _levels(value: object) -> int:
-    """Number of levels of objects and lists, counted up to one more than `DEEPEST`."""
+    """Returns the number of levels of objects and lists, but at most `DEEPEST` + 1."""
     count, level = 0, [value]
     while count <= DEEPEST:
         level = [
@@ -41,8 +42,8 @@ def _levels(value: object) -> int:
 
 
 def as_object(arguments: str) -> dict[str, object]:
-    """Returns the arguments of a call as an object. A text that is not a JSON object is wrapped in an object: every
-    dialect can carry it, and a client sends it back unchanged."""
+    """Returns a call's arguments as an object. A text that is no JSON object becomes {"arguments": text}, because every
+    dialect has such an object, and clients return the object unchanged."""
     try:
         value = read_json(arguments or "{}")
     except ValueError:

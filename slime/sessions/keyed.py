@@ -1,7 +1,7 @@
-"""This module opens sessions under keys that a plug-in chooses. `slime.agent.adapters` uses it by default.
+"""Opens sessions under keys that a plug-in chooses. `slime.agent.adapters` uses this module by default.
 
-An adapter's application runs in a separate thread and event loop. Sessions live in the rollout's loop, whose server has
-an address for every session. So a request is forwarded to that address, and the answer is returned in pieces.
+An adapter's application runs in a separate thread and event loop. Sessions are in the rollout's loop, whose server has
+an address for every session. So this module forwards a request to that address, and returns the answer in pieces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _STANDALONE = "vime.vllm.standalone.make_state"
-"""A path, because the engine's project imports this package."""
+"""The path of a function. It is no import, because that module's package imports this package."""
 _COPIED_HEADERS = ("Content-Type", "Cache-Control")
 
 
@@ -45,7 +45,7 @@ class _Opened:
 
 
 class KeyedSessions:
-    """`slime.agent.adapters.Sessions` over the sessions of this process's rollout. Every thread may call it.
+    """Implements `slime.agent.adapters.Sessions` with the sessions of this process's rollout. Any thread may call it.
 
     The flags of the rollout apply, as in `open_session`. A client may request any model name, because programs that a
     plug-in starts use their own names.
@@ -57,7 +57,7 @@ class KeyedSessions:
         flags: Namespace | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """In a process without a run, sessions use the router at `router_url`, `flags` and `tokenizer`."""
+        """`router_url`, `flags` and `tokenizer` are used in a process without a run."""
         self._outside = router_url, flags, tokenizer
         self._own: GenerateState | None = None
         self._opened: dict[str, _Opened] = {}
@@ -70,7 +70,7 @@ class KeyedSessions:
         max_context_tokens: int,
         template_kwargs: dict[str, object] | None = None,
     ) -> None:
-        """Opens a session under `key`. RuntimeError without a rollout in this process."""
+        """Opens a session under `key`. Raises RuntimeError if this process has no rollout."""
         own = self._state()
         context = RunContext.from_state(own)
         if key.startswith(EVALUATION):
@@ -78,7 +78,7 @@ class KeyedSessions:
         params = {**own.sampling_params, **sampling}
         if max_context_tokens:
             params["max_context_len"] = max_context_tokens
-        # the name is the sample's session_id wherever the plug-in follows slime; it decides the seeds
+        # Plug-ins that follow slime use the sample's session_id as the key. The seeds depend on this id.
         sample = Sample(prompt="", session_id=key, apply_chat_template_kwargs=template_kwargs)
         limits = SessionLimits.of(context.config.sessions)
         begun = own.submit(begin(context, sample, params, limits, model=None))
@@ -87,8 +87,8 @@ class KeyedSessions:
             own.submit(_limit(opened, limits))
 
     async def answer(self, key: str, path: str, request: web.Request) -> web.StreamResponse:
-        """One request of the dialect with this path, answered by the session. Cancelling it ends the session, as a
-        client that closes its connection does."""
+        """Forwards a request to the session's route `path`, and returns the session's answer. A cancelled call ends the
+        session, like a client that closes its connection."""
         session = await self._opened[key].session()
         try:
             body = await request.read()
@@ -109,7 +109,8 @@ class KeyedSessions:
             return response
 
     async def finish(self, key: str, base_sample: Sample) -> list[Sample]:
-        """Ends the session. Returns a sample per conversation, made from `base_sample`, or raises the fault."""
+        """Ends the session. Returns one sample per conversation, with the fields of `base_sample`. Raises the session's
+        fault if it has one."""
         session = await self._end(key)
         if session.fault is not None:
             raise session.fault
@@ -130,7 +131,7 @@ class KeyedSessions:
         return self._own
 
     async def close(self) -> None:
-        """Closes the connections of the running loop, and the separate state."""
+        """Closes the running loop's connections, and the separate state of a process without a run."""
         await loop_objects().end(self)
         if self._own is not None:
             await asyncio.to_thread(self._own.close)
@@ -140,7 +141,7 @@ class KeyedSessions:
         return await asyncio.wrap_future(opened.own.submit(_ended(opened)))
 
     def _client(self) -> aiohttp.ClientSession:
-        """Returns the connections of the running loop."""
+        """Returns the HTTP client of the running loop."""
         return loop_objects().get(self, _new_client, aiohttp.ClientSession.close)
 
 

@@ -1,4 +1,4 @@
-"""This module defines the limits that end a session, and the reasons from which the status of its samples follows."""
+"""Defines the limits that end a session, and the reasons that decide the status of its samples."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from slime.config.sections.sessions import SessionsConfig
 
 DONE = "done"
 NO_REQUEST = "no_request"
-"""Reason of a session whose agent ended without an answer and sent no request with the session's key."""
+"""The reason of a session whose agent ended without an answer and sent no request with the session's key."""
 LIMITS = ("turns", "tokens", "tool_calls", "time", "context")
-"""Reasons after which a sample is truncated, as one that reached its number of tokens."""
+"""The reasons after which a sample is truncated, like a sample that reached its number of tokens."""
 ABORTS = ("aborted", "deadline")
-"""Reasons after which the whole group is drawn again or dropped, as without sessions."""
+"""The reasons after which the whole group is drawn again or dropped, as without sessions."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SessionLimits:
 
     @property
     def too_late(self) -> str:
-        """The reason that a session records when its time is over."""
+        """The text that a session records when its time is over."""
         return f"the session may take {self.seconds:g} seconds, which have passed"
 
     @classmethod

@@ -1,8 +1,9 @@
-"""Listens for the connections of agents, and bounds their number and the time that they may stay without a key.
+"""Listens for agents' connections, and limits the number of connections and the time that a connection has without a
+key.
 
-With --session-host, other machines reach the address, and everyone there can open connections. A connection that has
-sent no request with the key of an open session after UNKNOWN_S is closed. At the limit of connections, the oldest of
-these is closed for a new one.
+With --session-host, other machines can reach the address, and anyone there can open connections. The listener closes a
+connection that sends no request with the key of an open session within UNKNOWN_S seconds. At the limit of connections,
+the listener closes the oldest connection without such a request for each new connection.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from slime.records.errors import FlagError
 LOOPBACK = "127.0.0.1"
 AUTO = "auto"
 CONNECTIONS = 4096
-"""Least number of connections at which new connections displace others. A client opens one per running request."""
+"""The limit on connections for few open sessions. A client opens one connection per running request."""
 PER_SESSION = 4
-"""Number of connections per open session, if these are more than CONNECTIONS."""
+"""The limit on connections per open session, if the product with the number of sessions is above CONNECTIONS."""
 UNKNOWN_S = 60.0
 _BACKLOG = 1024
 
 
 class _Closed(asyncio.Protocol):
-    """A connection that is closed at once."""
+    """Closes its connection as soon as it is made."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
 
 
 class SessionListener:
-    """The listening socket of `server`, and its connections. `sessions` returns the number of open sessions."""
+    """Owns the listening socket of `server` and its connections. `sessions` returns the number of open sessions."""
 
     def __init__(self, server: web.Server, sessions: Callable[[], int]) -> None:
         self._server, self._sessions = server, sessions
@@ -43,7 +44,7 @@ class SessionListener:
         self._socket: asyncio.Server | None = None
 
     async def start(self, host: str) -> str:
-        """Listens on `host`, and returns the address for clients. ValueError if this machine does not have the
+        """Listens on `host`, and returns the URL for clients. Raises ValueError if this machine does not have the
         address."""
         own = get_host_info()[1]
         try:
@@ -62,12 +63,12 @@ class SessionListener:
         return f"http://[{shown}]:{port}" if shown.version == 6 else f"http://{shown}:{port}"
 
     def stop(self) -> None:
-        """Takes no more connections."""
+        """Accepts no further connections."""
         if self._socket is not None:
             self._socket.close()
 
     def trust(self, request: web.Request) -> None:
-        """Records that a request of this connection had the key of an open session."""
+        """Records that the connection of this request is trusted, because a request had the key of an open session."""
         self._known.add(request.protocol)
 
     def _connected(self) -> asyncio.Protocol:

@@ -1,4 +1,4 @@
-"""This module streams an answer while the model generates it: the text so far that later tokens cannot change."""
+"""Streams an answer while the model generates it. Only text that later tokens cannot change is streamed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _HALF = "\ufffd"
 
 
 class ShownTokens(TypedDict, total=False):
-    """Argument of a request to an engine for an answer that the client sees while it grows."""
+    """The argument of an engine request whose answer is streamed to the client."""
 
     on_tokens: OnTokens
 
 
 class TextSoFar:
-    """Decodes tokens incrementally. The text so far is a prefix of the text that `decode` returns for all tokens.
+    """Decodes tokens incrementally. The returned pieces together are a prefix of the text that `decode` returns for all
+    tokens.
 
     A special token is held back until another token follows, because a token that ends the turn is not text. The last
     `hold` characters are also held back, because they may be the beginning of a text that stops the answer.
@@ -60,7 +61,8 @@ class TextSoFar:
 
 
 class LiveAnswer:
-    """One answer, from the request to its end. `follow` begins it; a stream of events reads `texts`, then `answer`."""
+    """An answer that is being generated. The server calls `follow`. The events of a stream then come from `texts` and
+    `answer`."""
 
     def __init__(self, ended: Callable[[], str | None] = lambda: None) -> None:
         """`ended` returns the reason why the session has ended, or None."""
@@ -76,7 +78,7 @@ class LiveAnswer:
         self._news = asyncio.Event()
 
     def follow(self, task: asyncio.Task[ModelAnswer]) -> None:
-        """`task` makes the answer."""
+        """Sets the task that returns the answer."""
         self._task = task
         task.add_done_callback(lambda _: self._news.set())
 
@@ -96,15 +98,15 @@ class LiveAnswer:
             self._news.set()
 
     def check(self, result: GenerateResult) -> None:
-        """Raises Refused if the client has received other tokens than the result has: an engine died, and the next
-        engine generated other tokens. The sample returns to the rollout."""
+        """Raises RequestRejected if the streamed tokens are not the beginning of the result. This happens if an engine
+        dies and the next engine samples other tokens. The rollout then draws the sample again."""
         if result.token_ids[: len(self._ids)] != self._ids:
             raise RequestRejected(
                 "aborted", "an engine ended in the middle of an answer that was being streamed", 403
             )
 
     async def texts(self) -> AsyncIterator[str]:
-        """Yields the text in pieces until the answer is complete. `rest` returns the remaining text."""
+        """Yields pieces of the text until the answer is complete. `rest` returns the text after these pieces."""
         assert self._task is not None
         while True:
             await self._news.wait()
@@ -116,7 +118,7 @@ class LiveAnswer:
             yield piece
 
     async def answer(self) -> ModelAnswer:
-        """Returns the whole answer. Raises Refused if the session has ended meanwhile."""
+        """Waits for the whole answer and returns it. Raises RequestRejected if the session has ended meanwhile."""
         assert self._task is not None
         await asyncio.wait({self._task})
         if self._task.cancelled():
@@ -125,7 +127,7 @@ class LiveAnswer:
         return self._task.result()
 
     def rest(self, answer: ModelAnswer) -> str:
-        """Returns the content after `sent`. Raises Refused if the content does not begin with `sent`."""
+        """Returns the content after `sent`. Raises RequestRejected if the content does not begin with `sent`."""
         content = answer.reply.content or ""
         if not content.startswith(self.sent):
             raise RequestRejected(

@@ -1,9 +1,9 @@
-"""This module converts the chat messages of every dialect to the form that chat templates of Hugging Face read.
+"""Converts the chat messages of every dialect to the form that chat templates of Hugging Face read.
 
-A message has `role` (system, user, assistant, tool) and `content`: a text, or parts of text and images for a user or a
-tool (slime.sessions.images). A message of an assistant may have
-`tool_calls` ({"id", "type": "function", "function": {"name", "arguments"}}, arguments as an object) and
-`reasoning_content`. A message of a tool has `tool_call_id`.
+A message has a `role` (system, user, assistant, tool) and a `content`. The content is a text. The content of a user or
+a tool may also be a list of text parts and images (slime.sessions.images). An assistant's message may have
+`tool_calls` ({"id", "type": "function", "function": {"name", "arguments"}}, where `arguments` is an object) and
+`reasoning_content`. A tool's message has `tool_call_id`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 
 
 class RequestRejected(Exception):
-    """A request that ends its session. `reason` is recorded in the samples; `status` is the HTTP status."""
+    """The error of a request that ends its session. The samples record `reason`, and `status` is the HTTP status."""
 
     def __init__(self, reason: str, text: str, status: int = 400) -> None:
         super().__init__(as_unicode(text))
@@ -106,12 +106,13 @@ class ChatRequest:
 
 
 def get_text(content: object, kinds: tuple[str, ...] = _TEXT) -> str:
-    """The text of a message's content: a text, or a list of text parts. Refused for an image and other parts."""
+    """Returns the text of a message's content, which is a text or a list of text parts. Raises RequestRejected for an
+    image or another part."""
     return "".join(_parts(content, kinds))
 
 
 def system_text(content: object) -> str:
-    """The text of a system prompt, without the line that a client changes in each request."""
+    """Returns the text of a system prompt, without the line that Claude Code changes in each request."""
     return "".join(_BILLING.sub("", part) for part in _parts(content, _TEXT))
 
 
@@ -170,8 +171,8 @@ def from_reply(reply: Reply) -> Message:
 
 
 def same(ours: Message, theirs: Message) -> bool:
-    """Returns True if the client's message equals the stored message. In an assistant's message, reasoning, the ids of
-    calls and space around the content are ignored, because clients remove or replace them."""
+    """Returns whether the client's message equals the stored message. For an assistant's message, the comparison
+    ignores reasoning, call ids and space around the content, because clients remove or replace them."""
     if ours["role"] != theirs["role"]:
         return False
     if ours["role"] != "assistant":

@@ -31,12 +31,12 @@ async def open_session(
     limits: SessionLimits | None = None,
     parser: ChatParser | None = None,
 ) -> AsyncIterator[Session]:
-    """A session of `sample`, which an agent can use until the block ends.
+    """Opens a session of `sample`, which an agent can use until the block ends.
 
-    `sampling_params` default to those of training samples, `limits` to the --session flags, and `parser`, which finds
-    reasoning and tool calls, to the backend's parser. If a limit or a bad request has ended the session, errors of the
-    agent are not raised, because they follow from that end. Any other error is raised. After the block,
-    `Session.samples` returns the samples.
+    The default `sampling_params` are those of training samples, the default `limits` are the --session flags, and the
+    default `parser` is the backend's. The parser finds reasoning and tool calls. If a limit or a bad request has ended
+    the session, the agent's errors are not raised, because they follow from that end. Any other error is raised. After
+    the block, `Session.samples` returns the samples.
     """
     context = find_context(args)
     limits = SessionLimits.of(context.config.sessions) if limits is None else limits
@@ -67,7 +67,8 @@ async def begin(
     parser: ChatParser | None = None,
     model: str | None = MODEL,
 ) -> tuple[SessionServer, Session]:
-    """Returns a session, and the server that serves it until it is removed. Must be awaited in the run's loop."""
+    """Creates a session. Returns the session and the server that serves it until `SessionServer.remove` is called. The
+    caller must await `begin` in the run's event loop."""
     server = await get_loop_server(context.config.sessions.session_host)
     parser = await _get_parser(context) if parser is None else parser
     session = Session(context, sample, params, limits, parser, model)
@@ -76,9 +77,10 @@ async def begin(
 
 
 async def _get_parser(context: RunContext) -> ChatParser:
-    """Returns the parser of the rollout backend, one per run, or else the plain one.
+    """Returns the rollout backend's parser, or a `PlainParser` if the backend has no parser. All sessions of an event
+    loop share the parser.
 
-    A thread makes it, because it may import the engine's project.
+    A thread creates the parser, because the parser may import the engine's project.
     """
     path = context.run.chat_parser_path
     make = (

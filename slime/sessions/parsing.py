@@ -1,4 +1,4 @@
-"""This module calls the parser of the model's text, checks its replies, and lets its errors end the session."""
+"""Calls the parser of the model's text and checks the parsed answers. A parser's error ends the session."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ async def read_reply(
     *,
     ended: bool,
 ) -> tuple[Reply, RequestRejected | None]:
-    """Returns the parsed answer. If the parser fails, returns the plain text and the refusal. With `ended`, the last
-    token ended the turn and is not part of the text."""
+    """Returns the parsed answer and None, or the plain text and an error if the parser fails. `ended` is true if the
+    last token ended the turn, so that the token is not part of the text."""
     ids = result.token_ids[:-1] if ended else result.token_ids
     text = str(state.tokenizer.decode(ids, skip_special_tokens=False))
     for stop in request.stop:
@@ -44,7 +44,8 @@ async def read_reply(
 
 
 async def parsed(parser: ChatParser, answer: Answer) -> Reply:
-    """`parse_reply` in a thread, so that the event loop goes on. Refused also when the parser takes too long."""
+    """Calls `parse_reply` in a thread, so that the event loop is not blocked. Also raises RequestRejected if the parser
+    takes too long."""
     if getattr(parser, "plain", False):
         return parse_reply(parser, *answer)
     try:
@@ -60,8 +61,8 @@ async def parsed(parser: ChatParser, answer: Answer) -> Reply:
 
 
 def parse_reply(parser: ChatParser, *answer: *Answer) -> Reply:
-    """The reply that the parser finds, in Unicode text. Refused when it raises an error, and for a call without a name:
-    no client could carry that on."""
+    """Returns the parsed answer as valid Unicode. Raises RequestRejected if the parser raises an error, or returns a
+    call without a name, which no client could answer."""
     try:
         found = parser.parse(*answer)
         calls = tuple(_call(call) for call in found.tool_calls)
@@ -69,7 +70,7 @@ def parse_reply(parser: ChatParser, *answer: *Answer) -> Reply:
             None if part is None else as_unicode(part) for part in (found.content, found.reasoning)
         )
         return replace(found, content=content, reasoning=reasoning, tool_calls=calls)
-    except Exception as error:  # border: parsers are programs of others, and the model wrote the text
+    except Exception as error:  # border: parsers belong to other projects, and the model wrote the text
         raise RequestRejected(
             "parser",
             f"the answer must be one that the parser can read, got {type(error).__name__}: {error!s:.200} for "

@@ -1,10 +1,10 @@
-"""This module renders new chat messages as the tokens that follow a session's tokens. It finds where a turn ends.
+"""Renders new chat messages as the tokens that follow a session's tokens, and finds the end of the model's turn.
 
-A session keeps the tokens of the model as they were sampled. Rendering the whole conversation again would change them:
-templates leave out earlier reasoning, write tool calls in their own way, and a text may be split into other tokens. So
-the conversation is rendered with a mark at the end of the model's last turn, and only the text after the mark is
-tokenised. The text between the mark and the next message closes the turn. Rendering the same conversation without the
-new messages shows the length of that text.
+A session keeps the tokens as the model sampled them. A second rendering of the whole conversation would change these
+tokens: templates leave out earlier reasoning and write tool calls in their own format, and the tokenizer may split a
+text differently. So this module renders the conversation with a mark at the end of the model's last turn, and tokenises
+only the text after the mark. The text between the mark and the next message closes the turn. A second rendering without
+the new messages shows the length of the closing text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PIECE = 1 << 15
 
 
 class Rendered(NamedTuple):
-    """Messages as the input of an engine."""
+    """Rendered messages: the input for an engine."""
 
     token_ids: list[int]
     images: ImageInputs | None
@@ -44,8 +44,8 @@ class BoundaryError(Exception):
 
 
 class ChatRenderer:
-    """The chat template of a tokenizer. `options` are --apply-chat-template-kwargs. `media` processes images; a model
-    of text has None."""
+    """Renders with a tokenizer's chat template. `options` are --apply-chat-template-kwargs. `media` processes images,
+    and is None for a text model."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class ChatRenderer:
         self._tokenizer, self.options, self._media = tokenizer, options, media
 
     def whole(self, messages: list[Message], tools: Tools, context: int | None) -> Rendered:
-        """The tokens of a conversation, open for the model. Refused when the template raises an error, and for a text
-        that is far longer than `context` tokens."""
+        """Returns the tokens of a conversation with the opening of the model's turn. Raises RequestRejected if the
+        template raises an error, or if the text is far longer than `context` tokens."""
         return self._encode(self._render(messages, tools, open_turn=True), messages, context)
 
     def following(
@@ -68,12 +68,12 @@ class ChatRenderer:
         last_token: int | None,
         context: int | None,
     ) -> Rendered:
-        """The tokens after the last turn of `known`, which is the model's: what closes it, `new`, and the opening of
-        the next turn.
+        """Returns the tokens after the model's turn at the end of `known`: its closing text, the messages of `new`, and
+        the opening of the model's next turn.
 
-        `last_token`: the model's last token if the turn ended with it, None for a turn that was cut off. A template
-        that shows another end, such as <|end|> for gpt-oss's <|return|>, does not add its own. BoundaryError when the
-        end of the turn cannot be found. Refused as by `whole`.
+        `last_token` is the special token with which the model ended the turn, or None if the turn was cut off. If the
+        template ends turns with another token (<|end|> where gpt-oss sampled <|return|>), that token is not added.
+        Raises BoundaryError if the end of the turn cannot be found, and RequestRejected as `whole` does.
         """
         mark = f"mark{secrets.token_hex(8)}"
         before = [*known[:-1], _marked(known[-1], mark)]
@@ -87,13 +87,13 @@ class ChatRenderer:
         elif ends:
             rest = text[ends[-1].end() if ended else ends[-1].start() :]
         else:
-            # The opening of the next message ends the turn, as in GLM-4.5: the model has written it already.
+            # The opening of the next message ends the turn, as in GLM-4.5. The model has already sampled the opening.
             rest = text[len(closing) :].removeprefix(ended or "")
         return self._encode(rest, new, context)
 
     @cached_property
     def special(self) -> dict[int, str]:
-        """Special tokens by id."""
+        """The texts of the special tokens by id."""
         added = self._tokenizer.added_tokens_decoder
         found = {number: str(token) for number, token in added.items() if token.special}
         ids, texts = self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens
@@ -105,7 +105,7 @@ class ChatRenderer:
         return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     def _closing(self, closed: str, text: str) -> str:
-        """The beginning of `text` that closes the turn."""
+        """Returns the beginning of `text` that closes the turn."""
         if text.startswith(closed):
             return closed
         one, other = self._pattern.search(closed), self._pattern.search(text)
@@ -128,9 +128,9 @@ class ChatRenderer:
         ) from error
 
     def _encode(self, text: str, messages: list[Message], context: int | None) -> Rendered:
-        """The tokens of a text, and the images of the messages, whose markers the text has. A long text is first
-        counted in pieces, up to twice the context: a text of a few megabytes would take seconds, and one of 60 MB more
-        memory than a host has."""
+        """Returns the tokens of a text, and the messages' images, whose markers are in the text. The tokens of a long
+        text are first counted piece by piece, up to twice the context. Without this limit, a text of a few megabytes
+        would take seconds, and a text of 60 MB would need more memory than a host has."""
         if context is not None and len(text) > max(_PIECE, 8 * context):
             count = 0
             for start in range(0, len(text), _PIECE):
@@ -177,7 +177,7 @@ def _with_arguments(message: Message, write: Callable[[object], object]) -> Mess
 
 
 def _marked(message: Message, mark: str) -> Message:
-    """Returns the model's turn with the mark at its end. The mark is in the content and in the arguments of the calls,
+    """Returns the model's turn with the mark as its content and as the arguments of its calls. Both have the mark,
     because a template may leave out the content or the calls."""
     stand_in: Message = {"role": "assistant", "content": mark}
     if "tool_calls" in message:

@@ -1,10 +1,11 @@
-"""The HTTP server of sessions, in the rollout manager's process, on loopback or --session-host. One per event loop.
+"""The HTTP server of sessions in the rollout manager's process, on loopback or --session-host.
 
     POST /sessions/{id}/v1/chat/completions, /v1/responses, /v1/messages    GET /sessions/{id}/v1/models
 
-A request must carry its session's key, as `Authorization: Bearer KEY` or `x-api-key: KEY`. The statuses of refusals
-make clients give up, because a refusal has ended the session. A stream sends text while the model generates it, if the
-engine and the parser support that. While no text is available it sends comments, so that clients keep the connection.
+Each event loop has one server. A request must have its session's key as `Authorization: Bearer KEY` or
+`x-api-key: KEY`. A rejected request ends its session, so its HTTP status is one after which clients do not retry. A
+stream sends the text during generation, if the engine and the parser support that. While no text is available, a stream
+sends comments, so that clients keep the connection.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _WRONG_KEY = (
 
 
 class SessionServer:
-    """Serves each session from `add` until `remove`."""
+    """Serves each session from its `add` call to its `remove` call."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -46,7 +47,7 @@ class SessionServer:
         self.url = ""
 
     async def start(self, host: str = LOOPBACK) -> None:
-        """Listens on `host`. ValueError if this machine does not have the address."""
+        """Listens on `host`. Raises ValueError if this machine does not have the address."""
         app = web.Application(client_max_size=_LARGEST_BODY_BYTES)
         for dialect in (CHAT, RESPONSES, MESSAGES):
             app.router.add_post(f"/sessions/{{id}}/v1/{dialect.path}", _Route(self, dialect).handle)
@@ -73,7 +74,7 @@ class SessionServer:
         self._sessions.pop(session.id, None)
 
     def find_session(self, request: web.Request) -> Session:
-        """The open session of a request with its key. Refused without one."""
+        """Returns the open session whose id and key the request has. Raises RequestRejected for any other request."""
         session = self._sessions.get(request.match_info["id"])
         header = request.headers.get("Authorization", "").removeprefix("Bearer ")
         key = (request.headers.get("x-api-key") or header).strip()
@@ -98,7 +99,7 @@ class SessionServer:
 
 
 class _Route:
-    """The handler of a dialect."""
+    """Handles the requests of one dialect."""
 
     def __init__(self, server: SessionServer, dialect: Dialect) -> None:
         self._server, self._dialect = server, dialect
@@ -123,8 +124,8 @@ class _Route:
             raise
 
     async def count(self, request: web.Request) -> web.Response:
-        """Returns the number of tokens of a request's messages. The request is not a turn, and a refusal does not end
-        the session."""
+        """Answers with the number of tokens of a request's messages. The request is not a turn, and a rejected request
+        does not end the session."""
         try:
             session = self._server.find_session(request)
             _, asked = await self._read(request, session)
@@ -145,7 +146,7 @@ class _Route:
         return await off_loop(len(raw), self._parse, raw, session)
 
     def _parse(self, raw: bytes, session: Session) -> tuple[Body, ChatRequest]:
-        """Returns the body and the request. Raises Refused for a body that is not a request of the dialect."""
+        """Returns the body and the request. Raises RequestRejected for a body that is not a request of the dialect."""
         try:
             body = read_json(raw)
             if not isinstance(body, dict):
@@ -162,7 +163,7 @@ class _Route:
     async def _respond(
         self, request: web.Request, session: Session, body: Body, asked: ChatRequest
     ) -> web.StreamResponse:
-        """The answer whole or as events."""
+        """Answers a request with one object, or with a stream of events if the request asks for a stream."""
         live = LiveAnswer(lambda: session.ended)
         task = asyncio.create_task(session.answer(asked, live))
         live.follow(task)
@@ -176,8 +177,8 @@ class _Route:
     async def _stream(
         self, request: web.Request, session: Session, events: AsyncIterator[list[Event]]
     ) -> web.StreamResponse:
-        """Send events as they come, and comments while none comes. A refusal before anything was sent is raised, and
-        later an event of the stream."""
+        """Sends the events as they arrive, and comments in the meantime. A RequestRejected error is raised if nothing
+        was sent yet. Otherwise it becomes an event of the stream."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         stream = web.StreamResponse(headers=headers)
         coming = asyncio.ensure_future(_next(events))
@@ -213,7 +214,8 @@ def _refusal(dialect: Dialect, refused: RequestRejected) -> web.Response:
 
 
 async def get_loop_server(host: str = LOOPBACK) -> SessionServer:
-    """Returns the server of this event loop. The first call starts it on `host`. It stops with the loop's objects."""
+    """Returns the server of this event loop. The first call starts the server on `host`. The server stops when the
+    loop's objects are closed."""
     started = loop_objects().get(SessionServer, lambda: asyncio.create_task(_started(host)), _stop)
     return await asyncio.shield(started)
 

@@ -1,4 +1,4 @@
-"""This module owns a session: an agent's conversations with the engine, their tokens, limits and samples."""
+"""Defines a session: an agent's conversations with the engine, with their tokens, limits and samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_ERROR_TEXT = 1000
 
 
 class Session:
-    """One agent's conversations. `open_session` makes it."""
+    """The conversations of one agent. `open_session` and `KeyedSessions.open` create it."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Session:
         parser: ChatParser,
         model: str | None = MODEL,
     ) -> None:
-        """`model` is the only model name that clients may request; None allows any name."""
+        """`model` is the only model name that clients may request. None allows any name."""
         self.id, self.api_key = secrets.token_urlsafe(12), secrets.token_urlsafe(32)
         self.url = ""
         self.ended: str | None = None
@@ -56,7 +56,7 @@ class Session:
         """Number of requests to the session's address with a wrong key. They do not end the session, because every
         process on this machine can send such requests."""
         self.fault: Exception | None = None
-        """An error of the engine or of this project, not of the agent. It ends the run."""
+        """An error of the engine or of this project. It ends the run. An agent's errors are not stored here."""
         own = context.run
         self._config, self._own, self._sample = context.config, own, sample
         self._params, self._limits, self._parser = sampling_params, limits, parser
@@ -77,12 +77,12 @@ class Session:
 
     @property
     def base_url(self) -> str:
-        """The base URL for OpenAI's clients. Anthropic's clients take `url`."""
+        """The base URL for OpenAI's clients. Anthropic's clients need `url`."""
         return f"{self.url}/v1"
 
     @property
     def model(self) -> str:
-        """The name under which the policy is served."""
+        """The policy's name in requests."""
         return MODEL
 
     @property
@@ -99,12 +99,12 @@ class Session:
                     task.cancel()
 
     def fail(self, error: Exception) -> None:
-        """Ends the session with an error that is not the agent's."""
+        """Stores an error of the engine or of this project in `fault`, and ends the session with it."""
         self.fault = error
         self.end("error", f"{type(error).__name__}: {error}")
 
     def get_messages(self, answer_id: str) -> list[Message]:
-        """The conversation up to and with an earlier answer. Refused if there is none."""
+        """Returns the conversation up to and with an earlier answer. Raises RequestRejected for an unknown id."""
         if answer_id not in self._answers:
             raise RequestRejected(
                 "request", f"previous_response_id must be of this session, got {answer_id!r}; leave it out"
@@ -112,14 +112,14 @@ class Session:
         return self._answers[answer_id].messages
 
     async def count(self, request: ChatRequest) -> int:
-        """The number of tokens of a conversation, rendered anew. Raises Refused as `answer` does for messages."""
+        """Returns the number of tokens of a whole conversation. Raises RequestRejected if it cannot be rendered."""
         context = await self._context(request)
         whole = request.messages, request.tools, context
         return len((await off_loop(request.size, self._renderer.whole, *whole))[0])
 
     async def answer(self, request: ChatRequest, live: LiveAnswer | None = None) -> ModelAnswer:
-        """Returns the model's answer. Raises Refused if the session has ended, or ends with this request. Stores any
-        other error in `fault`. `live` gets the text during generation, if the engine and the parser support that."""
+        """Returns the model's answer. Raises RequestRejected if the session has ended, or ends with this request.
+        Stores any other error in `fault`. `live` gets the text early if the engine and the parser support that."""
         task = asyncio.current_task()
         assert task is not None
         self._in_flight.add(task)
@@ -128,7 +128,7 @@ class Session:
         except RequestRejected as refusal:
             self.end(refusal.reason, str(refusal))
             raise
-        except Exception as error:  # border: the error must reach the run, not only the agent
+        except Exception as error:  # border: `fault` carries the error to the run
             self.fail(error)
             raise RequestRejected("error", self.detail, _FORBIDDEN) from error
         finally:
@@ -178,7 +178,7 @@ class Session:
         return answer
 
     def _check(self, request: ChatRequest) -> None:
-        """Raises Refused unless the session may have another turn and can answer the request."""
+        """Raises RequestRejected if the session has ended, has used up a limit, or cannot answer this request."""
         limits, written = self._limits, sum(len(turn.result.token_ids) for turn in self._tree.turns)
         if self.ended is not None:
             detail = f"the session has ended: {self.ended}. {self.detail}"
@@ -209,8 +209,8 @@ class Session:
             )
 
     async def _context(self, request: ChatRequest) -> int | None:
-        """Returns the limit on the tokens of a prompt with its answer. Raises Refused if the request has more messages
-        than that."""
+        """Returns the maximum number of tokens of a prompt and its answer together, or None without a limit. Raises
+        RequestRejected if the request has more messages than this number."""
         try:
             served = await self._own.context_tokens()
         except TimeoutError as error:
@@ -231,7 +231,7 @@ class Session:
     async def _prompt(
         self, request: ChatRequest, context: int | None
     ) -> tuple[Rendered, Turn | None, list[Message]]:
-        """The new tokens, the turn that they continue, and the messages that this turn does not have."""
+        """Returns the new tokens, the turn that they continue, and the messages that are not in this turn's path."""
         turn, known = self._tree.last_known(request.messages, _tools_key(request))
         if turn is not None:
             added = request.messages[known:]
@@ -292,7 +292,8 @@ class Session:
         return result
 
     def _sampling(self, prompt: list[int], request: ChatRequest, context: int | None) -> SamplingParams:
-        """The run's sampling parameters, with the client's length and stop texts where they end a turn earlier."""
+        """Returns the run's sampling parameters, with the client's stop texts added. The maximum length is the smallest
+        of the run's, the client's, the session's and the context's limits."""
         params = {name: value for name, value in self._params.items() if name != "max_context_len"}
         note_sampling(self._flags, self._sample, params)
         written = sum(len(turn.result.token_ids) for turn in self._tree.turns)
@@ -312,19 +313,19 @@ class Session:
         return params | {"max_new_tokens": min(lengths), "stop": stop or None}
 
     def adopt(self, sample: Sample) -> None:
-        """Make the samples from this one instead of the one that the session was opened with."""
+        """Replaces the sample with which the session was opened. `samples` then copies the fields of `sample`."""
         opened, self._sample = self._sample, sample
         sample.metadata = {**(sample.metadata or {}), **opened.metadata}
         if (detail := self._own.timed_out.pop(random_stream(opened), None)) is not None:
             self._own.timed_out[random_stream(sample)] = detail
 
     def samples(self, reward: float | None = None) -> list[Sample]:
-        """One sample per conversation, in the order of their last turns. At least one: a session without an answer
-        gives a sample that is not trained on, or that the rollout draws again.
+        """Ends the session and returns one sample per conversation, in the order of the conversations' last turns.
 
-        `reward` is that of all of them; without one, the run's reward function scores them together. A reward that is
-        not finite becomes 0, and the samples are not trained on. `metadata["session"]` of the first says why the
-        session ended (`slime.data.agents.session_record`).
+        A session without an answer returns one sample, which is not trained on or which the rollout draws again. All
+        samples get `reward`. Without `reward`, the run's reward function scores the samples together. If `reward` is
+        not finite, the samples get the reward 0 and are not trained on. `metadata["session"]` of the first sample has
+        the reason for the session's end (`slime.data.agents.session_record`).
         """
         if reward is not None and not math.isfinite(reward):
             self.ended = "reward"
@@ -359,7 +360,7 @@ class Session:
         return made
 
     def _describe_unused(self) -> str:
-        """Returns the error of a session without a request that had the session's key."""
+        """Returns the error text for a session that got no request with its key."""
         others = f", and {self.wrong_keys} with another key" if self.wrong_keys else ""
         return (
             f"an agent must ask for an answer with the key of its session, got none{others}; give its client "
@@ -372,7 +373,8 @@ class Session:
         return Sample.Status.COMPLETED if self.ended == DONE else Sample.Status.FAILED
 
     def _without_answer(self, reward: float | None) -> Sample:
-        """A sample of a session in which the model wrote nothing. Its one response token only gives it a length."""
+        """Returns the sample of a session without an answer. It has one response token, which is not trained on, or no
+        token if the session was aborted."""
         sample = blank(self._sample)
         sample.reward = reward
         if self.ended in ABORTS:
@@ -385,8 +387,8 @@ class Session:
         return sample
 
     def reward(self, value: float) -> None:
-        """Sets the reward of the newest turn. `metadata["turn_rewards"]` holds the rewards of all turns that a sample
-        trains on, for --advantage-estimator grpo_turn. The default reward of a turn is 0."""
+        """Sets the newest turn's reward for --advantage-estimator grpo_turn. A sample's `metadata["turn_rewards"]` has
+        the rewards of all turns that the sample trains on. A turn without a reward has the reward 0."""
         if not self._tree.turns:
             raise ValueError(
                 "a turn must be there before it gets a reward, got a session without an answer; ask first"

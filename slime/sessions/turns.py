@@ -1,9 +1,9 @@
-"""This module stores the turns of a session as a tree and converts the tree to samples.
+"""Stores the turns of a session as a tree and converts the tree to samples.
 
-A turn is a request and its answer. A request that repeats the messages of an earlier turn and its answer, and adds
-messages, continues that turn. A client that changes earlier messages, repeats a request or starts another conversation
-forks the tree. Each path from a root to a leaf becomes a sample. Only the first sample that contains an answer trains
-on the answer, so no token counts twice.
+A turn is a request and its answer. A request continues a turn if it repeats the turn's messages and answer, and adds
+messages. A client that changes earlier messages, repeats a request or starts another conversation forks the tree. Each
+path from a root to a leaf becomes a sample. If several samples contain an answer, only the first sample trains on the
+answer, so no token counts twice.
 
 Shapes: N tokens of a path, L layers of the model, K experts per token.
 """
@@ -29,19 +29,19 @@ class Turn:
 
     parent: Turn | None
     added: list[Message]
-    """The messages of the request that the parent does not have."""
+    """The request's messages after the parent's answer."""
     prompt_ids: list[int]
-    """The tokens of these messages, including the opening of the answer."""
+    """The tokens of the added messages, including the opening of the answer."""
     reply: Message
     result: GenerateResult
     ended: bool
-    """The model ended the turn with a special token."""
+    """True if the model ended the turn with a special token."""
     tools_key: str = ""
-    """For a root, the tools, which are part of the prompt; "" for other turns."""
+    """The request's tools as JSON text, or "" without tools. The prompt contains the tools."""
     children: list[Turn] = field(default_factory=list)
     reward: float | None = None
     images: ImageInputs | None = None
-    """The images of these messages."""
+    """The images of the added messages."""
 
     @property
     def path(self) -> list[Turn]:
@@ -54,27 +54,27 @@ class Turn:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of the whole path."""
+        """The tokens of all turns in the path."""
         return [token for turn in self.path for token in (*turn.prompt_ids, *turn.result.token_ids)]
 
     @property
     def messages(self) -> list[Message]:
-        """The messages of the whole path, including the answer."""
+        """The messages of all turns in the path, including the answers."""
         return [message for turn in self.path for message in (*turn.added, turn.reply)]
 
     @property
     def generated(self) -> int:
-        """Number of tokens of the path that the model wrote."""
+        """Number of tokens in the path that the model sampled."""
         return sum(len(turn.result.token_ids) for turn in self.path)
 
     def known(self, name: str) -> int:
-        """Number of rows of an engine column that the tokens of the path have."""
+        """Returns the number of rows that the path's answers have of the engine column `name`."""
         rows = (turn.result.columns[name][0] for turn in self.path if name in turn.result.columns)
         return sum(map(len, rows))
 
 
 def join_images(last: Turn | None, more: ImageInputs | None = None) -> ImageInputs | None:
-    """Returns the images of the turns up to `last`, followed by `more`. None if there are none."""
+    """Returns the images of all turns up to `last`, followed by `more`, or None without images."""
     found: list[ImageInputs] = []
     before = 0
     for turn in last.path if last else ():
@@ -87,7 +87,7 @@ def join_images(last: Turn | None, more: ImageInputs | None = None) -> ImageInpu
 
 
 class TurnTree:
-    """All turns of a session, in the order in which they were answered."""
+    """The turns of a session. `turns` has them in the order of their answers."""
 
     def __init__(self) -> None:
         self._roots: list[Turn] = []
@@ -98,7 +98,8 @@ class TurnTree:
         self.turns.append(turn)
 
     def last_known(self, messages: list[Message], tools_key: str) -> tuple[Turn | None, int]:
-        """Returns the deepest turn whose messages and answer are repeated in `messages`, and their number."""
+        """Returns the deepest turn whose messages and answer `messages` repeats, and the number of repeated messages.
+        Returns (None, 0) if `messages` repeats no turn."""
         best: tuple[Turn | None, int] = (None, 0)
         waiting = [(turn, 0) for turn in self._roots if turn.tools_key == tools_key]
         while waiting:
@@ -107,7 +108,7 @@ class TurnTree:
             end = start + len(known)
             if end > len(messages) or not all(map(same, known, messages[start:end])):
                 continue
-            # Equally deep turns: the newer one, because a client that repeats a request uses the last answer.
+            # The newer of two equally deep turns wins, because a client that repeats a request uses the last answer.
             if end >= best[1]:
                 best = turn, end
             waiting += [(child, end) for child in turn.children]
@@ -118,7 +119,7 @@ class TurnTree:
         return [turn for turn in self.turns if not turn.children]
 
     def samples(self, sample: Sample) -> list[tuple[Sample, Turn]]:
-        """One sample per leaf, with the facts of `sample`, and the leaf."""
+        """Returns one (sample, leaf) per leaf. Each sample starts as a blank copy of `sample`."""
         trained: set[int] = set()
         found = []
         for leaf in self.leaves:
@@ -147,7 +148,7 @@ def _build_sample(path: list[Turn], original: Sample, trained: set[int]) -> Samp
 
 
 def _append(sample: Sample, result: GenerateResult, *, again: bool) -> None:
-    """Adds an answer. With `again`, another sample trains on the answer and has its counts."""
+    """Appends an answer to the sample. `again` is true if an earlier sample trains on the answer and has its counts."""
     if again:
         sample.append_response_tokens(tokens=result.token_ids, trainable=False)
     else:
