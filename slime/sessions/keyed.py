@@ -45,7 +45,7 @@ class _Opened:
 
 
 class KeyedSessions:
-    """Implements `slime.agent.adapters.Sessions` with the sessions of this process's rollout. Any thread may call it.
+    """Implements `slime.agent.adapters.Sessions` with the sessions of this process's rollout. Every thread may call it.
 
     The flags of the rollout apply, as in `open_session`. A client may request any model name, because programs that a
     plug-in starts use their own names.
