@@ -1,4 +1,4 @@
-"""The border with a user's functions: the origin of an error, slow rewards, and calls that block the event loop.
+"""Handles the border with a user's functions: the origin of errors, slow rewards, and calls that block the event loop.
 
 All samples share one event loop. An error that ends the loop, or a call that blocks it, stops every sample.
 """
@@ -23,7 +23,7 @@ from slime.types import Sample
 logger = logging.getLogger(__name__)
 
 SLOW_REWARD_S = 30.0
-"""A reward that has run for this long is logged, at most one per such interval."""
+"""A warning is logged for a reward that runs longer than this time. At most one warning is logged per such interval."""
 _FOREIGN_FILES = (
     "<",
     *(
@@ -45,9 +45,11 @@ _last_warning_s = float("-inf")
 
 
 def is_cancelled(error: BaseException) -> bool:
-    """Whether `error` is the cancellation of the current task, which no border may turn into an error.
+    """Returns whether `error` cancels the current task. Code that turns other exceptions into an error must raise a
+    cancellation unchanged.
 
-    A user's function may raise any other BaseException: SystemExit would end the event loop and hang the run.
+    All other exceptions are errors, also a SystemExit of a user's function, which would end the event loop and hang the
+    run.
     """
     if isinstance(error, GeneratorExit):
         return True
@@ -56,8 +58,8 @@ def is_cancelled(error: BaseException) -> bool:
 
 
 def find_location_in(trace: str) -> str | None:
-    """Returns the location, as `find_location` does, from the text of another process's traceback. The traceback of the
-    first error counts if the error came from another one."""
+    """Returns the location in the user's code, as `find_location` does, from another process's traceback text. If the
+    text has several chained tracebacks, the first one with user code counts."""
     for one in _FOLLOWED.split(trace):
         locations = [f"{_short(file)}:{line}" for file, line in _FRAME.findall(one) if _is_user_file(file)]
         if locations:
@@ -66,14 +68,15 @@ def find_location_in(trace: str) -> str | None:
 
 
 def add_location(message: str, trace: str) -> str:
-    """An error in one line, with the place in the user's code that raised it."""
+    """Returns an error's message with the location in the user's code that raised the error, in one line."""
     found = find_location_in(trace)
     return message if found is None or found in message else f"{message} (at {found})"
 
 
 def remedy(error: BaseException, *, generates: bool = False) -> str:
-    """What to do about an error of a user's function that comes from the place where it runs, else nothing.
-    `generates`: the function sends its requests to the router of the run."""
+    """Returns advice if the error of a user's function comes from its environment: a request without the run's key, or
+    a signal in a thread. Returns "" for other errors. `generates` is true if the function sends requests to the run's
+    router."""
     if any(_refuses(value, generates) for value in _seen(error)):
         return (
             "; the router refused a request without the run's key (401): send it with slime.utils.http_utils.post, "
@@ -88,7 +91,7 @@ def remedy(error: BaseException, *, generates: bool = False) -> str:
 
 
 def _seen(error: BaseException) -> Iterator[object]:
-    """The error, those that it comes from, their responses, and the local values of the user's code."""
+    """Yields the error, its causes, their HTTP responses, and the local values of the user's code."""
     known: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in known:
@@ -101,8 +104,8 @@ def _seen(error: BaseException) -> Iterator[object]:
 
 
 def _refuses(value: object, generates: bool) -> bool:
-    """Whether a value is the answer of a server of the run to a request without the key, or comes with that status from
-    a client of HTTP."""
+    """Returns whether a value shows that a server rejected a request without the run's key. The value contains the
+    server's text, or, if `generates` is true, it is an object of an HTTP client with status 401."""
     if isinstance(value, str | bytes | dict | BaseException):
         text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
         if NO_KEY in text:
@@ -117,8 +120,8 @@ def _is_user_file(file: str) -> bool:
 
 
 def find_location(error: BaseException) -> str | None:
-    """The file and line of the user's code at which `error` was raised, or which called what raised it. None for an
-    error of this project's own code."""
+    """Returns the file and line in the user's code that raised `error`, or that called the function that raised it.
+    Returns None if no user code is in the traceback."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -128,14 +131,14 @@ def find_location(error: BaseException) -> str | None:
 
 
 def _short(file: str) -> str:
-    """The path from the current folder, where the file is below it."""
+    """Returns the path relative to the current folder if the file is below that folder, otherwise the path itself."""
     near = os.path.relpath(file)
     return file if near.startswith("..") else near
 
 
 @contextlib.contextmanager
 def slow_is_logged(what: str, limit_s: float | None) -> Iterator[None]:
-    """Log a warning if the body is not done after SLOW_REWARD_S. `limit_s`: --reward-deadline-s."""
+    """Logs a warning if the block takes longer than SLOW_REWARD_S. `limit_s` is --reward-deadline-s."""
     key = object()
     _running[key] = what
     timer = asyncio.get_running_loop().call_later(SLOW_REWARD_S, _warn, what, limit_s)
@@ -163,7 +166,8 @@ _CALLS: WeakKeyDictionary[asyncio.Task[object], str] = WeakKeyDictionary()
 
 @contextlib.contextmanager
 def calling(function: str) -> Iterator[None]:
-    """The current task runs a user's function inside this block. `function` is its flag and its path."""
+    """Records that the current task runs a user's function inside this block. `function` is the function's flag and
+    path."""
     task = asyncio.current_task()
     if task is None:
         yield
@@ -180,8 +184,8 @@ def calling(function: str) -> Iterator[None]:
 
 
 def blocking_call(task: asyncio.Task[object], frame: FrameType | None) -> tuple[str, str] | None:
-    """Returns the user's function that `task` runs, and the file and line that it has reached. None for a task that
-    runs no user's function. `frame` is the innermost one of the loop's thread."""
+    """Returns the user's function that `task` runs, and the file and line that the function has reached. Returns None
+    if the task runs no user's function. `frame` is the innermost frame of the loop's thread."""
     function = _CALLS.get(task)
     reached = None
     while frame is not None:
@@ -193,7 +197,8 @@ def blocking_call(task: asyncio.Task[object], frame: FrameType | None) -> tuple[
 
 @contextlib.contextmanager
 def blamed(what: str, sample: Sample) -> Iterator[None]:
-    """Border with a user's function, `what`: adds its name and the sample to any error. RuntimeError, chained."""
+    """Calls a user's function in the block. Each error becomes a RuntimeError with the function's name `what` and the
+    sample, chained to the original error."""
     try:
         with calling(what):
             yield

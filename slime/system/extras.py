@@ -1,6 +1,6 @@
-"""Packages that are not installed: the line that names them, and the command that installs them.
+"""Writes the error for a package that is not installed, with the command that installs it.
 
-Imports the standard library only: the `vime` command needs this module where nothing else is installed.
+This module imports the standard library only, because the `vime` command also needs it if no package is installed.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import shutil
 from pathlib import Path
 
 IS_CHECKOUT = (Path(__file__).resolve().parents[2] / "scripts" / "setup.sh").is_file()
-"""Whether this code runs from its repository, which has scripts and examples. A wheel has none."""
+"""True if this code runs from its repository, which has scripts and examples. A wheel does not contain them."""
 _OWN = ("rl_kernel", "slime", "vime")
 _DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}
-"""Module -> the package that pip installs, where the names differ by more than - and _."""
+"""Module -> name of its package for pip. The dict has the names that differ by more than - and _."""
 
 
 def install(extra: str | None = None) -> str:
-    """The command that installs the packages of `extra`, which is cpu or gpu. The default is the extra that fits this
-    machine."""
+    """Returns the command that installs the packages of `extra`, which is cpu or gpu. The default is the extra that
+    fits this machine."""
     extra = extra or ("gpu" if shutil.which("nvidia-smi") else "cpu")
     if IS_CHECKOUT:
         return f"pip install '.[{extra}]' in the folder of vime, or bash scripts/setup.sh"
@@ -26,8 +26,8 @@ def install(extra: str | None = None) -> str:
 
 
 def missing(error: ModuleNotFoundError, who: str) -> str | None:
-    """The message for `who`, a command, that could not import a package. None if the error has another cause: a module
-    of this project is missing, or an installed package lacks a part."""
+    """Returns the error message of the command `who`, which could not import a package. Returns None if the error has
+    another cause: a module of this project is missing, or an installed package lacks a part."""
     top, _, rest = (error.name or "").partition(".")
     if not top or top in _OWN or (rest and _is_there(top)):
         return None

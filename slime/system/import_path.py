@@ -1,8 +1,8 @@
-"""What the processes of a run import from: installed packages, the folder of these packages, and PYTHONPATH.
+"""Sets the import path of a run's processes: installed packages, the folder of these packages, and PYTHONPATH.
 
-The folder where the user starts a run is not among them. A file `random.py` there would replace Python's module, and
-code in a folder `vllm` there would run with the run's key in its environment. Imports only modules that Python has
-loaded by then: the command looks here first.
+The folder where the user starts a run is not on the path. A file `random.py` there would replace Python's module, and
+code in a folder `vllm` there would run with the run's key in its environment. The command calls this module before all
+other modules, so this module imports only modules that Python has already loaded.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from importlib.util import find_spec
 
 VARIABLE = "PYTHONPATH"
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Keeps the current folder and the folder of the script off the path of a child and of what that starts."""
+"""Keeps the current folder and the script's folder off the path of a child process and of its child processes."""
 UTF8 = {"PYTHONUTF8": "1"}
-"""A child reads text as UTF-8 under any locale, also where a library opens a file without an encoding."""
+"""Makes a child process read text as UTF-8 under any locale, also if a library opens a file without an encoding."""
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def entries(environ: Mapping[str, str]) -> list[str]:
-    """The folders of PYTHONPATH as absolute paths. An empty entry, as in `PYTHONPATH=/a:$PYTHONPATH` where nothing was
-    set before, means the current folder to Python; nobody asks for that."""
+    """Returns the folders of PYTHONPATH as absolute paths, without empty entries. `PYTHONPATH=/a:$PYTHONPATH` has an
+    empty entry if the variable was not set before. For Python it means the current folder, which no user intends."""
     return [os.path.abspath(entry) for entry in environ.get(VARIABLE, "").split(os.pathsep) if entry]
 
 
 def leave_current_folder(path: list[str], environ: MutableMapping[str, str]) -> None:
-    """Take the current folder off `path` (sys.path) and out of an empty entry of PYTHONPATH.
+    """Removes the current folder from `path` (sys.path), and the empty entries from PYTHONPATH.
 
-    The folder of these packages stays, and so does a folder that PYTHONPATH names.
+    The folder of these packages and the folders in PYTHONPATH stay on the path.
     """
     named = entries(environ)
     try:
@@ -43,10 +43,11 @@ def leave_current_folder(path: list[str], environ: MutableMapping[str, str]) -> 
 
 
 def show_packages(environ: Mapping[str, str]) -> None:
-    """Start the command of this process again with ROOT on PYTHONPATH, if another folder hides one of these packages.
+    """Restarts this process's command with ROOT on PYTHONPATH, if another folder hides one of these packages.
 
-    Python takes a folder `vime` without __init__.py on PYTHONPATH, such as a clone of the repository, for the package,
-    and does not ask the finder of an editable install. A package in a folder of the path comes before such folders.
+    If PYTHONPATH leads to a folder `vime` without __init__.py, such as a clone of the repository, Python imports this
+    folder as the package, and does not ask the finder of an editable install. A package with __init__.py in a folder of
+    the path has precedence over such a folder.
     """
     specs = map(find_spec, ("rl_kernel", "slime", "vime"))
     hidden = any(spec is not None and spec.origin is None for spec in specs)
@@ -56,12 +57,13 @@ def show_packages(environ: Mapping[str, str]) -> None:
 
 
 def get_worker_path(environ: Mapping[str, str]) -> list[str]:
-    """What goes first on the path of a worker on any host: these packages if not installed, and PYTHONPATH."""
+    """Returns the first folders of a worker's import path on any host: ROOT if these packages are not installed, and
+    the folders in PYTHONPATH."""
     installed = os.path.basename(ROOT) in ("site-packages", "dist-packages")
     return [*([] if installed else [ROOT]), *entries(environ)]
 
 
 def in_current_folder(module: str) -> bool:
-    """Whether the current folder has this module, which is then left aside."""
+    """Returns whether the current folder has a module with this name that Python does not import."""
     name = module.partition(".")[0]
     return os.getcwd() not in sys.path and (os.path.isfile(f"{name}.py") or os.path.isdir(name))

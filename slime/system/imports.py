@@ -1,4 +1,4 @@
-"""Imports: without the garbage collector, which takes a fifth of the time of large ones; and what can be imported."""
+"""Imports without the garbage collector, which takes a fifth of the time of large imports, and checks for packages."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def uncollected(*, freeze: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refused(module: str) -> Iterator[None]:
-    """Inside, `import module` raises ImportError, as where it is not installed, unless it was imported before. For
-    modules that their importer can do without."""
+    """Makes `import module` raise ImportError inside the block, as if the module were not installed. A module that was
+    imported before is not affected. The importer must be able to work without the module."""
     if module in sys.modules:
         yield
         return
@@ -38,10 +38,10 @@ def refused(module: str) -> Iterator[None]:
 
 
 def is_installed(module: str) -> bool:
-    """Whether `import module` finds a package. A folder of that name without Python code does not count: wandb creates
-    such a folder where it has run."""
+    """Returns whether `import module` finds a package. A folder with this name without Python code does not count,
+    because wandb creates such a folder in the current folder of a run."""
     try:
         spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # of the package that it is in
+    except ModuleNotFoundError:  # The parent package is missing.
         return False
     return spec is not None and spec.origin is not None

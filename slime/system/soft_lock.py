@@ -1,7 +1,8 @@
-"""Locks on file systems without flock, such as Lustre without its mount option: a file that one process alone can make.
+"""Locks for file systems without flock, such as Lustre without its mount option. Only one process can create the lock
+file.
 
-The file holds the process and its host (filelock's SoftFileLock). If that process has ended on this host, the lock is
-taken over. A process of another host cannot be looked at, so a person decides.
+The file contains the process and its host (filelock's SoftFileLock). If that process ran on this host and has ended,
+the lock is taken over. The state of a process on another host is unknown, so a person must decide.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import tempfile
 from pathlib import Path
 
 MISSING = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
-"""What flock answers on such a file system."""
+"""The error numbers of flock on a file system without flock."""
 
 
 def has_flock(folder: str | Path) -> bool:
-    """Whether flock works for files of this folder."""
+    """Returns whether flock works for files in this folder."""
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -29,7 +30,8 @@ def has_flock(folder: str | Path) -> bool:
 
 
 def holder(file: str | Path) -> tuple[str, bool]:
-    """Who made the lock file, in words, and whether this host can see if that process runs."""
+    """Returns a text about the process that created the lock file, and whether the process is on this host, so that its
+    state is known."""
     from filelock._identity import host_name
 
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Waiting for a future while the engines are watched, and reports of long waits and of servers that do not answer."""
+"""Waits for futures while it checks the engines, and reports long waits and servers that do not answer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _logged_s: dict[str, float] = {}
 
 
 def log_unanswered(server: str, fault: object, limit: str) -> None:
-    """Log that a request to `server` failed and is sent again until `limit` ends: once per server and half minute,
-    because all samples of a rollout may wait for the same server."""
+    """Logs that a request to `server` failed and is sent again until `limit` ends. Logs at most one line per server and
+    half minute, because all samples of a rollout may wait for the same server."""
     now_s = time.monotonic()
     if now_s - _logged_s.get(server, float("-inf")) >= _LOG_EVERY_S:
         _logged_s[server] = now_s
@@ -31,9 +31,10 @@ def log_unanswered(server: str, fault: object, limit: str) -> None:
 
 
 def wait(future: Future[T], check_health: Callable[[], None], tick: Callable[[], None] | None = None) -> T:
-    """The future's result. `check_health` raises when an engine is lost: that ends the run, which would hang otherwise.
+    """Waits for the future and returns its result. Every half second, calls `check_health` and `tick`.
 
-    `tick`, called every half second, redraws a progress bar.
+    `check_health` raises an error if an engine is lost. The error ends the run, which would hang otherwise. `tick`
+    redraws a progress bar.
     """
     while not futures.wait([future], timeout=_LOOK_EVERY_S).done:
         check_health()
@@ -43,7 +44,8 @@ def wait(future: Future[T], check_health: Callable[[], None], tick: Callable[[],
 
 
 class Wait:
-    """A block that may take long. `on`: what it waits for at the moment, "" where that is plain."""
+    """The state of a block that may take long. `on` names the object that the block waits for at the moment, or is ""
+    if the block's name is clear enough."""
 
     def __init__(self) -> None:
         self.on = ""
@@ -51,7 +53,7 @@ class Wait:
 
 @contextmanager
 def report_wait(what: str) -> Iterator[Wait]:
-    """Print what the block does and waits for, on stderr, once it has taken 12 s and then each half minute."""
+    """Prints `what` and `Wait.on` on stderr if the block takes more than 12 s, and again every half minute."""
     over, wait = threading.Event(), Wait()
 
     def say() -> None:
