@@ -1,4 +1,4 @@
-"""Who has the devices while the trainer works: with --colocate, trainer and engines take turns."""
+"""Defines how the trainer and the engines share devices. With --colocate, they take turns."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from slime.tracking.timers import Timers
 
 
 class DeviceSharing(Protocol):
-    """What the loop calls around the trainer's work."""
+    """The interface that the loop calls before and after the trainer's work."""
 
     def begin(self, timers: Timers | None = None) -> None:
-        """The trainer gets the devices. A second call before `end` does nothing. With `timers`, the time counts as
+        """Gives the devices to the trainer. A second call before `end` does nothing. With `timers`, the time counts as
         `sleep`."""
         ...
 
     def end(self, timers: Timers | None = None) -> bool:
-        """The engines get the devices back. True: they dropped their weights, and serve after the next update. With
-        `timers`, the time counts as `wake_up`."""
+        """Gives the devices back to the engines. Returns True if the engines dropped their weights, so that they serve
+        only after the next update. With `timers`, the time counts as `wake_up`."""
         ...
 
 
 def share_devices(config: Config, engines: EnginePool) -> DeviceSharing:
-    """How the trainer and these engines share devices."""
+    """Returns the `DeviceSharing` of the configuration: `SharedDevices` with --colocate, else `SeparateDevices`."""
     return SharedDevices(engines) if config.cluster.colocate else SeparateDevices()
 
 
 class SeparateDevices:
-    """Trainer and engines have devices of their own."""
+    """Does nothing, because the trainer and the engines have separate devices."""
 
     def begin(self, timers: Timers | None = None) -> None: ...
 
@@ -39,14 +39,14 @@ class SeparateDevices:
 
 
 class SharedDevices:
-    """The engines sleep while the trainer works."""
+    """Puts the engines to sleep while the trainer works."""
 
     def __init__(self, engines: EnginePool) -> None:
         self._engines = engines
         self._asleep = False
 
     def begin(self, timers: Timers | None = None) -> None:
-        if self._asleep:  # the trainer was lost in its turn
+        if self._asleep:  # The trainer was lost while the engines slept.
             return
         with _measured(timers, "sleep"):
             self._engines.sleep()

@@ -31,11 +31,11 @@ _MEMORY = re.compile(r"out of memory|OutOfMemory|running low on memory", re.IGNO
 _NUMBER = re.compile(r"\d+")
 _ASK_EVERY_S = 2.0
 _START_S = 120.0
-"""Seconds in which a process must give its first answer, unless the limit is longer."""
+"""Seconds within which a process must answer for the first time, unless the limit is longer."""
 
 
 class RankLost(ActorError, TrainerLost):
-    """Raised if a trainer rank cannot go on. The message names the rank."""
+    """Raised if a trainer rank cannot continue. The message names the rank."""
 
     @property
     def cause(self) -> str:  # type: ignore[override]
