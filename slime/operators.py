@@ -204,7 +204,8 @@ def _own_activation(config: Config) -> bool:
 
 
 def _has_experts(config: Config) -> bool:
-    """Whether config.json names experts. Most rules are asked for before a checkpoint is there."""
+    """Returns whether config.json has experts. Returns False without a checkpoint, because most rules run before the
+    checkpoint exists."""
     directory = config.rollout.hf_checkpoint
     if directory is None or not Path(directory, "config.json").is_file():
         return False
@@ -243,7 +244,7 @@ _IN_TRAINING: dict[str, Callable[[Config], bool]] = {
     "masked_whiten": _whitens,
     "grpo_loss": _fused_policy_loss,
 }
-"""Operator beside the heads -> whether training calls it."""
+"""Operator other than a head -> the function that returns whether training calls the operator."""
 
 
 def _compares_rewards(config: Config) -> bool:
@@ -262,7 +263,7 @@ def _filters_by_reward(config: Config) -> bool:
 
 
 def decide(config: Config, device_type: str) -> list[Decision]:
-    """One decision per operator, for tensors of `device_type`.
+    """Returns one decision per operator, for tensors on `device_type`.
 
     Raises:
         Refused: with --rlk-fast strict, if an operator that the configuration calls cannot run fast.
@@ -332,7 +333,7 @@ def install(config: Config) -> None:
 
 
 def _has_kernels() -> bool:
-    """Whether this process can run Triton kernels."""
+    """Returns whether this process can run Triton kernels."""
     import torch
 
     from rl_kernel.dispatch import machine_refusal

@@ -98,7 +98,7 @@ class Sample:
     multimodal_inputs: dict[str, object] | None = None
     """Images and videos of the prompt under the names of a processor's arguments. None for a prompt of text."""
     multimodal_train_inputs: TrainInputs | None = None
-    """What the processor made from the images: references to files, or a plug-in's tensors by name."""
+    """The processed images: references to files, or a plug-in's tensors by name."""
     multimodal_train_input_id: str | None = None
     apply_chat_template_kwargs: dict[str, object] | None = None
     """Arguments of the chat template that renders, or has rendered, the prompt. None for a raw text."""

@@ -79,7 +79,8 @@ run this share earlier."""
 
 @dataclass(frozen=True)
 class HostWork:
-    """What a rollout host does instead of training: where its engines get weights, and what follows its start."""
+    """The work of a rollout host, which does not train. Its engines get weights from `source`, and the driver calls
+    `serve` after their start."""
 
     source: WeightSource
     serve: Callable[[Config, rollout_actor.RolloutGroup, EnginePool], None]
@@ -250,7 +251,7 @@ def run(config: Config, argv: Sequence[str], host: HostWork | None = None) -> No
 
 
 def _describe_trainer(config: Config, trainer: trainers.Trainers) -> None:
-    """Prints what the trainer has decided at its start."""
+    """Prints the trainer's decisions, memory and remarks from its start."""
     print(f"operators: {headline(config)}")
     for decision in trainer.decisions:
         print(f"  {decision if config.logging.verbose else decision.short}")

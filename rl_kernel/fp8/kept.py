@@ -15,7 +15,7 @@ from torch import Tensor, nn
 _kept: dict[int, tuple[Tensor, Any]] | None = None
 """Maps the id of a parameter to the parameter and its rounded forms, inside a block of `keep_rounded`."""
 _turned = False
-"""Whether the block keeps the transposed form too."""
+"""True if the block also keeps the transposed form."""
 
 
 @contextmanager

@@ -111,7 +111,8 @@ def prediction_parts(layer: object, **parts: object) -> MultiTokenPredictionLaye
 
 
 def prediction_inputs(tokens: Tensor, embedded: Tensor, state: Tensor) -> tuple[Tensor | None, ...]:
-    """What `MultiTokenPredictionLayer._get_embeddings` returns, without positions and padding mask."""
+    """Returns the tuple that `MultiTokenPredictionLayer._get_embeddings` returns, without positions and padding
+    mask."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
     newer = "padding_mask" in inspect.signature(MultiTokenPredictionLayer._get_embeddings).parameters

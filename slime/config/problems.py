@@ -54,7 +54,7 @@ class Problems:
 
     Checks run in stages. A problem that names a flag of an earlier stage's problem is left out, because the earlier
     problem may be its cause. For example, an unknown `--rolout-batch-size` also leaves `--rollout-batch-size` without a
-    value. The flags of a problem are those of a `FlagError`. Another ValueError has none.
+    value. Only a `FlagError` names flags. Another ValueError names no flag.
     """
 
     def __init__(self) -> None:

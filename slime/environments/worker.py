@@ -135,7 +135,7 @@ def end_all() -> None:
 
 def main() -> None:
     calls, out = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # an environment reads no call, and what it prints is no answer; exit() closes sys.stdin
+    # An environment must not read the calls, and its printed text must not become an answer. exit() closes sys.stdin.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends this process

@@ -35,7 +35,7 @@ class Indexer:
 
     heads: int
     size: int
-    """Dimensions of a head. The first of them are rotated, as many as in the attention."""
+    """Number of dimensions of a head. The number of rotated (first) dimensions is the same as in the attention."""
     topk: int
     rope: int = 0
     """Index of the rotary embedding in `Decoder.ropes`."""

@@ -19,10 +19,10 @@ PREFIX = "vision_model."
 """Prefix of the tower's parameters in the trainer's model."""
 
 FrameTimes = Literal["seconds", "texts"]
-"""How a prompt has the times of a video's frames.
+"""The form in which a prompt has the times of a video's frames.
 
-seconds: the frames follow each other, and their positions are seconds times `frames_per_second`.
-texts: a text with its time is before each frame, and a frame has the positions of an image.
+seconds: the frames follow each other, and their positions are the seconds times `frames_per_second`.
+texts: a text with the frame's time precedes each frame, and a frame has the positions of an image.
 """
 
 

@@ -62,9 +62,12 @@ def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
 
 
 def rounded_inputs(c: Config, shape: Shape, kind: Layer) -> float:
-    """Returns the elements of the weights' dtype that have the bytes of the rounded inputs of the dense products: the
-    outputs of the norms, unless sequence parallelism gathers them again, of attention (a quarter of what it keeps), and
-    of the MLP's activation. The rounded inputs of experts replace the inputs, which are larger."""
+    """Returns the size of the dense products' rounded inputs, as a number of elements of the weights' dtype.
+
+    The inputs are the norms' outputs (unless sequence parallelism gathers them again), attention's output (a quarter of
+    the elements that attention keeps), and the output of the MLP's activation. Experts count 0, because their rounded
+    inputs replace the larger inputs.
+    """
     if not c.megatron.has_fp8_blocks:
         return 0.0
     tp, normed = c.megatron.tensor_model_parallel_size, 0 if c.megatron.sequence_parallel else shape.hidden

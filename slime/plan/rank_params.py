@@ -18,20 +18,20 @@ from slime.plan.units import count
 
 
 class RankParams(NamedTuple):
-    """Parameters on a rank, and the text of their arithmetic."""
+    """The number of parameters on a rank, and the text of the arithmetic."""
 
     kind: str
     """Prefix of the items' names: "" or "expert "."""
     params: float
-    """Parameters on the rank."""
+    """Number of parameters on the rank."""
     share: str
-    """All parameters of the stage."""
+    """Text for the number of all parameters of the stage."""
     ranks: str
-    """How ranks split `share`."""
+    """Text for the split of `share` over the ranks."""
     shards: int
-    """Ranks that share the optimizer's state."""
+    """Number of ranks that share the optimizer's state."""
     ends: float
-    """Part of `params` in embedding and head."""
+    """The part of `params` that is in the embedding and the head."""
 
 
 def rank_params(

@@ -68,7 +68,7 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class TenantSampling:
-    """How a sampler samples one response."""
+    """The sampling parameters of one response."""
 
     max_tokens: int | None = None
     temperature: float = 1.0

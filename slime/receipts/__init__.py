@@ -1,1 +1,1 @@
-"""Receipts: what a run trained on and what came out, as a chain of signed hashes (--receipt)."""
+"""Receipts record the inputs and the results of a run's training steps as a chain of signed hashes (--receipt)."""

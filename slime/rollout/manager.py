@@ -1,7 +1,8 @@
 """The rollout manager turns prompts into training data. A run has one manager, in its own process.
 
 It owns the data source, the generation state and the conversion to train data. The engine is any object with the
-methods of `slime.protocols.RolloutEngine`. The manager knows no Ray: `slime.cluster.rollout_actor` sends its results.
+methods of `slime.protocols.RolloutEngine`. The manager does not use Ray. `slime.cluster.rollout_actor` sends the
+manager's results.
 """
 
 from __future__ import annotations

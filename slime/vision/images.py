@@ -130,7 +130,7 @@ def _complete() -> Iterator[None]:
 
 
 def to_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Returns the image in RGB, with white in the place of transparent pixels."""
+    """Returns the image in RGB, with white instead of transparent pixels."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:

@@ -1,7 +1,7 @@
 """A model's own processor turns images and videos into tensors, and expands their markers in the prompt's text.
 
-Each distinct image is processed once per processor, by itself, and stored (`slime.vision.store`). The ids of a prompt
-are those of transformers' processor for the whole prompt.
+Each processor processes each distinct image once, in a separate call, and stores the result (`slime.vision.store`). The
+token ids of a prompt are those of transformers' processor for the whole prompt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocess
 _TEXT_NAMES = frozenset(
     ["input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets"]
 )
-"""What a processor returns for the text."""
+"""The names of a processor's outputs that belong to the text."""
 _PROBE_PIXELS = 64
 
 
@@ -94,7 +94,7 @@ class MediaProcessor:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def marker(self, kind: MediaKind) -> str | None:
-        """The text that stands for one image or video in a rendered prompt."""
+        """Returns the text that marks one image or video in a rendered prompt, or None if the model has no marker."""
         return getattr(self.processor, f"{kind}_token", None)
 
     def expand(
@@ -126,7 +126,7 @@ class MediaProcessor:
         return locate(inputs, tokens, {kind: self._ids(kind) for kind in ("image", "video")})
 
     def process(self, kind: MediaKind, value: object) -> StoredMedia:
-        """Returns a processed image or video, from the store if it is there."""
+        """Returns a processed image or video. The store has earlier results."""
         content = _image(value) if kind == "image" else _video(value)
         key = hashlib.blake2b(
             f"{kind} {self.identity} {_digest(content)}".encode(), digest_size=16
@@ -176,8 +176,8 @@ class MediaProcessor:
         return found
 
     def count_tokens(self, image: PromptImage) -> int:
-        """Number of tokens that an image adds to its prompt in the place of the marker, from the image's size alone.
-        ValueError for a size that the processor refuses."""
+        """Returns the number of tokens that replace an image's marker in its prompt, computed from the image's size.
+        Raises ValueError for a size that the processor rejects."""
         width, height = image.size
         try:
             found = self._count_sizes(image_sizes=[(height, width)])

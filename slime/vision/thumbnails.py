@@ -1,4 +1,4 @@
-"""What the page of a run shows of a sample's images: small copies, one file per distinct image, and their text."""
+"""Makes the parts of a run's page that show a sample's images: one small copy per distinct image, and their text."""
 
 from __future__ import annotations
 

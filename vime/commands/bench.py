@@ -1,4 +1,4 @@
-"""`vime bench`: runs the benchmarks of a checkout (`benchmarks/switch_bench`). An installed vime has none."""
+"""`vime bench` runs the benchmarks of a checkout (`benchmarks/switch_bench`). An installed vime has no benchmarks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Runs a launch script with stand-ins for the programs that it starts, and returns the training commands that it would
 have started.
 
-The script's project is a layer over the user's files where the kernel allows it, so that what the script writes there
-goes into the rehearsal's folder. Landlock forbids writes everywhere else.
+If the kernel allows it, the script runs in a layer over the user's project, so that the files that the script writes
+there are in the rehearsal's folder. Landlock forbids writes everywhere else.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CapturedLaunch:
 
 @dataclass(frozen=True)
 class Captured:
-    """The training commands of a script, and what it did not do."""
+    """The training commands of a script, and remarks on its calls that failed."""
 
     launches: list[CapturedLaunch]
     remarks: list[str]

@@ -1,4 +1,4 @@
-"""What would fail on the cluster although it cannot fail here: the plan of the launch's own flags, paths and ports."""
+"""Checks the parts of a launch that a rehearsal cannot run: the plan with the launch's own flags, paths and ports."""
 
 from __future__ import annotations
 

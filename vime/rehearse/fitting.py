@@ -1,6 +1,6 @@
 """Changes the flags of a launch so that it runs on a CPU in a minute: sizes, devices, folders and services.
 
-What a user writes stays: reward, hooks, filters, algorithm, weight update, data format, order of the phases.
+It keeps the user's reward, hooks, filters, algorithm, weight update, data format and order of the phases.
 """
 
 from __future__ import annotations

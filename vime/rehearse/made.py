@@ -1,6 +1,7 @@
 """Keeps the files that a script made in its layer and that its training command names: rows, config.json, a tokenizer.
 
-The layer is removed after the capture. Without this step, a rehearsal would not find what the script prepares.
+The layer is removed after the capture. Without this step, a rehearsal would not find the files that the script
+prepares.
 """
 
 from __future__ import annotations

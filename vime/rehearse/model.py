@@ -1,4 +1,4 @@
-"""Writes random weights for a folder with config.json, for every family that the trainer knows.
+"""Writes random weights for a folder with config.json, for every family that the trainer supports.
 
     python -P -m vime.rehearse.model FOLDER [--tokenizer]
 

@@ -32,7 +32,7 @@ ERROR = re.compile(r"^(vime train: |note: )")
 
 @dataclass
 class Outcome:
-    """What a rehearsal has done, and what it found."""
+    """The steps that a rehearsal has done, and its findings."""
 
     done: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)

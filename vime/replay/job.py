@@ -15,8 +15,8 @@ FAILURE = "failure.txt"
 
 @dataclass(frozen=True)
 class ReplayJob:
-    """What each rank computes: the rollouts, with the path templates of their samples. `keep`: names of tensors of the
-    last state whose values are saved in `folder`."""
+    """The work of each rank: the rollouts, with the path templates of their samples. `keep` has the names of the
+    tensors whose values after the last rollout are saved in `folder`."""
 
     config: Config
     samples: dict[int, str]

@@ -26,7 +26,7 @@ from vime.replay.source import RecordedRun, last_trained, read_run
 
 @dataclass(frozen=True)
 class Verified:
-    """What a check of a run has read, and the problems that it found."""
+    """The result of a run's check: the run, its signer, the number of files, and the problems."""
 
     run: RecordedRun
     signer: str
@@ -90,7 +90,8 @@ def _check_steps(run: RecordedRun) -> Iterator[str]:
 
 
 def check_samples(run: RecordedRun, rollout: int) -> list[str]:
-    """Converts the saved samples of a step and compares them with what the trainer got."""
+    """Converts the saved samples of a step and compares the result with the trainer's recorded inputs. Returns the
+    differences."""
     if rollout not in run.samples:
         return [
             f"step {rollout} must have its saved samples, got none; restore {run.config.debug.save_debug_rollout_data}"

@@ -32,7 +32,7 @@ class TenantKeys:
         return list(self._hashes)
 
     def add_missing(self, tenants: Sequence[str]) -> dict[str, str]:
-        """Makes a key for each tenant that has none. Returns the new keys, which are stored nowhere."""
+        """Creates a key for each tenant without a key. Returns the new keys. Only their hashes are stored."""
         new = {}
         for tenant in tenants:
             if not _NAME.fullmatch(tenant):

@@ -1,4 +1,4 @@
-"""What one tenant may use, and the refusals of requests beyond that."""
+"""Defines the limits of a tenant, and the errors of requests beyond these limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The routes that read and delete a tenant's records: models, checkpoints, sessions, and what the service offers."""
+"""The routes that read and delete a tenant's records (models, checkpoints, sessions), and that list the service's
+abilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a running service, and the rules that its routes share: who may do what, and what is accepted."""
+"""The parts of a running service, and the rules that its routes share: tenants' permissions and accepted requests."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TenantService:
     # What belongs to a tenant
 
     def session(self, tenant: str, name: str) -> Row:
-        """Returns the tenant's open session, and notes that its client is there."""
+        """Returns the tenant's open session, and records that its client has just sent a request."""
         row = self.store.get("sessions", tenant, name)
         if row is None:
             raise Refusal(404, "the session must be one of yours, got another id; create a session")
@@ -247,9 +247,9 @@ class TenantService:
             )
 
     def _give_up_gap(self, model: Row, latest: float) -> None:
-        """Fails requests that have waited since `latest` for an earlier one, which their client did not send.
+        """Fails requests that have waited since `latest` for an earlier request, which their client did not send.
 
-        A client that died sends no more. A client that is there has given up the earlier request after many refusals.
+        The client has died, or it has given up the earlier request after many refusals.
         """
         missing = model["next_seq"]
         if self.store.find("requests", model["tenant"], owner=model["id"], seq=missing):
@@ -263,7 +263,7 @@ class TenantService:
             self.store.change("models", model["id"], next_seq=max(row["seq"] for row in waiting) + 1)
 
     def describe(self) -> dict[str, object]:
-        """Returns what the service prints when it is ready."""
+        """Returns the facts that the service prints when it is ready."""
         return {"base": self.settings.name, "data": str(self.settings.data), "tenants": self.keys.tenants}
 
 

@@ -1,4 +1,4 @@
-"""Waiting for results, and the turns of tenants: what the queues of training and of sampling share."""
+"""The shared parts of the training queue and the sampling queue: waiting for results, and the tenants' turns."""
 
 from __future__ import annotations
 

@@ -178,7 +178,8 @@ class TrainingQueue:
                 shutil.rmtree(older, ignore_errors=True)
 
     def _apply(self, model: Row, row: Row, body: bytes, rows: list[Change]) -> bytes:
-        """Runs in the trainer's thread. Returns the result; `rows` gets what the store must have with it."""
+        """Runs a request in the trainer's thread and returns the result. Adds to `rows` the changes that the store must
+        save together with the result."""
         kind, adapter = row["kind"], model["adapter"]
         if kind in ("forward", "forward_backward"):
             work = read_pass(read_message(body))

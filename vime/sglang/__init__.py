@@ -1,1 +1,1 @@
-"""SGLang as a rollout backend: its flags, client, servers and router. What all engines share is in vime.pool."""
+"""SGLang as a rollout backend: its flags, client, servers and router. vime.pool has the shared parts of all engines."""

@@ -87,7 +87,7 @@ class SglangControl:
         return parse_version(json.loads(answer)["weight_version"])
 
     def is_healthy(self, timeout_s: float) -> bool:
-        """Whether /health answers 200 within `timeout_s`. SGLang generates a token for it when it is idle."""
+        """Returns whether /health answers 200 within `timeout_s`. An idle SGLang generates a token to answer."""
         return answers(self.url, self._run_key, "/health", timeout_s=timeout_s)
 
     def model(self) -> str:

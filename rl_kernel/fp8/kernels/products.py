@@ -21,8 +21,8 @@ from rl_kernel.fp8.reference import GROUP
 
 @dataclass(frozen=True)
 class Launch:
-    """How a program of a product runs. `stages`: steps that are read ahead, by default those that fit the card.
-    `registers`: limit per thread."""
+    """The launch settings of a product's kernel. `stages` is the number of steps that are read ahead. None means as
+    many steps as fit on the GPU. `registers` is the limit per thread."""
 
     warps: int = 8
     stages: int | None = None

@@ -28,7 +28,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _CODE = "/run/vime"
 _ROOT_KEEPS = ("SETUID", "SETGID", "KILL", "DAC_READ_SEARCH", "FOWNER", "SYS_PTRACE", "NET_ADMIN")
 _USER_KEEPS = ("SYS_PTRACE", "NET_ADMIN")
-"""Capabilities of process 1, which starts and watches the commands. Commands have none."""
+"""Capabilities of process 1, which starts and watches the commands. The commands have no capabilities."""
 _PROBE_S = 30
 INSTALL = "install the package bubblewrap, version 0.7 or newer (`apt-get install bubblewrap`)"
 

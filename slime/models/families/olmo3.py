@@ -14,8 +14,8 @@ from slime.models.rope import Rope, read_rope
 from slime.models.rows import ATTENTION, ENDS, HEAD_NORMS, HF, IGNORED, MG, MLP
 
 THETA = 5e5
-"""Base of the rotary embedding that transformers uses if config.json has none. For the layers with a window, it is
-also the base for files with `rope_theta` at the top level."""
+"""The rotary embedding's default base in transformers, for a config.json without a base. For the layers with a window,
+it is also the base if `rope_theta` is at the top level of the file."""
 
 
 def ropes(hf: Hf, head_dim: int) -> tuple[Rope, Rope]:

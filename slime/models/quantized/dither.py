@@ -1,9 +1,9 @@
 """Spreads the values of a quantised weight over their rounding intervals.
 
-A dequantised weight lies at the centre of a rounding interval, so a small update does not change its code, and engines
-that quantise each update keep the old value. Dithering (Roberts, 1962) places each value at a pseudo-random position of
-its interval. The weight then rounds to the same codes and scales, and small updates change codes in proportion to
-their size.
+A dequantised weight is at the centre of a rounding interval, so a small update does not change its code, and engines
+that quantise each update keep the old value. Dithering (Roberts, 1962) moves each value to a pseudo-random position in
+its interval. The weight then rounds to the same codes and scales, and small updates change codes in proportion to their
+size.
 
 Shapes: O outputs, I inputs of a weight. torch is imported only to compute.
 """

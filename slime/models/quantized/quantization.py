@@ -256,9 +256,9 @@ def quantize(
     """Returns the tensors of a weight [O, I] in the form of the checkpoint: last part of the name -> tensor.
 
     fp8: `scale = max|w| / 448` of each block. int4: `scale = (w q) / (q q)` of each group, where q are the codes for
-    `max|w| / 7` or `max|w| / 8`, whichever has the smaller squared error. So the values of a published checkpoint,
-    rounded to bfloat16, give its codes and scales again. `scale_dtype` is the dtype of the checkpoint's scales, by
-    default that of the scheme.
+    `max|w| / 7` or `max|w| / 8`, whichever has the smaller squared error. So a published checkpoint whose values were
+    rounded to bfloat16 gets its codes and scales again. `scale_dtype` is the dtype of the checkpoint's scales, and
+    defaults to that of the scheme.
     """
     import torch
 

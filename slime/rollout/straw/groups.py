@@ -52,18 +52,18 @@ class GroupTask:
 
 @dataclass(frozen=True)
 class GroupAnswer:
-    """What a host has made of a group: samples, or why it has none."""
+    """A host's result for a group: the samples, or the reason why the group has no samples."""
 
     samples: SampleGroup
     timed_out: Mapping[str, str] = field(default_factory=dict)
-    """Random stream of a sample -> why it passed its deadline."""
+    """Random stream of a sample -> the reason why the sample passed its deadline."""
     error: str = ""
-    """Why the group has no samples."""
+    """The reason why the group has no samples, or ""."""
     reason: str | None = None
     """The reason of --failed-samples; None for an error that ends the run."""
 
     def text(self) -> bytes:
-        """Returns the answer's record. ValueError for a sample whose values are not plain."""
+        """Returns the record of this answer. Raises ValueError for a sample whose values are not plain."""
         head = {"timed_out": dict(self.timed_out), "error": self.error, "reason": self.reason}
         return _join(sample_text(head), samples=self.samples)
 

@@ -23,14 +23,14 @@ from slime.rollout.straw.folder import Plain, QueueFolder, read_plain, write_pla
 logger = logging.getLogger(__name__)
 CALL, REPLY = "call.json", "reply.json"
 POLL_S = 0.05
-Result: TypeAlias = Any  # the caller knows the type
+Result: TypeAlias = Any  # The type depends on the operation.
 """The result of an operation, as plain data."""
 Handle = Callable[[str, str, Plain], Result]
 """Performs (host, operation, arguments)."""
 
 
 class OwnerRestarted(Exception):
-    """The owner of the queue has started again, or has ended: all leases of before are lost."""
+    """The owner of the queue has restarted or ended, so all earlier leases are lost."""
 
 
 class Link(Protocol):
@@ -43,7 +43,7 @@ class Link(Protocol):
 
 @dataclass
 class DirectLink:
-    """The link of the owner's own process. `run` calls a function in a thread."""
+    """The link inside the owner's process. `run` calls a function in a thread."""
 
     host: str
     handle: Handle

@@ -236,7 +236,7 @@ class QueueService:
         self._queue.release_task_reads(self._leases.pop(task, []))
 
     def _end_earlier(self) -> dict[int, list[Reference]]:
-        """Ends the tasks of earlier starts of the run, and returns what they have by group."""
+        """Ends the tasks of the run's earlier starts. Returns the references to their inputs and answers, by group."""
         found: dict[int, list[Reference]] = {}
         tasks = self._queue.tasks
         answers: dict[str, Reference] = {}

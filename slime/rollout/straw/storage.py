@@ -66,7 +66,7 @@ class Storage:
         return await self.run(self._write, text, dict(tags or {}))
 
     async def read(self, reference: Reference) -> bytes:
-        """Returns a record. Raises an error of DAMAGED if its file does not have what was written."""
+        """Returns a record. Raises an error of DAMAGED if the file does not have the written content."""
         return await self.run(self.read_now, reference)
 
     def read_now(self, reference: Reference) -> bytes:

@@ -18,7 +18,7 @@ from slime.types import Sample
 
 
 class Restored(NamedTuple):
-    """What a group has taken over, and the number of samples that start again."""
+    """The number of samples and tokens that a group restored, and the number of samples that start again."""
 
     samples: int = 0
     tokens: int = 0

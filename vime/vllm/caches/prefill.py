@@ -159,7 +159,7 @@ class Prefills:
     async def _offer(
         self, token_ids: list[int], adapter: str, live: Callable[[], int]
     ) -> dict[str, object] | None:
-        """Returns the parameters with which the engine takes the prompt, or None if no prefill engine gives them."""
+        """Returns the parameters with which the engine fetches the prompt, or None if no prefill engine offers it."""
         first = next(self._turns)
         urls = list(self._urls)
         for turn in range(len(urls)):

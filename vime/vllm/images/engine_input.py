@@ -106,8 +106,8 @@ def _read(image: WireImage) -> dict[str, Tensor]:
 
 
 def media_ids(config: Hf | Any) -> dict[str, int]:
-    """Returns the id that stands for a part of an image, and that for a part of a video, as the engine's configuration
-    names them."""
+    """Returns the token ids of an image's parts and of a video's parts in the engine's configuration, by kind. A kind
+    that the model does not have is left out."""
     names = {"image": "image_token_id", "video": "video_token_id"}
     return {kind: found for kind, name in names.items() if (found := getattr(config, name, None)) is not None}
 

@@ -43,7 +43,7 @@ class EngineLayer:
 
 def engine_layers(hf: Hf, ranks: int) -> Iterator[EngineLayer]:
     """Yields the layers of vLLM with `ranks` tensor-parallel ranks: those of the decoder without its routers. The
-    first expert stands for all experts of a layer."""
+    first expert represents all experts of a layer."""
     family, decoder = family_for(hf), read_decoder(hf)
     rows = list(linear_rows(family))
     for number, layer in enumerate(decoder.layers):
@@ -141,9 +141,9 @@ def _delta_layers(modules: dict[str, tuple[str, ...]], decoder: Decoder) -> Iter
 
 
 class EngineReading:
-    """How vLLM reads the lists of modules in config.json: `modules_to_not_convert` of fp8, `ignore` and `targets` of
-    compressed-tensors. It compares whole names of modules or of its own layers. For compressed-tensors it also knows
-    patterns that begin with "re:"."""
+    """Reads the module lists in config.json as vLLM does: `modules_to_not_convert` of fp8, `ignore` and `targets` of
+    compressed-tensors. vLLM compares each entry with whole names of modules or of vLLM layers. For compressed-tensors,
+    an entry may also be a pattern that begins with "re:"."""
 
     def __init__(self, scheme: QuantizationScheme) -> None:
         self._scheme = scheme
@@ -152,7 +152,8 @@ class EngineReading:
         )
 
     def ignored(self, layer: EngineLayer) -> tuple[bool, ...]:
-        """Returns, per module, whether config.json leaves it out of the scheme. vLLM needs one answer per layer."""
+        """Returns, per module, whether config.json excludes the module from the scheme. vLLM needs equal values for all
+        modules of a layer."""
         if layer.is_expert and self._scheme.method == "fp8":
             experts = layer.modules[0].rpartition(".0.")[0]
             return (any(experts in name for name in self._scheme.ignored),) * len(layer.modules)

@@ -25,13 +25,13 @@ _TILES = "amx_tile"
 
 @dataclass(frozen=True)
 class EngineSupport:
-    """Whether an engine runs a scheme."""
+    """The result of the check whether an engine can run a scheme."""
 
     runs: bool
     text: str
-    """The products of the engine, or the reason why it does not start."""
+    """The engine's matrix products, or the reason why the engine does not start."""
     slow: bool = False
-    """The engine is for tests and small models."""
+    """True if the engine is only fast enough for tests and small models."""
 
 
 def gpu_support(scheme: QuantizationScheme, capability: float) -> EngineSupport:

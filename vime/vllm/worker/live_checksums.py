@@ -2,8 +2,8 @@
 format.
 
 vLLM's kernels pack quantised weights in many orders. So vLLM's loader loads the update a second time, and each value
-that the model computes with must keep its bits. A checksum per tensor stands for the bits, because a copy of the model
-would need the model's memory again.
+that the model computes with must keep its bits. The check compares a checksum per tensor, because a copy of the model
+would need as much memory as the model.
 """
 
 from __future__ import annotations

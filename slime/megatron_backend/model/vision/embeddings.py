@@ -93,7 +93,7 @@ def _nothing(vision: Vision, tower: nn.Module) -> Tensor:
 
 
 def _local(rows: Tensor, features: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Returns the part of the image tokens that lies in this rank's `size` rows."""
+    """Returns the part of the image tokens that is in this rank's `size` rows."""
     row = rows - parallel_state.get_tensor_model_parallel_rank() * size
     mine = (row >= 0) & (row < size)
     return row[mine], features[mine]

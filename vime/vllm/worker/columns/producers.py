@@ -30,7 +30,7 @@ class Producer:
     """Makes one engine column."""
 
     make: Callable[[RequestOutput, int], Arrays | None]
-    """`make(output, argument)`: the column's arrays, or None if vLLM did not give what it is made of."""
+    """`make(output, argument)` returns the column's arrays, or None if vLLM's output lacks the values for them."""
     likeliest: bool = False
     """The argument is a number of likeliest ids that vLLM must return with each token."""
     prepare: Callable[[SamplingParams, int], None] = lambda params, argument: None
