@@ -44,11 +44,11 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
 
     A file is read once per process. Its folder comes last on `sys.path`, so that the file can import its neighbours.
 
-    Errors contain `flag` as the user typed it ("--custom-rm-path"). ValueError if the path has neither form or the name
-    is not callable; MissingHookError if the file or module is not there (a module must be on PYTHONPATH) or has no such
-    name. An exception inside the user's module is chained to a ValueError with the flag, so that the user sees the
-    difference between a faulty hook and a missing hook. An import of the user's module that does not exist below
-    `slime` or `vime` comes with the closest name that does.
+    Errors contain `flag` as the user typed it ("--custom-rm-path"). Raises ValueError if the path has neither form or
+    the name is not callable; raises MissingHookError if the file or module is not there (a module must be on
+    PYTHONPATH) or has no such name. An exception inside the user's module is chained to a ValueError with the flag, so
+    that the user sees the difference between a faulty hook and a missing hook. An import of the user's module that does
+    not exist below `slime` or `vime` comes with the closest name that does.
     """
     file, name = file_and_name(path)
     if isinstance(path, str) and path.removesuffix(":").endswith(".py"):

@@ -60,8 +60,8 @@ def parameters_rule(parameters: object) -> str | None:
 
 
 def tool_schemas(tools: Tools | None) -> Tools | None:
-    """The tools for a chat template. A name becomes a function of that name, because transformers takes objects
-    only. ValueError for tools that are no list of descriptions."""
+    """The tools for a chat template. A name becomes a function of that name, because transformers takes objects only.
+    Raises ValueError for tools that are no list of descriptions."""
     if tools is not None and not isinstance(tools, list | tuple):
         raise ValueError(
             f"tools must be a list of descriptions of tools, got {tools!r:.80}; correct the tools of the sample"
@@ -102,8 +102,8 @@ class MultiTurnLossMaskGenerator:
         images in the place of their markers.
 
         The mask is 1 on the tokens that the model would generate: an assistant's turn after the opening marker, up to
-        and including the end-of-turn token. A message with "step_loss_mask": 0 is not trained on. ValueError if the
-        template rewrites earlier turns when the conversation grows, because then no single token sequence contains
+        and including the end-of-turn token. A message with "step_loss_mask": 0 is not trained on. Raises ValueError if
+        the template rewrites earlier turns when the conversation grows, because then no single token sequence contains
         all turns.
         """
         text = self._render(messages, tools, template_kwargs)

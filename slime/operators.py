@@ -122,7 +122,7 @@ def bitwise(config: Config) -> tuple[str, ...]:
 
 
 def require_promise(side: str, device: torch.device, dtype: torch.dtype) -> None:
-    """ValueError if the operators of --rlk-bitwise cannot run on `device`, or break their promise there.
+    """Raises ValueError if the operators of --rlk-bitwise cannot run on `device`, or break their promise there.
 
     `side`: trainer or engine. `dtype` of the model.
     """

@@ -72,7 +72,7 @@ def is_too_old(version: str) -> bool:
 
 
 def check(version: str) -> str | None:
-    """ValueError for a version that is too old, a remark on one that was never run, else None."""
+    """Raises ValueError for a version that is too old, a remark on one that was never run, else None."""
     numbers = _numbers(version)
     if is_too_old(version):
         raise ValueError(

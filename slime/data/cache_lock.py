@@ -21,7 +21,7 @@ minutes."""
 
 
 class CacheLock:
-    """A lock with the interface of the FileLock in `datasets`. ValueError for a lock file whose process may have
+    """A lock with the interface of the FileLock in `datasets`. Raises ValueError for a lock file whose process may have
     ended."""
 
     def __init__(self, path: str) -> None:

@@ -28,8 +28,8 @@ Top = tuple[np.ndarray, np.ndarray]
 
 
 def append(sample: Sample, top: Arrays) -> None:
-    """Appends the sampler's ids and log-probs for the last tokens of the response. ValueError unless both have one row
-    per token."""
+    """Appends the sampler's ids and log-probs for the last tokens of the response. Raises ValueError unless both have
+    one row per token."""
     ids, log_probs = top
     first = sample.response_length - len(ids)
     if first < 0 or ids.shape != log_probs.shape:

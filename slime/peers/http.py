@@ -120,8 +120,8 @@ async def post(
     """POST `payload` as JSON and return the JSON of the reply.
 
     A URL of the run's own router or engines gets the run's key, unless `headers` have one. Connection errors and status
-    408, 425, 429 and 5xx are retried with growing pauses. TimeoutError after `max_retries` retries or `deadline_s`
-    seconds. Any other status than 2xx, or a reply that is not JSON, raises ValueError without a retry.
+    408, 425, 429 and 5xx are retried with growing pauses. Raises TimeoutError after `max_retries` retries or
+    `deadline_s` seconds. Any other status than 2xx, or a reply that is not JSON, raises ValueError without a retry.
     """
     return await _request("POST", url, {"json": payload}, max_retries, headers, deadline_s)
 

@@ -23,8 +23,8 @@ class _TensorboardAdapter(metaclass=SingletonMeta):
     """One writer per process: `_TensorboardAdapter(args).log({"loss": 0.1}, step=1)`.
 
     The files go to the folder of TENSORBOARD_DIR, or else to tensorboard_log/--tb-project-name/--tb-experiment-name,
-    whose last part is the time by default. ValueError without --use-tensorboard, without a folder, and if the package
-    tensorboard is missing.
+    whose last part is the time by default. Raises ValueError without --use-tensorboard, without a folder, and if the
+    package tensorboard is missing.
     """
 
     def __init__(self, run_flags: object) -> None:

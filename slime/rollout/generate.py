@@ -53,7 +53,8 @@ async def run_together(coroutines: Iterable[Coroutine[object, object, T]]) -> li
 def GenerateState(args: Namespace) -> state.GenerateState:
     """Returns the run's state: tokenizer, processor, semaphore, sampling_params, aborted, args.
 
-    All calls in the rollout manager's process return the same state, with any `args`. RuntimeError without a rollout.
+    All calls in the rollout manager's process return the same state, with any `args`. Raises RuntimeError without a
+    rollout.
     """
     return state.current_state()
 

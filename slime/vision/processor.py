@@ -235,8 +235,8 @@ class Expansion:
         return self._found[-1].text
 
     def finish(self, tokens: Sequence[int] = ()) -> ImageInputs:
-        """Returns the processed images, with their indices in the `tokens` of the whole text. ValueError if the text
-        had fewer markers than images."""
+        """Returns the processed images, with their indices in the `tokens` of the whole text. Raises ValueError if the
+        text had fewer markers than images."""
         for kind, left in self._waiting.items():
             if left:
                 raise self._wrong_number(kind, f"{len(left)} fewer")

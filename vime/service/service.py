@@ -193,7 +193,7 @@ class TenantService:
         return request
 
     async def make_way(self, tenant: str) -> None:
-        """Refusal if the tenant has too many models. Ends a model whose client is away first."""
+        """Raises Refusal if the tenant has too many models. Ends a model whose client is away first."""
         models = self.store.find("models", tenant, status=ACTIVE)
         if len(models) < self.limits.models_per_tenant:
             return
@@ -268,7 +268,7 @@ class TenantService:
 
 
 def read_json(body: bytes) -> dict[str, object]:
-    """Returns the object of a body. Refusal for other bodies."""
+    """Returns the object of a body. Raises Refusal for other bodies."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(read := json.loads(body or b"{}"), dict):
             return read

@@ -204,8 +204,8 @@ def request_params(sampling_params: dict[str, object]) -> dict[str, object]:
 
 
 def parse_result(answer: Answer) -> GenerateResult:
-    """Converts an engine's answer. `Transient` for a request that the engine gave up for an internal reason, ValueError
-    if a token has no log-prob, DivergedError if a log-prob is NaN."""
+    """Converts an engine's answer. Raises `Transient` for a request that the engine gave up for an internal reason,
+    ValueError if a token has no log-prob, DivergedError if a log-prob is NaN."""
     meta = answer.meta_info
     reason = meta.finish_reason.get("type")
     if reason not in _FINISH:

@@ -60,7 +60,7 @@ class SglangRouter(RouterServer):
         return [*argv, "--disable-retries", *spec.argv]
 
     def add(self, engine_url: str) -> None:
-        """Route to a healthy engine from now on. RuntimeError when the router does not within two minutes."""
+        """Route to a healthy engine from now on. Raises RuntimeError when the router does not within two minutes."""
         url = self._worker(engine_url)
         self._request("POST", "/workers", {"url": url, "api_key": self.spec.run_key})
         self._wait(

@@ -100,7 +100,7 @@ class LocalSandbox:
         await self.close()
 
     async def start(self) -> None:
-        """SandboxError if it cannot start."""
+        """Raises SandboxError if it cannot start."""
         if self.slots:
             await self.slots.acquire()
         try:
@@ -294,7 +294,7 @@ class LocalSandbox:
 
     async def allow_loopback(self, port: int) -> None:
         """127.0.0.1:`port` in the sandbox becomes that port of this host's loopback, which nothing else of the network
-        does. ValueError with network="none"."""
+        does. Raises ValueError with network="none"."""
         if self.network == "none":
             raise ValueError(
                 'the sandbox must have network="loopback" to reach a port of this host, got "none"; make it with that'
@@ -329,14 +329,14 @@ class LocalSandbox:
         await asyncio.to_thread(paths.write, self.folder, parts, content, self._user)
 
     async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
-        """See protocol.Sandbox. ValueError, too, beyond the limit of a command's output."""
+        """See protocol.Sandbox. Raises ValueError, too, beyond the limit of a command's output."""
         try:
             return (await self.read_bytes(sandbox_path)).decode(errors="replace")
         except FileNotFoundError:
             return ""
 
     async def read_bytes(self, sandbox_path: str) -> bytes:
-        """FileNotFoundError if there is no such file."""
+        """Raises FileNotFoundError if there is no such file."""
         parts = self._parts(sandbox_path)
         return await asyncio.to_thread(paths.read, self.folder, parts, self.limits.output_bytes)
 

@@ -87,7 +87,8 @@ class Masks:
         return len(tokens)
 
     def require_fit(self, lengths: np.ndarray, locate: Callable[[int], str]) -> None:
-        """ValueError if a conversation is longer than the model's context. `locate` returns file and line of a row."""
+        """Raises ValueError if a conversation is longer than the model's context. `locate` returns file and line of a
+        row."""
         too_long = np.flatnonzero(lengths > self.longest) if self.longest is not None else ()
         if len(too_long):
             worst = int(lengths.argmax())

@@ -38,7 +38,7 @@ class GroupTask:
         return replace(self, samples=made.samples, version=min(self.version, made.version))
 
     def text(self) -> bytes:
-        """Returns the task's record. ValueError for a sample whose values are not plain."""
+        """Returns the task's record. Raises ValueError for a sample whose values are not plain."""
         head = {name: getattr(self, name) for name in ("number", "prompts", "version", "rollout")}
         return _join(sample_text(head), original=self.original, samples=self.samples)
 
