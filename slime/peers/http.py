@@ -1,7 +1,7 @@
 """JSON over HTTP for user hooks (generate functions, tools). Owns retries, the deadline, and the run's key.
 
-Requests to the run's own router and engines carry the run's key by themselves, once the server has proved itself
-(slime.peers.proof). Requests to other servers never do.
+This module adds the run's key to requests to the run's own router and engines, once the server has proved itself
+(slime.peers.proof). Requests to other servers never have the key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _TRANSIENT_STATUS = {408, 425, 429}
 _LOOK_S = 30.0
 _CONNECT_S = 10.0
-"""A host that drops packets is as good as one that refuses: the fault is logged, and the next attempt begins."""
+"""Time limit of a connection. A host that drops packets counts as a host that refuses: the fault is logged, and the
+next attempt begins."""
 
 
 @dataclass
@@ -34,21 +35,21 @@ class OwnServers:
     """The servers of one model of this run, and the headers with the key for them."""
 
     urls: Sequence[str] = ()
-    """Their addresses."""
+    """The servers' addresses."""
     headers: Mapping[str, str] = field(default_factory=dict)
     workers: str = ""
-    """A URL that answers with the addresses of the engines, as {"urls": [...]} or {"workers": [{"url": ...}]},
-    which change when an engine restarts."""
+    """A URL that answers with the engines' addresses, as {"urls": [...]} or {"workers": [{"url": ...}]}. The addresses
+    change when an engine restarts."""
     worker_path: str = ""
-    """`workers` is asked about a URL whose path begins with this, as the engines' URLs do."""
+    """The beginning of the path in the engines' URLs. Only for such a URL is a request sent to `workers`."""
     held: bool = False
-    """The run itself started the servers at `urls`, see `slime.peers.proof.require_proof`."""
+    """True if the run itself started the servers at `urls`, see `slime.peers.proof.require_proof`."""
 
     def __post_init__(self) -> None:
         self._known = self._first = {_origin(url) for url in self.urls}
 
     async def headers_for(self, session: aiohttp.ClientSession, url: str) -> Mapping[str, str]:
-        """`headers` if `url` is one of the run's servers, else none."""
+        """Returns `headers` if `url` belongs to one of the run's servers, otherwise no headers."""
         origin = _origin(url)
         if origin not in self._known and self.worker_path and urlsplit(url).path.startswith(self.worker_path):
             timeout = aiohttp.ClientTimeout(total=_LOOK_S)
@@ -59,7 +60,7 @@ class OwnServers:
         return self.headers if origin in self._known else {}
 
     def key_for(self, request: aiohttp.ClientRequest) -> RunKey | None:
-        """The run's key, if the request carries it."""
+        """Returns the run's key if the request has it, otherwise None."""
         value = self.headers.get("Authorization")
         if value is None or request.headers.get("Authorization") != value:
             return None
@@ -76,8 +77,8 @@ _own: tuple[OwnServers, ...] = ()
 
 
 def set_own_servers(*own: OwnServers) -> None:
-    """From now on, requests of this process to `own`, one for each model of the run, carry the model's key, and any
-    library reaches `own` directly."""
+    """Makes later requests of this process to `own` (one entry per model of the run) carry the model's key. All
+    libraries of this process then reach these servers without a proxy."""
     global _own
     _own = own
     urls = [url for each in own for url in each.urls]
@@ -85,20 +86,21 @@ def set_own_servers(*own: OwnServers) -> None:
 
 
 def bypass_proxy(environ: MutableMapping[str, str], hosts: Iterable[str]) -> None:
-    """Requests to `hosts` go there directly, also with http_proxy. Libraries read one spelling or the other."""
+    """Adds `hosts` to no_proxy, so that requests to them use no proxy. Sets both spellings of the variable, because
+    libraries differ in the spelling that they read."""
     known = (environ.get("no_proxy") or environ.get("NO_PROXY") or "").split(",")
     listed = list(dict.fromkeys([*(host.strip() for host in known if host.strip()), *hosts]))
     environ["no_proxy"] = environ["NO_PROXY"] = ",".join(listed)
 
 
 def get_host_info() -> tuple[str, str]:
-    """(name, IPv4 address) of this host, for a server that a plug-in starts: the address of the interface that leads
-    out, and 127.0.0.1 on a host without one. Sends nothing."""
+    """Returns (name, IPv4 address) of this host, for a server that a plug-in starts. The address is that of the
+    interface with the route to other networks, or 127.0.0.1 on a host without such an interface. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(
                 ("192.0.2.1", 9)
-            )  # an address of documentation (RFC 5737): only the route is looked up
+            )  # a documentation address (RFC 5737): only the route is looked up
         except OSError:
             return socket.gethostname(), "127.0.0.1"
         return socket.gethostname(), probe.getsockname()[0]
@@ -117,11 +119,12 @@ async def post(
     *,
     deadline_s: float = 600.0,
 ) -> Json:
-    """POST `payload` as JSON and return the JSON of the reply.
+    """Sends `payload` as JSON in a POST request, and returns the JSON of the reply.
 
-    A URL of the run's own router or engines gets the run's key, unless `headers` have one. Connection errors and status
-    408, 425, 429 and 5xx are retried with growing pauses. Raises TimeoutError after `max_retries` retries or
-    `deadline_s` seconds. Any other status than 2xx, or a reply that is not JSON, raises ValueError without a retry.
+    A request to the run's own router or engines gets the run's key, unless `headers` have a key. Connection errors and
+    the statuses 408, 425, 429 and 5xx are retried with growing pauses. Raises TimeoutError after `max_retries` retries
+    or `deadline_s` seconds. Raises ValueError without a retry for any other status than 2xx, and for a reply that is
+    not JSON.
     """
     return await _request("POST", url, {"json": payload}, max_retries, headers, deadline_s)
 
@@ -134,7 +137,8 @@ async def get(
     *,
     deadline_s: float = 600.0,
 ) -> Json:
-    """GET `url`, with `payload` as its query, and return the JSON of the reply. Key, retries and errors: see `post`."""
+    """Sends a GET request with `payload` as its query, and returns the JSON of the reply. The key, the retries and the
+    errors are those of `post`."""
     return await _request("GET", url, {"params": payload}, max_retries, headers, deadline_s)
 
 
@@ -154,7 +158,7 @@ async def _request(
 
 
 def _get_session() -> aiohttp.ClientSession:
-    """The connections of an event loop, which stay open between requests."""
+    """Returns the HTTP client of an event loop. Its connections stay open between requests."""
     return aiohttp.ClientSession(connector=ProvenConnector(_find_key, limit=0, keepalive_timeout=60))
 
 
@@ -178,7 +182,7 @@ async def _try(
             own: Mapping[str, str] = {}
             for each in _own:
                 own = own or await each.headers_for(session, url)
-            # A redirect must not carry the run's key to wherever it leads.
+            # A redirect must not carry the run's key to another server.
             sent = {**content, "headers": {**own, **headers}, "allow_redirects": not own}
             return await _once(session, method, url, sent, end - loop.time())
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
@@ -212,7 +216,7 @@ async def _once(
 
 
 def _shown(url: str) -> str:
-    """Without login and query, which may hold a key."""
+    """Returns the URL without its login and query, which may contain a key."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 

@@ -1,7 +1,7 @@
 """Requests completions through sglang-router: slime's RolloutEngine over SGLang's POST /generate.
 
-Owns the translation of sampling parameters and the reading of answers. sglang-router writes each body anew and drops
-what its own record lacks, so every field that is sent here is one of that record.
+This module owns the translation of sampling parameters and the parsing of answers. sglang-router writes each body anew
+and drops the fields that its own record lacks, so this module sends only fields of that record.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ PARAMETERS = frozenset(
         "frequency_penalty",
     }
 )
-"""Sampling parameters, which SGLang and slime name alike, that pass sglang-router."""
+"""The sampling parameters that sglang-router passes on. SGLang and slime use the same names."""
 _DROPPED = "spaces_between_special_tokens"
-"""sglang-router drops it. It changes the text of slow tokenizers only; fast ones ignore it."""
+"""sglang-router drops this parameter. It changes the text of slow tokenizers only. Fast tokenizers ignore it."""
 _WITHOUT = {
     KEPT_TOKENS: "kept tokens must come from vLLM, got a request for SGLang's; leave --replay-kept-tokens out",
     TOP: "the likeliest tokens must come from vLLM, got a request for SGLang's; leave --use-score-centering out",
@@ -66,7 +66,7 @@ _FINISH: dict[object, FinishReason] = {"stop": "stop", "length": "length", "abor
 
 
 class SglangEngineClient(RouterClient):
-    """RolloutEngine over sglang-router at `router_url`, e.g. "http://127.0.0.1:3000"."""
+    """Implements RolloutEngine over the sglang-router at `router_url`, such as "http://127.0.0.1:3000"."""
 
     streams = has_parts = False
 
@@ -83,11 +83,11 @@ class SglangEngineClient(RouterClient):
         parts: AnswerParts | None = None,
         images: ImageInputs | None = None,
     ) -> GenerateResult:
-        """Sample one completion of `token_ids`, see `slime.protocols.RolloutEngine`.
+        """Samples one completion of `token_ids`, see `slime.protocols.RolloutEngine`.
 
-        The log-probs are in nats, after temperature. SGLang does not count top-p, top-k and min-p in. The same seed
-        gives the same sample on the same weights if SGLang runs with --enable-deterministic-inference. Otherwise SGLang
-        ignores the seed. The text keeps the stop string unless `no_stop_trim` is False. Faults: see
+        The log-probs are in nats, after temperature, and without top-p, top-k and min-p. With
+        --enable-deterministic-inference, the same seed and the same weights give the same sample. Otherwise SGLang
+        ignores the seed. The text keeps the stop string unless `no_stop_trim` is False. Faults are handled as in
         `VllmEngineClient.generate`.
         """
         check_no_images(images)
@@ -117,7 +117,8 @@ class SglangEngineClient(RouterClient):
         deadline_s: float,
         images: ImageInputs | None = None,
     ) -> ScoreResult:
-        """Log-probs of given tokens, see `slime.protocols.RolloutEngine`. Faults: see `VllmEngineClient.generate`."""
+        """Returns the log-probs of given tokens, see `slime.protocols.RolloutEngine`. Faults are handled as in
+        `VllmEngineClient.generate`."""
         check_no_images(images)
         check_start(start, token_ids)
         asked = {
@@ -158,15 +159,15 @@ class _VersionSpan(TypedDict):
 
 
 _Row = tuple[float | None, int, str | None]
-"""Log-prob, token id, text. A null is a NaN."""
+"""The log-prob, token id and text of a token. A null log-prob means NaN."""
 
 
 class _Meta(msgspec.Struct):
-    """`meta_info`. `input_*`: of the prompt, without a log-prob for the first row. `weight_versions`: spans of tokens
-    with their version."""
+    """The field `meta_info` of an answer. The `input_*` lists belong to the prompt, and their first row has no
+    log-prob. `weight_versions` has the spans of tokens with their version."""
 
     finish_reason: dict[str, object]
-    output_token_logprobs: list[_Row] = []  # none: aborted in the queue
+    output_token_logprobs: list[_Row] = []  # Empty if the request was aborted in the queue.
     input_token_logprobs: list[_Row] = []
     input_top_logprobs: list[list[_Row] | None] = []
     prompt_tokens: int = 0
@@ -192,7 +193,8 @@ def check_no_images(images: ImageInputs | None) -> None:
 
 
 def request_params(sampling_params: dict[str, object]) -> dict[str, object]:
-    """`sampling_params` of a request. For a parameter that is None, the engine uses its neutral default."""
+    """Returns the field `sampling_params` of a request. For a parameter that is None, the engine uses its neutral
+    default."""
     if unknown := sampling_params.keys() - PARAMETERS - {_DROPPED}:
         raise ValueError(f"sampling parameters must be among {sorted(PARAMETERS)}, got {sorted(unknown)}")
     params = {name: value for name, value in checked(sampling_params).items() if name != _DROPPED}
@@ -238,7 +240,8 @@ def parse_result(answer: Answer) -> GenerateResult:
 
 
 def parse_scores(answer: Answer, token_ids: list[int], top_k: int) -> ScoreResult:
-    """The log-probs of `token_ids`, the last ones of the prompt. `Transient` and errors: see `parse_result`."""
+    """Returns the log-probs of `token_ids`, which are the last tokens of the prompt. Raises errors as `parse_result`
+    does."""
     meta, count = answer.meta_info, len(token_ids)
     if meta.finish_reason.get("type") == "abort":
         raise Transient(f"the engine gave the request up: {meta.finish_reason}")
@@ -263,7 +266,7 @@ def _values(rows: list[_Row]) -> npt.NDArray[np.float32]:
 
 
 def _versions(meta: _Meta) -> list[int]:
-    """The versions that the tokens come from, oldest first."""
+    """Returns the versions of the weights that sampled the tokens, oldest first."""
     return [parse_version(span["version"]) for span in meta.weight_versions or ()] or [
         parse_version(meta.weight_version)
     ]

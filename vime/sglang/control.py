@@ -1,7 +1,7 @@
 """The control routes of one SGLang server, as the engine pool calls them. Each call is one blocking request.
 
-SGLang loads weights from a folder, and changes their version in the same call. So `update_weights` only notes the
-folder of the update, and `finish_weight_update` has the engine load it.
+SGLang loads weights from a folder, and changes their version in the same call. So `update_weights` only stores the
+update's folder, and `finish_weight_update` sends the request that loads the folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from vime.pool.control import CHECKPOINT_VERSION, ControlError, PauseMode, answers, request
 
 CHANNEL = "disk"
-"""The only value of --update-weight-transport that SGLang's engines take."""
+"""The only value of --update-weight-transport that SGLang's engines support."""
 UNNAMED = "default"
 """SGLang's version of the checkpoint's weights."""
 _MODES = {"keep": "retract", "abort": "abort"}
@@ -22,7 +22,8 @@ _QUICK_S, _SLOW_S = 30.0, 600.0
 
 
 class SglangControl:
-    """A `vime.pool.control.Control` of the server at `url`. Errors: as `vime.vllm.control.VllmControl`."""
+    """Implements `vime.pool.control.Control` for the server at `url`. Raises errors as `vime.vllm.control.VllmControl`
+    does."""
 
     def __init__(self, url: str, run_key: str) -> None:
         self.url = url
@@ -31,8 +32,8 @@ class SglangControl:
         self._paused = False
 
     def pause(self, mode: PauseMode = "keep", *, drops_cache: bool = True) -> None:
-        """Stop generating. Running requests wait without their keys and values (keep: SGLang's retract), or end with
-        the tokens that they have (abort)."""
+        """Pauses the generation. Running requests wait without their keys and values (keep: SGLang's retract), or end
+        with the tokens that they have (abort)."""
         assert drops_cache, "check_weights requires --flush-cache-interval 1"
         if mode not in _MODES:
             raise ValueError(f"mode must be one of {', '.join(_MODES)}, got {mode}; SGLang has no other")
@@ -47,7 +48,7 @@ class SglangControl:
         self._folder = None
 
     def update_weights(self, message: dict[str, Any]) -> None:
-        """Note the folder of the update, a `slime.protocols.WeightUpdate.message` of the file channel."""
+        """Stores the update's folder from a `slime.protocols.WeightUpdate.message` of the file channel."""
         if message["channel"] != CHANNEL:
             raise ValueError(
                 f"--update-weight-transport must be {CHANNEL} with SGLang's engines, got {message['channel']}; leave "
@@ -56,7 +57,7 @@ class SglangControl:
         self._folder = str(Path(message["info"]["path"]).parent)
 
     def finish_weight_update(self, version: int) -> None:
-        """Load the folder as `version`. A paused server stays paused."""
+        """Loads the stored folder as `version`. A paused server stays paused."""
         assert self._folder is not None, "a folder comes first"
         asked = {
             "model_path": self._folder,
@@ -69,7 +70,7 @@ class SglangControl:
             raise ControlError(f"engine {self.url} must load {self._folder}, got {answer.decode()}")
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached keys and values. Running requests compute theirs again when they continue."""
+        """Drops all cached keys and values. Running requests compute their keys and values again when they continue."""
         self._post("/flush_cache", {}, timeout_s=_SLOW_S)
 
     def sleep(self, level: int, mode: PauseMode = "keep") -> None:
@@ -82,7 +83,7 @@ class SglangControl:
         raise NotImplementedError("--prefill-num-servers is refused with SGLang's servers")
 
     def weight_version(self) -> int:
-        """Version of the live weights; -1 means the weights of the checkpoint."""
+        """Returns the version of the live weights. -1 means the checkpoint's weights."""
         _, answer = request(self.url, self._run_key, "GET", "/model_info", timeout_s=_QUICK_S)
         return parse_version(json.loads(answer)["weight_version"])
 
@@ -91,17 +92,17 @@ class SglangControl:
         return answers(self.url, self._run_key, "/health", timeout_s=timeout_s)
 
     def model(self) -> str:
-        """The folder of the checkpoint that the server was started with."""
+        """Returns the checkpoint folder with which the server was started."""
         _, answer = request(self.url, self._run_key, "GET", "/model_info", timeout_s=_QUICK_S)
         return str(json.loads(answer)["model_path"])
 
     def load(self) -> None:
-        """Not said: SGLang's servers count requests only with --enable-metrics."""
+        """Returns None, because SGLang's servers count requests only with --enable-metrics."""
 
     def _post(self, path: str, body: object, *, timeout_s: float = _QUICK_S) -> bytes:
         return request(self.url, self._run_key, "POST", path, body, timeout_s=timeout_s)[1]
 
 
 def parse_version(version: str | int) -> int:
-    """A version as SGLang spells it; that of the checkpoint is -1."""
+    """Converts SGLang's spelling of a version to a number. The checkpoint's version is -1."""
     return CHECKPOINT_VERSION if version == UNNAMED else int(version)

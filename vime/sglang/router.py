@@ -1,7 +1,7 @@
-"""sglang-router as a supervised subprocess. It differs from vllm-router in its command line and in how engines join.
+"""sglang-router as a supervised subprocess. Its command line and the way to add engines differ from vllm-router.
 
-The router adds and removes engines in the background: `add` and `remove` wait until its list shows the change. Plug-ins
-use it without a gateway, because it forwards SGLang's /generate.
+The router adds and removes engines in the background, so `add` and `remove` wait until its list shows the change.
+Plug-ins use the router without a gateway, because it forwards SGLang's /generate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _RouterWorker(TypedDict):
 
 
 class SglangRouter(RouterServer):
-    """One sglang-router. Its own address is that of the gateway, too."""
+    """Runs one sglang-router. The router's address is also the gateway's address."""
 
     name = "sglang-router"
 
@@ -60,7 +60,8 @@ class SglangRouter(RouterServer):
         return [*argv, "--disable-retries", *spec.argv]
 
     def add(self, engine_url: str) -> None:
-        """Route to a healthy engine from now on. Raises RuntimeError when the router does not within two minutes."""
+        """Adds an engine to the router, and waits until the router lists it as healthy. Raises RuntimeError after
+        REQUEST_S seconds."""
         url = self._worker(engine_url)
         self._request("POST", "/workers", {"url": url, "api_key": self.spec.run_key})
         self._wait(
@@ -77,8 +78,9 @@ class SglangRouter(RouterServer):
         return [_origin(worker["url"]) for worker in self._workers()]
 
     def _worker(self, engine_url: str) -> str:
-        """The URL that the router gets. It asks for /health without a key, which SGLang's servers answer. vLLM servers
-        of `vime serve engine` answer it under a secret path only."""
+        """Returns the URL that the router gets for an engine. The router requests /health without a key. SGLang's
+        servers answer this request. vLLM servers of `vime serve engine` answer it under a secret path only, so their
+        URL includes that path."""
         prefix = health_prefix(self.spec.run_key)
         return engine_url + (prefix if answers(engine_url, "", f"{prefix}/health", timeout_s=5) else "")
 

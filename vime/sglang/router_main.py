@@ -1,7 +1,8 @@
-"""`python -m vime.sglang.router_main ARGS`: sglang-router with the run's key, from $VIME_RUN_KEY, on its routes.
+"""`python -m vime.sglang.router_main ARGS` runs sglang-router, whose routes need the run's key from $VIME_RUN_KEY.
 
-sglang-router takes its key on the command line, which every user of the machine can read. It leaves /health, /v1/models
-and its Prometheus counters open, which hold no key. The counters are on loopback, at a free port.
+sglang-router's own command takes the key on the command line, which every user of the machine can read. /health,
+/v1/models and the Prometheus counters need no key, because they contain no secret. The counters are on loopback, at a
+free port.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vime.pool.process import hold_port
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve until terminated. `argv` is what sglang-router's own command line takes."""
+    """Serves until the process is terminated. `argv` has the arguments of sglang-router's own command line."""
     run_key = os.environ[KEY_VARIABLE]
     parser = argparse.ArgumentParser(allow_abbrev=False)
     RouterArgs.add_cli_args(parser, use_router_prefix=False)

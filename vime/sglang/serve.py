@@ -1,8 +1,9 @@
-"""`python -m vime.sglang.serve FLAGS...`: runs `python -m sglang.launch_server FLAGS --api-key KEY` in this process.
+"""`python -m vime.sglang.serve FLAGS...` runs `python -m sglang.launch_server FLAGS --api-key KEY` in this process.
 
-SGLang takes its key on the command line, which every user of the machine can read, and logs it with its settings. The
-key comes from $VIME_RUN_KEY here, and the log shows asterisks. The server also answers the challenge that proves that
-it has the key (`slime.peers.proof`), which SGLang's own command cannot: start SGLang's servers on other hosts so.
+SGLang's own command takes the key on the command line, which every user of the machine can read, and logs the key with
+its settings. This command reads the key from $VIME_RUN_KEY, and its log shows asterisks. The server also answers the
+challenge that proves that it has the key (`slime.peers.proof`). SGLang's own command cannot answer the challenge, so
+users must start SGLang's servers on other hosts with this command.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MODULE = "sglang.launch_server"
 
 
 def hide(secret: str) -> None:
-    """Replace `secret` in all that this process logs."""
+    """Replaces `secret` by asterisks in all log records of this process."""
     make = logging.getLogRecordFactory()
 
     def hidden(*args: object, **kwargs: object) -> logging.LogRecord:
@@ -51,7 +52,8 @@ class Proving:
 
 
 def with_proof(load: Callable[[uvicorn.Config], None]) -> Callable[[uvicorn.Config], None]:
-    """uvicorn's `Config.load`, which puts the loaded app into `Proving` with the key of the environment."""
+    """Returns a replacement of uvicorn's `Config.load`, which wraps the loaded app in `Proving` with the key from the
+    environment."""
     run_key = os.environ[KEY_VARIABLE]
 
     def loaded(config: uvicorn.Config) -> None:
@@ -62,7 +64,7 @@ def with_proof(load: Callable[[uvicorn.Config], None]) -> Callable[[uvicorn.Conf
 
 
 def main() -> None:
-    """Serve until terminated."""
+    """Serves until the process is terminated."""
     run_key = os.environ[KEY_VARIABLE]
     bridges.apply(PROOF)
     hide(run_key)
