@@ -1,5 +1,5 @@
-"""Loads user code by its path, for every `--*-path` hook: `package.module.name`, or `file.py:name` for a file anywhere.
-Owns the errors of a wrong path."""
+"""Loads user code by its path, for every `--*-path` hook: `package.module.name`, or `file.py:name` for any file. Owns
+the errors of a wrong path."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TYPO = 0.9
 """Minimum similarity at which an error suggests the closest module."""
 
 _reading = threading.RLock()
-"""Held while a file is read: no other thread gets a module that is half loaded. A file may load another hook."""
+"""Held while a file is read, so that no other thread gets an incomplete module. A file may load another hook."""
 
 Hook: TypeAlias = Callable[..., Any]
 """A function or class of the user. Its signature is that of its flag, which no type can check."""
@@ -40,15 +40,16 @@ class MissingHookError(ValueError):
 
 
 def load_function(path: str, flag: str = "hook path") -> Hook:
-    """The function or class at the dotted path "package.module.name", or in a file: "folder/file.py:name".
+    """Returns the function or class at the dotted path "package.module.name", or in a file: "folder/file.py:name".
 
-    A file is read once per process. Its folder comes last on `sys.path`, so that the file can import its neighbours.
+    A file is read once per process. Its folder becomes the last entry of `sys.path`, so that the file can import files
+    from its folder.
 
-    Errors contain `flag` as the user typed it ("--custom-rm-path"). Raises ValueError if the path has neither form or
-    the name is not callable; raises MissingHookError if the file or module is not there (a module must be on
-    PYTHONPATH) or has no such name. An exception inside the user's module is chained to a ValueError with the flag, so
-    that the user sees the difference between a faulty hook and a missing hook. An import of the user's module that does
-    not exist below `slime` or `vime` comes with the closest name that does.
+    Errors contain `flag` as the user typed it ("--custom-rm-path"). Raises ValueError if the path has neither form, or
+    if the name is not callable. Raises MissingHookError if the file or module does not exist (a module must be on
+    PYTHONPATH), or does not have the name. An exception inside the user's module is chained to a ValueError with the
+    flag, so that the user can distinguish a faulty hook from a missing hook. If the user's module imports a name below
+    `slime` or `vime` that does not exist, the error has the closest existing name.
     """
     file, name = file_and_name(path)
     if isinstance(path, str) and path.removesuffix(":").endswith(".py"):
@@ -95,7 +96,7 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
 
 
 def _without_name(file: Path, path: str, flag: str) -> ValueError:
-    """The error of a file without the name of a function. The file is not run."""
+    """Returns the error of a path that has a file and no function's name. The file is not run."""
     if not file.is_file():
         return MissingHookError(f"{flag} must name a file that exists, got {path!r}; check the path")
     names = list[str]()
@@ -107,14 +108,14 @@ def _without_name(file: Path, path: str, flag: str) -> ValueError:
 
 
 def _suggest_functions(prefix: str, names: Sequence[str]) -> str:
-    """ "write a.py:score or a.py:other"; "" without a function that is not private."""
+    """Returns a text such as "write a.py:score or a.py:other", or "" if no name is public."""
     public = [f"{prefix}{name}" for name in names if not name.startswith("_")]
     more = f" (and {len(public) - _LISTED} more)" if len(public) > _LISTED else ""
     return f"write {' or '.join(public[:_LISTED])}{more}" if public else ""
 
 
 def _functions(module: ModuleType) -> list[str]:
-    """The names of the functions that the module itself defines."""
+    """Returns the names of the functions that the module itself defines."""
     return [
         name
         for name, one in vars(module).items()
@@ -123,7 +124,7 @@ def _functions(module: ModuleType) -> list[str]:
 
 
 def _find_callable(module: ModuleType, name: str, path: str, flag: str) -> Hook:
-    """The function or class `name` of the loaded module. Errors: see `load_function`."""
+    """Returns the function or class `name` of the loaded module. Raises errors as `load_function` does."""
     file, _ = file_and_name(path)
     module_name, joint = (module.__name__, ".") if file is None else (str(file), ":")
     if not hasattr(module, name):
@@ -150,19 +151,20 @@ def _find_callable(module: ModuleType, name: str, path: str, flag: str) -> Hook:
 
 
 def file_and_name(path: object) -> tuple[Path | None, str]:
-    """The file and the name of "folder/file.py:name"; (None, "") for any other path."""
+    """Returns the file and the name of "folder/file.py:name", or (None, "") for any other path."""
     file, colon, name = path.rpartition(":") if isinstance(path, str) else ("", "", "")
     return (Path(file), name) if colon and file.endswith(".py") else (None, "")
 
 
 def absolute(path: str) -> str:
-    """The same hook from any folder: a relative file becomes absolute. A dotted path stays."""
+    """Returns a hook's path with an absolute file name, so that it is valid in any folder. A dotted path stays."""
     file, name = file_and_name(path)
     return path if file is None else f"{os.path.abspath(file.expanduser())}:{name}"
 
 
 def _load_module(file: Path) -> ModuleType:
-    """The module of a file. Its name holds a hash of its place, so that it hides no installed module."""
+    """Returns the module of a file. The module's name has a hash of the file's path, so that the module hides no
+    installed module."""
     real_path = os.path.realpath(file)
     name = f"{file.stem}_{hashlib.sha256(os.fsencode(real_path)).hexdigest()[:12]}"
     with _reading:
@@ -173,7 +175,7 @@ def _load_module(file: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         if (folder := os.path.dirname(real_path)) not in sys.path:
             sys.path.append(folder)
-        sys.modules[name] = module  # as an import does: dataclasses and pickle look there
+        sys.modules[name] = module  # As an import does, because dataclasses and pickle look here.
         try:
             spec.loader.exec_module(module)
         except BaseException:
@@ -183,8 +185,8 @@ def _load_module(file: Path) -> ModuleType:
 
 
 def nearest(module_name: str) -> str | None:
-    """What to do about a module that is not there, below `slime` or `vime`, else None: what there is in its place, or
-    "did you mean ...?" with the closest module of slime."""
+    """Returns the advice for a missing module below `slime` or `vime`: its replacement, or "did you mean ...?" with the
+    closest module of slime. Returns None for any other module."""
     root, _, rest = module_name.partition(".")
     if root not in ("slime", "vime") or not rest:
         return None
@@ -211,7 +213,7 @@ def _add_its_folder(module_name: str, name: str) -> str:
 
 
 def _near_import(error: ImportError) -> str | None:
-    """The remedy for an import of a plug-in that failed: the closest module, or the closest name of a module."""
+    """Returns the advice for a plug-in's failed import: the closest module, or the closest name in the module."""
     if isinstance(error, ModuleNotFoundError):
         return nearest(error.name or "")
     found = re.match(r"cannot import name '(\w+)'", str(error))
@@ -223,9 +225,10 @@ def _near_import(error: ImportError) -> str | None:
 
 
 class SingletonMeta(type):
-    """`class Judge(metaclass=SingletonMeta)`: the first call makes the object, later calls return it.
+    """The metaclass of a class with one object: `class Judge(metaclass=SingletonMeta)`.
 
-    The arguments of later calls are not read. Each subclass has its own object. Safe in threads.
+    The first call of the class creates the object, and later calls return it. The arguments of later calls are not
+    read. Each subclass has its own object. Several threads may call the class.
     """
 
     _instances: dict[type, object] = {}
@@ -239,6 +242,6 @@ class SingletonMeta(type):
 
     @staticmethod
     def clear_all_instances() -> None:
-        """Forget all objects, so that the next calls make new ones."""
+        """Removes all objects, so that the next calls create new objects."""
         with SingletonMeta._lock:
             SingletonMeta._instances.clear()

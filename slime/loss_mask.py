@@ -1,9 +1,9 @@
-"""Chat messages -> token ids and loss mask. Owns where an assistant's turn begins and ends.
+"""Converts chat messages to token ids and a loss mask, and finds the beginning and the end of an assistant's turn.
 
-The tokenizer's own chat template renders the full conversation once. An assistant's turn begins where the template
-leaves the model to continue; rendering the messages before the turn gives that place. The turn ends with the
-end-of-turn token. So a message that contains the text of a turn marker is not mistaken for a turn. Each part is
-tokenised separately, as in a rollout: prompt tokens end exactly where generated tokens begin.
+The tokenizer's own chat template renders the full conversation once. An assistant's turn begins at the position where
+the template lets the model continue. A rendering of the messages before the turn shows this position. The turn ends
+with the end-of-turn token. So a message that contains the text of a turn marker is not mistaken for a turn. Each part
+is tokenised separately, as in a rollout, where the prompt's tokens end exactly before the generated tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MARKERS = {
     "qwen3": _CHATML,
     "qwen3_5": _CHATML,
     "distill_qwen": ("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
-    "gemma4": ("<|turn>model\n", "<turn|>", "<|tool_response>"),  # the second ends a call of a tool
+    "gemma4": ("<|turn>model\n", "<turn|>", "<|tool_response>"),  # The second text ends a tool call.
 }
 
 
@@ -32,8 +32,9 @@ _STAND_IN = "\ue000"
 
 
 def tool_rule(tool: object) -> str | None:
-    """The rule that a description of a tool breaks, as the end of "a tool must ...". None for a good one: a name, a
-    function, or an object with a function. A null field counts as absent."""
+    """Returns the rule that a tool's description breaks, as the end of "a tool must ...", or None for a valid
+    description. A valid description is a name, a function, or an object with a function. A null field counts as
+    absent."""
     if isinstance(tool, str) and tool:
         return None
     if not isinstance(tool, dict):
@@ -49,7 +50,7 @@ def tool_rule(tool: object) -> str | None:
 
 
 def parameters_rule(parameters: object) -> str | None:
-    """`tool_rule` of the parameters of a tool."""
+    """Returns the rule that a tool's parameters break, as `tool_rule` does, or None."""
     if parameters is None:
         return None
     if not isinstance(parameters, dict):
@@ -60,8 +61,8 @@ def parameters_rule(parameters: object) -> str | None:
 
 
 def tool_schemas(tools: Tools | None) -> Tools | None:
-    """The tools for a chat template. A name becomes a function of that name, because transformers takes objects only.
-    Raises ValueError for tools that are no list of descriptions."""
+    """Returns the tools for a chat template. A name becomes a function with that name, because transformers accepts
+    objects only. Raises ValueError if the tools are no list of descriptions."""
     if tools is not None and not isinstance(tools, list | tuple):
         raise ValueError(
             f"tools must be a list of descriptions of tools, got {tools!r:.80}; correct the tools of the sample"
@@ -75,12 +76,12 @@ def tool_schemas(tools: Tools | None) -> Tools | None:
 
 
 def get_response_lengths(loss_masks: list[list[int]]) -> list[int]:
-    """Number of tokens from the first trained token to the end, for each mask. 0 without trained tokens."""
+    """Returns, per mask, the number of tokens from the first trained token to the end, or 0 without a trained token."""
     return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
 
 
 class MultiTurnLossMaskGenerator:
-    """Masks of conversations for one tokenizer. `tokenizer_type` is a --loss-mask-type."""
+    """Computes the loss masks of conversations for one tokenizer. `tokenizer_type` is a --loss-mask-type."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tokenizer_type: str = "qwen") -> None:
         if tokenizer_type not in _MARKERS:
@@ -96,10 +97,10 @@ class MultiTurnLossMaskGenerator:
         template_kwargs: dict[str, object] | None = None,
         expand: Callable[[str], str] = str,
     ) -> tuple[list[int], list[int]]:
-        """(token_ids, loss_mask), both as long as the rendered conversation.
+        """Returns (token_ids, loss_mask), both as long as the rendered conversation.
 
-        `expand` is called with the parts of the rendered text in their order, and returns a part with the text of its
-        images in the place of their markers.
+        `expand` is called with the parts of the rendered text in their order. It returns the part with the images' text
+        instead of their markers.
 
         The mask is 1 on the tokens that the model would generate: an assistant's turn after the opening marker, up to
         and including the end-of-turn token. A message with "step_loss_mask": 0 is not trained on. Raises ValueError if
@@ -140,8 +141,8 @@ class MultiTurnLossMaskGenerator:
         tools: Tools | None,
         template_kwargs: dict[str, object] | None,
     ) -> str:
-        """The rendered `text`, in which only the template ends turns: the messages hold other characters where they
-        hold the text of a marker."""
+        """Returns the rendered `text` with other characters for each end marker inside a message, so that only the
+        template's own markers end turns."""
         for end in self._ends:
             hidden = cast("list[Message]", _replaced(messages, end, _STAND_IN * len(end)))
             if hidden == messages:
@@ -156,7 +157,7 @@ class MultiTurnLossMaskGenerator:
         return text
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
-        """See the function of that name."""
+        """Returns the result of the function `get_response_lengths`."""
         return get_response_lengths(loss_masks)
 
     def _turn_start(
@@ -166,7 +167,8 @@ class MultiTurnLossMaskGenerator:
         tools: Tools | None,
         template_kwargs: dict[str, object] | None,
     ) -> int:
-        """Number of characters of `text` that are the model's prompt for the turn after the messages `before`."""
+        """Returns the number of characters at the beginning of `text` that are the prompt of the turn after
+        `before`."""
         if not before:
             raise ValueError("messages must begin with a system or user turn, got an assistant turn first")
         prompt = self._render(before, tools, {**(template_kwargs or {}), "add_generation_prompt": True})
@@ -194,7 +196,7 @@ class MultiTurnLossMaskGenerator:
 
 
 def _replaced(value: object, text: str, other: str) -> object:
-    """A copy of messages with `other` for `text`."""
+    """Returns a copy of messages with each `text` replaced by `other`."""
     if isinstance(value, str):
         return value.replace(text, other)
     if isinstance(value, dict):

@@ -1,7 +1,8 @@
 """Decides which operators of rl_kernel the training runs: one decision per operator, at start-up.
 
-Owns the rule that chooses how log-probs are computed from hidden states, and the metrics of the operators. Imports no
-Megatron, and rl_kernel with its torch only in what decides, installs or counts: the driver asks for a rule alone.
+This module owns the rule that chooses how log-probs are computed from hidden states, and the operators' metrics. It
+does not import Megatron. Only the functions that decide, install or count import rl_kernel, which imports torch: the
+driver calls the rules and must not import torch.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Decision:
 
 
 def loss_head(config: Config) -> tuple[Head, str]:
-    """The head of the training loss, and why the head is not the one-pass operator ("" if the head is).
+    """Returns the head of the training loss, and the reason why the head is not the one-pass operator ("" if it is).
 
     A loss that needs whole sequences cannot be computed block by block of tokens. A provider comes before every
     operator. The head is NATIVE with --rlk-fast off, for a custom loss, and when --rl-kernel-ops has no operator for
@@ -117,14 +118,14 @@ def loss_head(config: Config) -> tuple[Head, str]:
 
 
 def bitwise(config: Config) -> tuple[str, ...]:
-    """The operators of rl_kernel.invariant that trainer and engine have, of BITWISE_OPERATORS."""
+    """Returns the names from BITWISE_OPERATORS whose rl_kernel.invariant operators both trainer and engine use."""
     return tuple(config.kernels.rlk_bitwise_operators) if config.kernels.rlk_bitwise else ()
 
 
 def require_promise(side: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raises ValueError if the operators of --rlk-bitwise cannot run on `device`, or break their promise there.
 
-    `side`: trainer or engine. `dtype` of the model.
+    `side` is "trainer" or "engine". `dtype` is the model's dtype.
     """
     import rl_kernel.invariant as invariant
 
@@ -145,7 +146,7 @@ def require_promise(side: str, device: torch.device, dtype: torch.dtype) -> None
 
 
 def pass_head(config: Config) -> Head:
-    """The head for log-probs without a gradient, of the old policy and of the reference model."""
+    """Returns the head for log-probs without a gradient: those of the old policy and of the reference model."""
     if config.kernels.selected_logprob_provider:
         return PROVIDER
     if "head" in bitwise(config):
@@ -157,7 +158,7 @@ def pass_head(config: Config) -> Head:
 
 
 def whole_sequences(config: Config) -> str:
-    """Why the loss of a token needs more than that token's log-prob; "" if the log-prob is enough."""
+    """Returns the reason why the loss of a token needs more than that token's log-prob, or "" if it does not."""
     if loss_for(config.algorithm).pairs:
         return f"--loss-type {config.algorithm.loss_type} looks at whole sequences"
     if not loss_for(config.algorithm).surrogate:
@@ -181,12 +182,13 @@ def whole_sequences(config: Config) -> str:
 
 
 def called(config: Config) -> set[str]:
-    """The operators that this configuration calls. Calls that a hook adds or replaces are not considered."""
+    """Returns the names of the operators that this configuration calls. Calls that a hook adds or replaces are not
+    considered."""
     found = {"group_advantage"} if _rates_groups(config) else set[str]()
     if config.debug.debug_rollout_only:
         return found
     head = loss_head(config)[0]
-    found |= {head.name, LINEAR.name} if head == BITWISE else {head.name}  # whose gradients are linear_logp's
+    found |= {head.name, LINEAR.name} if head == BITWISE else {head.name}  # linear_logp computes its gradients
     if any(role.head == "lm" for role in get_passes(config)):
         found.add(pass_head(config).name)
     return found | {name for name, calls in _IN_TRAINING.items() if calls(config)}
@@ -198,7 +200,8 @@ def _rates_groups(config: Config) -> bool:
 
 
 def _own_activation(config: Config) -> bool:
-    """With Transformer Engine, Megatron's own activation runs instead; with --rlk-bitwise, the engine's."""
+    """Returns whether the activation is the operator `swiglu`. With Transformer Engine, Megatron's own activation runs
+    instead. With --rlk-bitwise, the engine's activation may run instead."""
     local = config.megatron.overrides.get("transformer_impl", "local") == "local"
     return bool(local and "activation" not in bitwise(config))
 
@@ -286,7 +289,7 @@ def decide(config: Config, device_type: str) -> list[Decision]:
 
 
 def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool]:
-    """(implementation, reason, whether the implementation is a fallback in spite of --rlk-fast)."""
+    """Returns (implementation, reason, whether the implementation is a fallback in spite of --rlk-fast)."""
     if name not in called(config):
         return "not called", loss_head(config)[1] if name == ONE_PASS.name else "", False
     if config.kernels.rlk_fast == "off":
@@ -305,7 +308,7 @@ def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool
 
 
 def headline(config: Config) -> str:
-    """The line above the decisions."""
+    """Returns the line that is printed above the decisions."""
     head, reason = loss_head(config)
     if head == VALUES:
         return f"--rlk-fast {config.kernels.rlk_fast}, {reason}"
@@ -317,7 +320,7 @@ def headline(config: Config) -> str:
 
 
 def install(config: Config) -> None:
-    """Apply --rlk-fast and --rl-kernel-ops in this process, and set the timing of operators."""
+    """Applies --rlk-fast and --rl-kernel-ops in this process, and sets the timing of operators."""
     import rl_kernel
     from rl_kernel.telemetry import set_timing, time_compilations
 
@@ -325,7 +328,7 @@ def install(config: Config) -> None:
     if "group_advantage" in names:
         names += REDUCTIONS
     if LINEAR.name in names:
-        names.append("linear_top")  # of a teacher: the same head, see `pass_head`
+        names.append("linear_top")  # A teacher's head, which is the same operator (see `pass_head`).
     rl_kernel.configure(config.kernels.rlk_fast, names)
     set_timing(config.kernels.rlk_fast != "off")
     if _has_kernels():
@@ -342,17 +345,17 @@ def _has_kernels() -> bool:
 
 
 def step_metrics() -> dict[str, float]:
-    """Metrics of the operators in this process since the last call of this function.
+    """Returns the metrics of the operators in this process since the last call of this function.
 
-    `rl_kernel/compile_ms` is the time in which Triton compiled kernels, absent if it compiled none. With --rlk-fast off
-    there is nothing else. `rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` are per operator. `rl_kernel/fast`
-    is the share of fast runs among the calls that the mode wants to be fast. The share is the mean over operators, so
-    that a fallback of any operator shows: a layer calls its operators hundreds of times per step, and the head is
-    called once per micro-batch. Operators of the host, operators outside --rl-kernel-ops and the native path do not
-    count.
+    `rl_kernel/compile_ms` is the time in which Triton compiled kernels. The metric is absent if Triton compiled no
+    kernel. With --rlk-fast off, there are no other metrics. `rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms`
+    are per operator. `rl_kernel/fast` is the share of fast runs among the calls that the mode wants to be fast. It is
+    the mean over operators, so that a fallback of a rarely called operator is visible: layers call their operators
+    hundreds of times per step, and the head is called once per micro-batch. Operators of the host, operators outside
+    --rl-kernel-ops and the native path do not count.
 
-    The function reads timing events of the device. Call the function at the end of a step, when the step's metrics have
-    arrived.
+    The function reads timing events of the device. The caller must call it at the end of a step, when the step's
+    metrics have arrived.
     """
     import rl_kernel
     from rl_kernel.mode import settings

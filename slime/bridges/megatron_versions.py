@@ -1,8 +1,9 @@
-"""Everything that differs between the versions of megatron-core that the trainer may run on, and how it is bridged. No
-other file of this project asks for a version. Light to import: functions that need megatron-core load it.
+"""Bridges the differences between the versions of megatron-core that the trainer may run on. No other file of this
+project asks for a version. The import is light: functions that need megatron-core import it.
 
-0.16.1 is the newest version for Python 3.11. 0.19.2 needs Python 3.12. The trainer's tests run on both. Versions
-between them are taken as one of the two; a version below 0.16 is an error, and one above 0.19 is noted (`check`).
+0.16.1 is the newest version for Python 3.11. 0.19.2 needs Python 3.12. The trainer's tests run on both. A version
+between them is treated as one of the two. A version below 0.16 is an error, and a version above 0.19 causes a note
+(`check`).
 
 what                                0.16.1                   0.19.2                       here
 ----------------------------------- ------------------------ ---------------------------- --------------------------
@@ -46,16 +47,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST, LAST = (0, 16), (0, 19)
-"""The known range, by the first two numbers."""
+"""The supported range, as the first two numbers of the version."""
 RUN = {"0.16.1": "on CPUs and GPUs", "0.19.2": "on CPUs and one GPU"}
-"""The versions of requirements/cpu.txt and gpu.txt, and where the trainer has run on each."""
+"""The versions in requirements/cpu.txt and gpu.txt, and the devices on which the trainer has run with each version."""
 
 COMMON = "common_state"
 """The key of the records without tensors in a checkpoint of 0.19."""
 
 
 def installed() -> str | None:
-    """The version of megatron-core here, None without it. Does not import it."""
+    """Returns the installed version of megatron-core, or None without it. Does not import megatron-core."""
     try:
         return metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
@@ -63,7 +64,7 @@ def installed() -> str | None:
 
 
 def least() -> str:
-    """The oldest version that the trainer can run on."""
+    """Returns the oldest version that the trainer can run on."""
     return _text(LEAST)
 
 
@@ -72,7 +73,7 @@ def is_too_old(version: str) -> bool:
 
 
 def check(version: str) -> str | None:
-    """Raises ValueError for a version that is too old, a remark on one that was never run, else None."""
+    """Returns a remark on a version that was never run, or None. Raises ValueError for a version that is too old."""
     numbers = _numbers(version)
     if is_too_old(version):
         raise ValueError(
@@ -101,7 +102,7 @@ def muon_settings(core: OptimizerConfig) -> tuple[bool, str]:
 
 
 def prediction_parts(layer: object, **parts: object) -> MultiTokenPredictionLayerSubmodules:
-    """The submodules of a layer of multi-token prediction. `layer` is the spec of its decoder layer."""
+    """Returns the submodules of a multi-token prediction layer. `layer` is the spec of its decoder layer."""
     from megatron.core.transformer.multi_token_prediction import (
         MultiTokenPredictionLayerSubmodules as Submodules,
     )
@@ -111,8 +112,8 @@ def prediction_parts(layer: object, **parts: object) -> MultiTokenPredictionLaye
 
 
 def prediction_inputs(tokens: Tensor, embedded: Tensor, state: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns the tuple that `MultiTokenPredictionLayer._get_embeddings` returns, without positions and padding
-    mask."""
+    """Returns a tuple in the form of `MultiTokenPredictionLayer._get_embeddings`, with None as the positions and as the
+    padding mask."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
     newer = "padding_mask" in inspect.signature(MultiTokenPredictionLayer._get_embeddings).parameters
@@ -120,12 +121,12 @@ def prediction_inputs(tokens: Tensor, embedded: Tensor, state: Tensor) -> tuple[
 
 
 def stored_name(name: str) -> str:
-    """The name in checkpoints and weight tables of a parameter of the live model."""
+    """Returns the name that a live model's parameter has in checkpoints and weight tables."""
     return name.replace(".mtp_model_layer.", ".transformer_layer.")
 
 
 def common_records(state: dict[str, Any]) -> Any:
-    """The records without tensors, taken out of the state that a save strategy gets. None if megatron-core has saved
-    them itself."""
+    """Removes the records without tensors from the state that a save strategy gets, and returns them. Returns None if
+    megatron-core has saved them itself."""
     item = state.pop(COMMON, None)
     return None if item is None else item.data
