@@ -100,7 +100,7 @@ class LocalSandbox:
         await self.close()
 
     async def start(self) -> None:
-        """Raises SandboxError if it cannot start."""
+        """Starts the sandbox. Raises SandboxError if the sandbox cannot start."""
         if self.slots:
             await self.slots.acquire()
         try:
@@ -127,7 +127,7 @@ class LocalSandbox:
         self.isolation = message["ready"]
 
     def _make_folder(self) -> None:
-        # resolved, because the sandbox sees real paths only
+        # The path is resolved, because the sandbox sees real paths only.
         self.folder = os.path.realpath(tempfile.mkdtemp(prefix="vime-sandbox-", dir=self._parent))
         self.workdir, self.home = f"{self.folder}/work", f"{self.folder}/home"
         for directory in (self.workdir, self.home, f"{self.folder}/tmp"):
@@ -183,7 +183,7 @@ class LocalSandbox:
         return process
 
     async def close(self) -> None:
-        """End every process of the sandbox and delete its folder. Any number of times."""
+        """Ends every process of the sandbox and deletes its folder. Further calls do nothing."""
         for forwarder in self._forwarders.values():
             forwarder.close()
         self._forwarders.clear()
@@ -226,8 +226,8 @@ class LocalSandbox:
         cwd: str | None = None,
         stdin: str | bytes | socket.socket | None = None,
     ) -> ExecResult:
-        """See protocol.Sandbox. The shell is bash if the host has it, else sh. This process closes a socket that is
-        given as `stdin`, so that the socket's other end detects when the command ends.
+        """Runs a command, see protocol.Sandbox. The shell is bash if the host has it, else sh. This process closes a
+        socket that is given as `stdin`, so that the socket's other end detects when the command ends.
 
         A limit of the whole sandbox (memory, processes, disk, files) ends all its processes. Time and output end the
         command and its children, unless a child left the command's session. Raises SandboxError if the sandbox is not
@@ -293,8 +293,8 @@ class LocalSandbox:
             full.cancel()
 
     async def allow_loopback(self, port: int) -> None:
-        """127.0.0.1:`port` in the sandbox becomes that port of this host's loopback, which nothing else of the network
-        does. Raises ValueError with network="none"."""
+        """Forwards 127.0.0.1:`port` in the sandbox to the same port of this host's loopback. No other part of the
+        network is forwarded. Raises ValueError with network="none"."""
         if self.network == "none":
             raise ValueError(
                 'the sandbox must have network="loopback" to reach a port of this host, got "none"; make it with that'
@@ -324,35 +324,37 @@ class LocalSandbox:
         return parts
 
     async def write_file(self, sandbox_path: str, content: FileContent, *, user: str = "root") -> None:
-        """See protocol.Sandbox."""
+        """Writes a file, see protocol.Sandbox."""
         parts = self._parts(sandbox_path)
         await asyncio.to_thread(paths.write, self.folder, parts, content, self._user)
 
     async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
-        """See protocol.Sandbox. Raises ValueError, too, beyond the limit of a command's output."""
+        """Returns a file's text, see protocol.Sandbox. Raises ValueError for a file beyond the limit of a command's
+        output."""
         try:
             return (await self.read_bytes(sandbox_path)).decode(errors="replace")
         except FileNotFoundError:
             return ""
 
     async def read_bytes(self, sandbox_path: str) -> bytes:
-        """Raises FileNotFoundError if there is no such file."""
+        """Returns a file's bytes. Raises FileNotFoundError if the file does not exist."""
         parts = self._parts(sandbox_path)
         return await asyncio.to_thread(paths.read, self.folder, parts, self.limits.output_bytes)
 
     async def upload(self, source: Path, sandbox_path: str = ".") -> None:
-        """Copy a folder of this host into a folder of the sandbox."""
+        """Copies a folder of this host into a folder of the sandbox."""
         parts = paths.split_path(self.folder, self.workdir, sandbox_path)
         await asyncio.to_thread(paths.upload, self.folder, parts, source, self._user)
 
     async def download(self, sandbox_path: str, target: Path) -> int:
-        """Copy the regular files below a folder of the sandbox to `target`; returns how many."""
+        """Copies the regular files below a folder of the sandbox to `target`, and returns the number of files."""
         parts = paths.split_path(self.folder, self.workdir, sandbox_path)
         return await asyncio.to_thread(paths.download, self.folder, parts, target, self.limits.disk_bytes)
 
 
 def _make_memory_file(content: str | bytes | None) -> BinaryIO:
-    """A file in memory, at its start, which nobody can change: it would be memory that no limit counts."""
+    """Returns a file in memory with this content, at position 0. The file is sealed, because a file that the sandbox
+    could change would be memory outside of the limits."""
     file = os.fdopen(os.memfd_create("data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
     file.write(content.encode() if isinstance(content, str) else content or b"")
     file.seek(0)
