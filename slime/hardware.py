@@ -42,7 +42,8 @@ class Hardware:
 def _card(
     name: str, device: str, memory_gib: float, bf16_flops: float, memory_bytes_s: float, *, has_fp8: bool
 ) -> Hardware:
-    """A PCIe card of compute capability 8.6 or 8.9, one in a host with a network of 10 Gbit/s."""
+    """Returns the entry of a PCIe card with compute capability 8.6 or 8.9, for hosts with one card and a network of 10
+    Gbit/s."""
     sizes = (memory_gib, bf16_flops, memory_bytes_s, 0, 1.25e9, 1, 1)
     return Hardware(name, (device,), *sizes, shared_kib=99, has_fp8=has_fp8)
 
@@ -193,5 +194,5 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def find_hardware(device: str) -> Hardware | None:
-    """The entry of the GPU with this driver name, or None if the table does not have it."""
+    """Returns the entry of the GPU with this driver name, or None if the table does not have the GPU."""
     return next((gpu for gpu in HARDWARE.values() if device in gpu.devices), None)

@@ -188,7 +188,8 @@ def called(config: Config) -> set[str]:
     if config.debug.debug_rollout_only:
         return found
     head = loss_head(config)[0]
-    found |= {head.name, LINEAR.name} if head == BITWISE else {head.name}  # linear_logp computes its gradients
+    # linear_logp computes the gradients of the head BITWISE.
+    found |= {head.name, LINEAR.name} if head == BITWISE else {head.name}
     if any(role.head == "lm" for role in get_passes(config)):
         found.add(pass_head(config).name)
     return found | {name for name, calls in _IN_TRAINING.items() if calls(config)}

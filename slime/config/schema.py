@@ -144,8 +144,8 @@ class Config:
     if not TYPE_CHECKING:  # an unknown attribute stays an error of the type checker
 
         def __getattr__(self, name: str) -> NoReturn:
-            """AttributeError. For a flag it names the section, because code that was written for `args` reads flags
-            without a section."""
+            """Raises AttributeError. The error for a flag names the flag's section, because code that was written for
+            `args` reads flags without a section."""
             section = SECTION_OF.get(name)
             if section is None:
                 raise AttributeError(f"'Config' object has no attribute {name!r}", name=name, obj=self)
@@ -247,7 +247,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, data: Values) -> Config:
-        """Inverse of `to_dict`. Raises ValueError for a key that is not a field."""
+        """Returns the object from the result of `to_dict`. Raises ValueError for a key that is not a field."""
         try:
             sections = {name: SECTIONS[name](**data[name]) for name in SECTIONS}
             return cls(**sections, notes=tuple(data.get("notes", ())))

@@ -285,7 +285,7 @@ def wanted(config: Config, known: Callable[[EngineColumn], int]) -> dict[str, in
 def check_answer(
     sample: Sample, result: GenerateResult, asked: Mapping[str, int], params: SamplingParams
 ) -> None:
-    """ValueError, with the sample's name, for an answer whose columns are not those that the request asked for."""
+    """Raises ValueError, with the sample's name, for an answer whose columns are not those of the request."""
     for column in ENGINE_COLUMNS:
         if column.name in asked:
             column.check(sample, result, asked[column.name], params)

@@ -121,7 +121,8 @@ _TEXTS_AT_A_TIME = 1024
 
 
 def prompt_lengths(texts: list[str], raw: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Number of tokens of each text. `raw`: no chat template made the text, so it gets the tokenizer's BOS."""
+    """Returns the number of tokens per text. `raw` is true for a text that no chat template made, so that the text gets
+    the tokenizer's BOS."""
     opening = opening_ids(tokenizer)
     lengths: list[int] = []
     for start in range(0, len(texts), _TEXTS_AT_A_TIME):

@@ -10,10 +10,10 @@ __all__ = ["compute_metrics_from_samples", "compute_perf_metrics_from_samples"]
 
 
 def compute_metrics_from_samples(args: object, samples: Sequence[Sample]) -> dict[str, float]:
-    """Lengths, truncation, repetition, groups of one reward and more: see `sample_metrics`.
+    """Returns the metrics of `sample_metrics`: lengths, truncation, repetition, groups with equal rewards and more.
 
-    `samples` in one list, at least one. Flags that `args` lacks have their defaults. As in slime, the reward is that of
-    --reward-key.
+    `samples` is a list with at least one sample. Flags that `args` lacks have their defaults. As in slime, --reward-key
+    chooses the reward.
     """
     c = Config.from_args(args)
     return sample_metrics(c.logging, c.reward.reward_key, group_samples(_some(samples)))

@@ -98,9 +98,7 @@ def get_host_info() -> tuple[str, str]:
     interface with the route to other networks, or 127.0.0.1 on a host without such an interface. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(
-                ("192.0.2.1", 9)
-            )  # a documentation address (RFC 5737): only the route is looked up
+            probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737): only the route is looked up
         except OSError:
             return socket.gethostname(), "127.0.0.1"
         return socket.gethostname(), probe.getsockname()[0]

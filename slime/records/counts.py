@@ -15,7 +15,8 @@ class _Tally:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, int]) -> Self:
-        """Inverse of `to_dict`. A count that `data` lacks is 0, and keys that are not counts are left out."""
+        """Returns the counts from the result of `to_dict`. A count that `data` lacks is 0, and keys that are not counts
+        are left out."""
         return cls(**{f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data})
 
 

@@ -168,7 +168,7 @@ class MediaProcessor:
         return replaced["replacement"], tensors
 
     def _count(self, kind: MediaKind, ids: list[int]) -> int:
-        """Number of the ids that the model replaces by features."""
+        """Returns the number of ids that the model replaces by features."""
         return sum(ids.count(one) for one in self._ids(kind))
 
     def _ids(self, kind: MediaKind) -> list[int]:

@@ -38,7 +38,7 @@ def train(
     wait: bool = True,
     **flags: object,
 ) -> LiveRun:
-    """Trains, and returns the run.
+    """Trains with the flags of `config`, and returns the run.
 
     Args:
         config: flags of `vime train`: a YAML file, several files of which a later one has priority, a dict, or a

@@ -106,7 +106,7 @@ class LiveRun(Run):
         return self
 
     def follow(self) -> LiveRun:
-        """As `wait`, for a run that ends with the call: an interrupt stops the run in order."""
+        """Waits as `wait` does. If the call is interrupted, stops the run and waits until its process has ended."""
         try:
             return self.wait()
         except BaseException:

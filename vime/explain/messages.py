@@ -42,7 +42,7 @@ class ErrorMessage:
         return max(self.rule.split(HOLE), key=len)
 
     def is_in(self, text: str) -> bool:
-        """Return True if the text holds the whole message with its values."""
+        """Returns whether the text contains the whole message with its values."""
         return self.longest_part in text and self.pattern.search(text) is not None
 
     @cached_property
@@ -57,7 +57,7 @@ class ErrorMessage:
         return tuple(phrase for part in self.quoted if " " in (phrase := " ".join(split_words(part))))
 
     def is_quoted_in(self, text: str) -> bool:
-        """Return True if the text has a printed part of this symptom, or is such a part."""
+        """Returns whether the text has a printed part of this symptom, or is a piece of such a part."""
         if not self.phrases:
             return False
         wanted = " ".join(split_words(text))

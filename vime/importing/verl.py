@@ -218,7 +218,7 @@ from slime.hooks import load_function
 
 
 def _own_rewards(made: Imported, settings: Mapping[str, Setting]) -> None:
-    """verl's own rewards depend on the data source of each row."""
+    """Converts verl's own reward, which verl chooses by each row's data source."""
     files = _value(settings, "data.train_files")
     first = files[0] if isinstance(files, list) and files else files
     source = _data_source(Path(str(first)).expanduser()) if first else None

@@ -45,7 +45,8 @@ class Outcome:
 def rehearse_run(
     argv: Sequence[str], folder: Path, base: Path, variables: Mapping[str, str], deadline: float
 ) -> Outcome:
-    """Trains, kills, resumes and checks. `base`: the folder of the launch; `deadline`: a monotonic time."""
+    """Trains, kills the run, resumes it, and checks its files. `base` is the launch's folder, and `deadline` is a
+    monotonic time."""
     outcome, run_dir = Outcome(), folder / "run"
     environ = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(base)]))

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 def _serve(
     source: AnnouncedWeights, ended: int, config: Config, rollout: RolloutGroup, pool: EnginePool
 ) -> None:
-    """Generates, and gives each version of the weights to the engines, until the run has ended."""
+    """Generates and sends each version of the weights to the engines, until the run has ended."""
     name = Path(config.logging.run_dir).name
     print(f"rollout host {name} generates for {folder_for(config).path}", flush=True)
 

@@ -43,8 +43,8 @@ def catch_signals() -> None:
 
 @contextmanager
 def asks_first(*numbers: signal.Signals) -> Iterator[None]:
-    """In this context, the first of these signals only sets `stop`, and the next one ends the run at once. A signal
-    that is ignored stays ignored, such as Ctrl-C in the background of a script."""
+    """Changes the effect of these signals in the block: the first signal only sets `stop`, and the next signal ends the
+    run at once. An ignored signal stays ignored, such as Ctrl-C in the background of a script."""
     heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.getsignal(number) for number in heeded}
 

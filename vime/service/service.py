@@ -172,7 +172,8 @@ class TenantService:
         return request
 
     def accept_training(self, model: Row, seq: int, kind: str, body: bytes, tokens: int = 0) -> str:
-        """As `accept`, for the next requests of a model."""
+        """Accepts a request as `accept` does, for the model's training queue. Raises Refusal for a number that is out
+        of range."""
         ahead = seq - model["next_seq"]
         known = self.store.get("requests", model["tenant"], f"{model['id']}:{seq}")
         if known is None and not 0 <= ahead <= self.limits.queue_length:

@@ -146,14 +146,14 @@ class TinyEngine:
         return self.version
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
-        """The pool calls this function for the parts of an update."""
+        """Returns the update once, and then None. The pool calls this method for the parts of an update."""
         future: Future[WeightUpdate | None] = Future()
         future.set_result(self._update)
         self._update = None
         return future
 
     def weights_file(self) -> Future[WeightUpdate]:
-        """The pool calls this function only for updates that do not last. Files last."""
+        """Raises AssertionError. The pool calls this method only for updates that do not last, and files last."""
         raise AssertionError("files of weights last")
 
 

@@ -295,7 +295,7 @@ class FailedReward(RewardError, RuntimeError):
 
 @contextlib.contextmanager
 def _naming(sample: Sample, name: object, of: str = "") -> Iterator[None]:
-    """Border with reward code, which may raise any error: adds the sample and the reward's name to the error."""
+    """Calls reward code in the block. Adds the sample and the reward's name to each error of that code."""
     try:
         yield
     except BaseException as error:

@@ -130,7 +130,7 @@ class Model:
         return 2.0 * shape.active + sum(kind.attention.token_flops for kind in shape.kinds)
 
     def attention(self, length: float) -> float:
-        """FLOPs of attention's products of a sample."""
+        """Returns the FLOPs of attention's products for a sample."""
         return self.flops(length, 0) - self.linear * length
 
     @cached_property
