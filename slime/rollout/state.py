@@ -345,7 +345,7 @@ class GenerateState:
 
     def start_expansion(self, inputs: Mapping[str, object] | None) -> Expansion | None:
         """Returns the expansion of a prompt with images, whose `inputs` have slime's form: the lists `images` and
-        `videos`. None for a prompt of text. Raises ValueError for images without a processor."""
+        `videos`. Returns None for a prompt of text. Raises ValueError for images without a processor."""
         if inputs is None:
             return None
         if self.media is None:

@@ -74,7 +74,8 @@ class GroupAnswer:
 
 
 def snapshot_record(text: bytes) -> Record | None:
-    """Returns the record of `Snapshots.restore` for a task. None for an answer, which `add_answer` joins with it."""
+    """Returns the record of `Snapshots.restore` for a task. Returns None for an answer, which `add_answer` joins with
+    it."""
     fields = json.loads(text)
     return {name: fields[name] for name in ("prompts", "version", "samples")}
 
