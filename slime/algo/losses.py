@@ -56,7 +56,7 @@ class Loss:
     reads: frozenset[str] = frozenset()
     """Columns that must exist before the first step, as in an estimator's record."""
     flags: frozenset[str] = frozenset()
-    """Fields of the configuration that the objective reads besides those of estimator and surrogate. A hook may read
+    """Fields of the configuration that the objective reads, without those of estimator and surrogate. A hook may read
     all fields."""
     checks: tuple[Callable[[Config], None], ...] = ()
     """Rules for other flags. Each rule gets the configuration and raises ValueError."""

@@ -104,9 +104,9 @@ def bind(cpus: Collection[int]) -> None:
 
 @contextlib.contextmanager
 def children_on(cpus: Collection[int]) -> Iterator[None]:
-    """Context in which processes that this thread starts, and their children, run on `cpus`.
+    """Makes the processes that this thread starts in the block, and their child processes, run on `cpus`.
 
-    Without CPUs, they run wherever this thread may run. After the context, the thread itself is bound as before.
+    Without CPUs, they run on all CPUs of this thread. After the block, the thread itself is bound as before.
     """
     if not cpus:
         yield

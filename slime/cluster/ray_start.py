@@ -122,11 +122,11 @@ def require_listening(address: str) -> None:
 
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
-    """Context for the start of Ray's processes and their children. This process's own children may be the user's
-    scripts.
+    """Sets the environment variables of Ray's processes and their child processes in the block. They are not set
+    outside of the block, because other child processes of this process may be the user's scripts.
 
-    Ray's processes get no run key: trainers and rewards do not need it, and a process that sends requests gets it in a
-    message.
+    Ray's processes get no run key. Trainers and rewards do not need the key, and a process that sends requests gets the
+    key in a message.
     """
     before = {name: os.environ.get(name) for name in (*SAFE_PATH, *UTF8, RUN_KEY)}
     os.environ.update(SAFE_PATH | UTF8)

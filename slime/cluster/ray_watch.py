@@ -86,7 +86,7 @@ def parts(nodes: Iterable[str] = ()) -> list[RayProcess]:
 
 
 class RayWatch:
-    """Context for all parts that need Ray, from its start to its shutdown.
+    """The context manager of all parts that need Ray, from Ray's start to its shutdown.
 
     `callback` registers calls that must run before Ray ends. If Ray is lost, these calls are skipped, because they
     would wait for Ray; the watchdog then kills the processes. RayLost then replaces the error that the loss has caused:

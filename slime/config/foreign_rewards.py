@@ -136,7 +136,7 @@ OTHERS = (
 
 
 def is_foreign(function: Callable[..., object]) -> bool:
-    """Returns True for a reward of another trainer, or one that takes texts in place of the flags and the sample."""
+    """Returns True for a reward in another trainer's form, or with texts instead of the flags and the sample."""
     parameters = read_parameters(function)
     if parameters is None or inspect.isclass(function):
         return False

@@ -228,7 +228,7 @@ class Experts:
     biases: bool = False
     """The router and both products of an expert have biases."""
     parallel: bool = False
-    """Shared expert and routed experts read the residual stream, and each has norms of its own."""
+    """Shared expert and routed experts read the residual stream, and have separate norms."""
 
 
 @dataclass(frozen=True)

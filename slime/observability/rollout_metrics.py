@@ -22,7 +22,7 @@ def compute_metrics_from_samples(args: object, samples: Sequence[Sample]) -> dic
 def compute_perf_metrics_from_samples(
     args: object, samples: Sequence[Sample], rollout_time: float
 ) -> dict[str, float]:
-    """Tokens per second: see `perf_metrics`. `rollout_time` in seconds."""
+    """Returns the tokens per second, see `perf_metrics`. `rollout_time` is in seconds."""
     gpus = Config.from_args(args).cluster.rollout_num_gpus
     return perf_metrics(gpus, list(_some(samples)), rollout_time)
 

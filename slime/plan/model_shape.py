@@ -59,7 +59,7 @@ class Shape:
     post_norms: bool = False
     """The outputs of attention and MLP have norms."""
     parallel: bool = False
-    """Shared expert and routed experts each have norms of their own."""
+    """Shared expert and routed experts have separate norms."""
     state_dtype: str = ""
     """Dtype of the layers' state in an engine, "" for the engine's dtype."""
     predictions: tuple[Layer, ...] = ()

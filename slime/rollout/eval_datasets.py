@@ -194,9 +194,9 @@ def build_eval_dataset_configs(
 
 
 def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[EvalDatasetConfig]:
-    """Resolves the settings for every entry. An unknown key becomes an attribute of the dataset's record. ValueError,
-    with dataset and key, for a key that is nearly the name of a setting, for missing or wrong settings, and for
-    duplicate names."""
+    """Resolves the settings for every entry. An unknown key becomes an attribute of the dataset's record. Raises
+    ValueError, with dataset and key, for a key that is nearly the name of a setting, for missing or wrong settings, and
+    for duplicate names."""
     if not isinstance(raw_config, list) or not all(isinstance(e, dict) for e in (*raw_config, defaults)):
         raise FlagError(
             "--eval-config",

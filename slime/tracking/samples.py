@@ -332,7 +332,7 @@ def read_reward_number(reward: object, key: str | None) -> float | None:
 
 
 def write_trained(run_dir: Path, rollout: int, rank: int, lines: list[Line]) -> Path:
-    """Writes a trainer rank's values of its samples that are kept: {"place", "advantage", "log_probs"}."""
+    """Writes a trainer rank's values of its kept samples: {"place", "advantage", "log_probs"}."""
     return _write(run_dir, f"{rollout}.trainer-{rank}.jsonl", lines)
 
 

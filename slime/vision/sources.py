@@ -18,7 +18,7 @@ PARTS: dict[str, Literal["image", "video"]] = {
 
 def read_part_source(part: object) -> tuple[Literal["image", "video"] | None, object]:
     """Returns kind and value of an image or a video in a message's content. The kind is None for another part, and the
-    value is None for a part that names no image of its own."""
+    value is None for a part that names no image or video."""
     if not isinstance(part, Mapping) or (kind := PARTS.get(str(part.get("type")))) is None:
         return None, None
     names = (str(part["type"]), kind, "url", "path")

@@ -60,7 +60,7 @@ class Loader(Protocol):
         ...
 
     def finish_weight_update(self, version: int) -> None:
-        """Uses the loaded weights, as `version`."""
+        """Switches the engine to the loaded weights, with the number `version`."""
         ...
 
     def reset_prefix_cache(self) -> None:

@@ -60,7 +60,7 @@ class Flags:
         self.changes.append(FlagChange(spelled(name), shown, shlex.join(after) or "given", why))
 
     def limit(self, name: str, most: int, why: str) -> None:
-        """Lowers a number that is given and higher."""
+        """Lowers the flag `name` to `most` if the flag is given and higher."""
         if self.number(name, 0) > most:
             self.set(name, why, most)
 

@@ -102,7 +102,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def nothing_to_end(command: str) -> Iterator[None]:
-    """Context for the import of a command, in which a signal ends the process at once, because nothing was started.
+    """Makes a signal in the block end the process at once. The block imports a command, so nothing was started yet.
 
     An exception would not be reliable: code that is being imported may catch it, or print its own traceback.
     """

@@ -113,8 +113,8 @@ class VllmServer(EngineServer):
         argv += ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
         argv += request_times(spec.vllm_argv) + speculation_counts(spec.vllm_argv) + processed_pixels()
         argv += ["--disable-chunked-mm-input"] if spec.whole_images else []
-        # A request has its pixels, and the tower's outputs have a cache of their own. vLLM's cache would hold 4 GiB of
-        # pixels in the engine's process, and never be read.
+        # A request has its pixels, and the tower's outputs have another cache. vLLM's cache of pixels would hold 4 GiB
+        # in the engine's process, and would never be read.
         argv += ["--mm-processor-cache-gb", "0"]
         if spec.node == 0:
             argv += token_routes()

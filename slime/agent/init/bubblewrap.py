@@ -88,7 +88,8 @@ def command(view: View, as_root: bool) -> list[str]:
 
 
 def _parents(path: str) -> list[str]:
-    """Folders above `path`. bwrap makes them, too, but closes them to other users if `path` is closed to them."""
+    """Returns bwrap's arguments that make the folders above `path`. bwrap would make these folders without the
+    arguments, too, but would close them to other users if `path` is closed to these users."""
     parts = path.split("/")[1:-1]
     return [word for end in range(1, len(parts) + 1) for word in ("--dir", "/" + "/".join(parts[:end]))]
 

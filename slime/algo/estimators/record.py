@@ -50,7 +50,7 @@ class Estimator:
     group: Literal["none", "mean", "mean and std"] = "none"
     """Statistics of the group that normalize a reward."""
     reads: frozenset[str] = frozenset()
-    """Columns (`slime.data.columns`) that `estimate` reads besides rewards, masks and advantages. A record that reads
+    """Columns (`slime.data.columns`) that `estimate` reads, without rewards, masks and advantages. A record that reads
     ref_log_probs or values adds the model that computes this column to the run (`slime.roles`). A record that reads
     old_log_probs adds a pass for old log-probs before the first step."""
     flags: frozenset[str] = frozenset()

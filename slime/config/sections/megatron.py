@@ -19,7 +19,7 @@ _OWN_FP8 = (
     *("fp8", "fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16"),
     "num_layers_at_end_in_bf16",
 )
-"""Core fields that the trainer's own fp8 layers read in place of megatron-core."""
+"""Core fields that the trainer's own fp8 layers read instead of megatron-core."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def with_encoded_images(table: Dataset) -> Dataset:
-    """Returns the table whose rows have {"bytes": ..., "path": ...} in the place of decoded images and videos."""
+    """Returns the table with {"bytes": ..., "path": ...} instead of decoded images and videos in its rows."""
     for name, feature in table.features.items():
         encoded = _encoded(feature)
         if encoded != feature:

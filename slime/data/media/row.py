@@ -1,7 +1,7 @@
 """Puts the images and videos of a row into its messages: `<image>` in a text becomes a part of the message's content.
 
-A part that names an image of its own, such as `{"type": "image_url", ...}`, keeps it. A part without one takes the next
-value of the column.
+A part that already names an image, such as `{"type": "image_url", ...}`, keeps this image. A part without an image gets
+the next value of the column.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The connector of `verifiers`: `verifiers:NAME` is a module with a taskset, or with `load_environment`.
 
 Versions from 0.2 have tasksets. An argument is a field of the taskset's config, or of the environment's config if it
-has a dot: `agent.harness.id=bash`. Without an argument, an agent runs in a process of this machine, and an agent
-without a harness of its own has no tools. `load_environment` of versions 0.1.14 to 0.3 gets the arguments as keywords.
+has a dot: `agent.harness.id=bash`. Without an argument, an agent runs in a process of this machine. An agent whose
+environment defines no harness has no tools. `load_environment` of versions 0.1.14 to 0.3 gets the arguments as
+keywords.
 
 Episodes send their key in the header x-api-key, because `verifiers` reads other keys from environment variables.
 """

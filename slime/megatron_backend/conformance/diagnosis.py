@@ -1,5 +1,5 @@
-"""Finds the part of a model in which trainer and transformers differ: a rotary embedding, two tensors in each other's
-place, or the first layer with another output."""
+"""Finds the part of a model in which trainer and transformers differ: a rotary embedding, two exchanged tensors, or the
+first layer with another output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slime.megatron_backend.parallel import ParallelInfo
 from slime.models import read_decoder
 
 MOST_SWAPS = 60
-"""Most pairs of tensors that are tried in each other's place."""
+"""Maximum number of pairs of tensors that are exchanged for a trial."""
 
 
 def explain_difference(

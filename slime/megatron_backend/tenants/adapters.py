@@ -18,7 +18,7 @@ from slime.protocols.tenants import AdamParams, TenantSpec
 
 
 class Switch:
-    """The place of a product where an adapter can be. The product adds the output of `current`, if there is one."""
+    """The slot of a product for an adapter. The product adds the output of `current`, unless it is None."""
 
     def __init__(self) -> None:
         self.current: AnyAdapter | None = None

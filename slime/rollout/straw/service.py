@@ -158,7 +158,7 @@ class QueueService:
         return found
 
     def _renew(self, host: str, leases: Iterable[Plain]) -> list[bool]:
-        """Renews leases. False for a lease that is lost."""
+        """Renews leases. Returns, per lease, whether it was renewed. A lost lease is not renewed."""
         named = [Lease(**lease) for lease in leases]
         return [state == "extended" for state in self._queue.heartbeat(named)] if named else []
 

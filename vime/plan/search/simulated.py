@@ -1,4 +1,4 @@
-"""Simulates the layouts of a search whose trainer has GPUs of its own, and draws where their time goes."""
+"""Simulates the layouts of a search whose trainer has separate GPUs, and draws a chart of their times."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Engines decode their requests together, so a request is slower while its engine has more of them. A batch trains as soon
 as its samples have rewards. New weights pause the engines. A fault takes an engine away, whose requests start again on
-others, or the trainer. The simulation is for layouts whose trainer has GPUs of its own.
+others, or the trainer. The simulation is for layouts whose trainer has separate GPUs.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Simulation:
             self._plan_end(self.engines[i])
 
     def _advance(self, engine: _Engine) -> None:
-        """Decodes until now."""
+        """Advances an engine to the present time: adds its decoded tokens and its time in the present state."""
         lasted, engine.since = self.now - engine.since, self.now
         if not engine.up:
             engine.times[LOST] += lasted

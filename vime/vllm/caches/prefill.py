@@ -144,7 +144,8 @@ class Prefills:
         lora: LoRARequest | None,
         live: Callable[[], int],
     ) -> None:
-        """Has a prefill engine compute the prompt, and takes its keys and values into the engine's prefix cache."""
+        """Requests the prompt's computation from a prefill engine, and stores its keys and values in the engine's
+        prefix cache."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 

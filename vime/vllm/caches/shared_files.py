@@ -156,7 +156,8 @@ class SharedFileConnector(ExampleConnector):
     def _generate_foldername_debug(
         self, token_ids: torch.Tensor, mm_hashes: list[str], create_folder: bool = False
     ) -> str:
-        """Returns the folder of a prompt. Its name takes the place of the hashes of images, which are not stored."""
+        """Returns the folder of a prompt. The folder's name is passed in `mm_hashes`, because hashes of images are not
+        stored."""
         folder = self._folder(mm_hashes[0])
         if create_folder:
             folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ import torch
 
 
 def register() -> None:
-    """Registers our function with vLLM, which then calls it instead of its own. Repeated calls are allowed."""
+    """Registers our function with vLLM, which then calls our function instead of vLLM's. Repeated calls are allowed."""
     from vllm.triton_utils import HAS_TRITON
 
     if HAS_TRITON:  # vLLM uses its Triton kernel

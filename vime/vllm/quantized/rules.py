@@ -1,7 +1,7 @@
 """Checks, before anything starts, that vLLM can load a quantised checkpoint with the engines' parallel sizes.
 
 Without these checks, an engine fails while it loads, or it computes with wrong scales: vLLM gives a fused layer the
-scales of whole blocks, and a block that reaches into the next matrix or rank has no scale of its own.
+scales of whole blocks, and a block that reaches into the next matrix or rank has no separate scale.
 """
 
 from __future__ import annotations

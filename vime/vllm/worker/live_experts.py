@@ -144,8 +144,8 @@ class _Stack:
     """A tensor [E, inputs, outputs] with all experts of a layer, as files of Qwen3-VL have it: gate before up along the
     outputs. A rank has the experts with the indices `experts`, and its piece of `axis`, in each of `parts`.
 
-    Files of Gemma 4 have [E, outputs, inputs]. The place of H = `hidden` shows the form, and a tensor with equal sizes
-    has the first form."""
+    Files of Gemma 4 have [E, outputs, inputs]. The index of the dimension H = `hidden` shows the form. A tensor with
+    equal sizes has the first form."""
 
     experts: list[int]
     ranks: Any

@@ -30,8 +30,8 @@ def wait_for(gate: str) -> None:
 
 @contextlib.contextmanager
 def allow_other_memory_use() -> Iterator[None]:
-    """Context for a worker's `sleep`, in which other processes on the GPU may take more memory than the worker
-    frees."""
+    """Ignores vLLM's error in a worker's `sleep` if other processes on the GPU took more memory than the worker
+    freed."""
     try:
         yield
     except AssertionError as error:

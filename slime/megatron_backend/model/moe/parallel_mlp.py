@@ -1,4 +1,4 @@
-"""A layer where an MLP and routed experts read the residual stream in parallel (Gemma 4). Both have norms of their own
+"""A layer where an MLP and routed experts read the residual stream in parallel (Gemma 4). Both have separate norms
 before and after, and their outputs are added. The router normalises the residual stream itself.
 
 Shapes: T tokens, H hidden, E experts.

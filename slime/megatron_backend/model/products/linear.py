@@ -41,8 +41,8 @@ class LinearLayer:
 
 
 def linear_layers(inner: Part) -> Iterator[LinearLayer]:
-    """Yields the linear layers of a part that is not wrapped, in model order. The head is one of them, if it has a
-    weight of its own."""
+    """Yields the linear layers of a part that is not wrapped, in model order. They include a head that does not share
+    its weight with the embedding."""
     for path, module in inner.named_modules():
         if isinstance(module, GatedExperts):
             for index, name in enumerate(_EXPERT_PRODUCTS):
