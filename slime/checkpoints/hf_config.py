@@ -167,8 +167,8 @@ def read_index(checkpoint: Path) -> dict[str, str] | None:
 
 def with_own_quantization(hf: Hf, checkpoint: str | Path) -> Hf:
     """Returns `hf`, the config.json of a model, with `quantization_config` of the checkpoint whose files are read. The
-    files of --ref-load may be plain while those of --hf-checkpoint are quantised, and the reverse. Files without a
-    config.json are as `hf` describes them."""
+    files of --ref-load may be plain while those of --hf-checkpoint are quantised, and the reverse. For files without a
+    config.json, `hf` is returned unchanged."""
     if not (Path(checkpoint) / "config.json").is_file():
         return hf
     plain = {key: value for key, value in hf.items() if key != "quantization_config"}

@@ -15,7 +15,7 @@ from slime.protocols.training import DataSource
 from slime.types import Sample
 
 Score: TypeAlias = float | Mapping[str, object]
-"""A number, or an object whose --reward-key is one."""
+"""A number, or an object with a number under the key --reward-key."""
 
 
 Reward: TypeAlias = Callable[[Namespace, Sample], Score | Awaitable[Score]]

@@ -88,8 +88,8 @@ class RolloutHandle(Protocol):
 
 
 class TrainerLost(RuntimeError):
-    """Raised if a trainer rank died or hangs, or if the ranks lost their connections. The ranks cannot go on, and the
-    run may start them again. `cause` is equal for two losses with the same cause."""
+    """Raised if a trainer rank died or hangs, or if the ranks lost their connections. The ranks cannot continue, and
+    the run may start them again. `cause` is equal for two losses with the same cause."""
 
     cause = ""
 
@@ -105,7 +105,8 @@ class RecoveryPoint:
 
 
 class TrainerHandle(Protocol):
-    """All trainer ranks, as the driver sees them. A future and `check` raise TrainerLost if the ranks cannot go on."""
+    """The driver's interface to all trainer ranks. A future and `check` raise TrainerLost if the ranks cannot
+    continue."""
 
     @property
     def start_rollout_id(self) -> int:

@@ -5,8 +5,8 @@
         -> the steps since then are trained again, in order, with the same data
         -> the call runs again
 
-Engines, router, rollout manager and journal go on meanwhile. A repeated step gives the same weights to the bit, on the
-same layout of ranks. The loop reports each step once, because only the loop reports, and it gets no result of a
+Engines, router, rollout manager and journal continue meanwhile. With the same layout of ranks, a repeated step gives
+bitwise equal weights. The loop reports each step once, because only the loop reports, and it gets no result of a
 repeated step.
 """
 
@@ -147,7 +147,7 @@ class Recovery:
         raise error
 
     def _bring_back(self, doing: str, lost: TrainerLost) -> None:
-        """Restarts the trainer until it is as before the loss."""
+        """Restarts the trainer, several times if necessary, until it has the state before the loss."""
         while True:
             self._require_restart(doing, lost)
             began = time.monotonic()

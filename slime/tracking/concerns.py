@@ -83,7 +83,7 @@ class Concern:
     rollout: int
     """Last rollout that the concern is about."""
     state: str
-    """One of: begins, goes on, ends."""
+    """begins, goes on or ends."""
     text: str
 
     @property

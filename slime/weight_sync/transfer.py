@@ -232,7 +232,7 @@ class WeightTransfer:
             self.state = State.PAUSED
 
     def sleep(self) -> None:
-        """Hands the devices to the trainer."""
+        """Gives the devices to the trainer."""
         with self.lock:
             if (
                 self.state is State.EMPTY

@@ -83,8 +83,8 @@ class LiveRun(Run):
         return self._out.text()
 
     def stop(self) -> None:
-        """Asks the run to end, and returns at once. With `save`, the run first saves a checkpoint of its last step; a
-        second call ends it without. `wait` returns after the end."""
+        """Asks the run to end, and returns at once. With the flag `save`, the run first saves a checkpoint of its last
+        step. A second call ends the run without a checkpoint. `wait` returns after the run's end."""
         self._stopped = True
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)

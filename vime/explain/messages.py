@@ -70,7 +70,7 @@ class ErrorMessage:
 
 
 def split_words(text: str) -> list[str]:
-    """Splits a text into words in lower case. A flag is one word, however its parts are joined."""
+    """Splits a text into words in lower case. A flag is one word, with - or _ between its parts."""
     return [word.strip("-_").replace("_", "-") for word in re.findall(r"\w[\w-]*", text.lower())]
 
 

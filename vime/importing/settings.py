@@ -20,7 +20,7 @@ PEERS: Mapping[str, PeerName] = {**PEER_NAMES, **VLLM_PEER_NAMES}
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting as the user gave it, or as the other trainer has it by default."""
+    """A setting that the user gave, or a default of the other trainer."""
 
     name: str
     value: object

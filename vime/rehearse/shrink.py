@@ -51,7 +51,7 @@ TOWER = {
     **{"num_hidden_layers": 2, "num_position_embeddings": 16, "out_hidden_size": HIDDEN},
 }
 LATENT = {"num_key_value_heads": HEADS, "head_dim": 64}
-"""Settings of a model with latent attention. Its head is as wide as the rotary part."""
+"""Settings of a model with latent attention. Its head has the width of the rotary part."""
 PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Settings of multi-token prediction. The tiny model has no such layers."""
 

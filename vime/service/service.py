@@ -217,7 +217,7 @@ class TenantService:
             for row in self.store.find("requests", tenant, owner=sampler["id"], status=WAITING):
                 self.sampling.cancel(row["id"])
 
-    # What nobody asks for
+    # Work without a request
 
     def _is_away(self, session: Row) -> bool:
         return bool(session["status"] != ACTIVE or time.time() - session["seen"] > self.settings.idle_seconds)

@@ -94,7 +94,8 @@ class Store:
         self._connection.execute(f"DELETE FROM {table} WHERE {where}", [*values.values()])
 
     def query(self, text: str, *values: Value) -> list[Row]:
-        """Returns the rows that a statement selects, whoever owns them: for the queues, not for a client's request."""
+        """Returns the rows of all tenants that a statement selects. Only the queues may call this method, and no
+        client's request."""
         return [dict(row) for row in self._connection.execute(text, values)]
 
     def write(self, statements: Sequence[tuple[str, tuple[Value, ...]]]) -> None:

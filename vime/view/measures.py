@@ -49,7 +49,7 @@ SPEED_OVER = {
     "perf/tokens_per_gpu_per_sec": "perf/rollout_time",
     "perf/actor_train_tok_per_s": "perf/actor_train_time",
 }
-"""Speed -> the metric with its duration. The mean speed is the number of all tokens divided by all seconds."""
+"""Speed -> the metric with its duration. The mean speed is the total tokens divided by the total seconds."""
 TIMES, SPEEDS, SIZES = ("s", "ms"), ("tokens/s",), ("GiB",)
 WORDS = {
     **dict.fromkeys(TIMES, ("faster", "slower")),

@@ -6,8 +6,8 @@ independent, because they share the run's start, its machine and the samples tha
 steps would find a difference between any two runs.
 
 Legend: P pairs of repeats, S steps of a repeat after warm-up. A value that a step did not report is NaN, never 0. A
-step's weight is its share in the mean. The weights of a speed are times, so the mean speed is the number of all tokens
-divided by all seconds.
+step's weight is its share in the mean. The weights of a speed are times, so the mean speed is the total tokens divided
+by the total seconds.
 """
 
 from __future__ import annotations

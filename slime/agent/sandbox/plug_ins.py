@@ -72,8 +72,8 @@ async def exec_and_wait(
 ) -> tuple[int, str]:
     """Returns (exit code, stdout and stderr together if `want_output`). The exit code is -1 if the time is over.
 
-    The sandboxes of this package hold a command for as long as it runs. With another one, whose connection may end
-    early, the command runs in the background under `tag`, and its exit code is asked for.
+    A sandbox of this package keeps its connection until the command ends. The connection of another sandbox may end
+    earlier, so its command runs in the background under `tag`, and this function polls the exit code.
     """
     start = f"cd {shlex.quote(workdir)} && " if workdir else ""
     if isinstance(sb, LocalSandbox | ContainerSandbox):

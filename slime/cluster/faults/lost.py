@@ -1,6 +1,7 @@
-"""Detects that trainer ranks cannot go on: a dead process, a broken or late collective, a process that does not answer.
+"""Detects that trainer ranks cannot continue: a dead process, a broken or late collective, or a process that does not
+answer.
 
-Other errors of a rank, such as values that are not finite, would come again after a restart, so they stay errors.
+Other errors of a rank, such as values that are not finite, would occur again after a restart, so they stay errors.
 """
 
 from __future__ import annotations

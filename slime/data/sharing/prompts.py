@@ -48,7 +48,7 @@ def shared_prompts(
     data: TrainData, samples: list[int], columns: Sequence[str], images: Sequence[SampleImages]
 ) -> list[tuple[int, int]]:
     """Returns a pair for each sample: the index of an earlier sample, and the number of first tokens that the sample
-    takes from it. The pair is (own index, 0) for a sample that takes none.
+    takes from it. The pair is (own index, 0) for a sample that takes no tokens.
 
     Two samples share their first common tokens if the prompt of one of them is among these tokens. So the samples of a
     group share their prompt, and the branches of a session share all turns before their fork. Tokens are common if they

@@ -48,8 +48,8 @@ class Models(dict[str, nn.Module]):
         self._interval, self._timers = config.algorithm.ref_update_interval, timers
 
     def bring(self) -> None:
-        """Brings the state that the passes of a step need: all weights. A role that is trained alone brings the rest at
-        once. With several roles, a role's gradients and optimizer come and go with its training."""
+        """Loads the state that the passes of a step need to the device: all weights. If only one role is trained, its
+        gradients and optimizer are loaded too. With several roles, each role's training loads and offloads them."""
         for learner in self.learners.values():
             learner.residence.bring(*(PARTS if len(self.learners) == 1 else ("parameters",)))
 

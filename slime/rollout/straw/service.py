@@ -29,8 +29,8 @@ MOST_LEASES = 10
 """Number of leases after which a group counts as the cause of its hosts' deaths, and ends the run."""
 LATE = (StaleAttempt, LeaseExpired)
 OnAnswer = Callable[[str, Reference | None, str], None]
-"""Gets a task, and the reference of its answer. Without an answer, it gets why the run cannot go on, or an empty text
-if the group must be submitted again."""
+"""A function that gets a task, the reference of its answer or None, and a text. Without an answer, the text is the
+reason why the run cannot continue, or "" if the group must be submitted again."""
 
 
 @dataclass

@@ -68,7 +68,7 @@ class Failures:
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the number of failed samples since the last call, by reason and by what became of them."""
+        """Returns the number of failed samples since the last call, by the reason and by the result of the failure."""
         counts, self.counts = self.counts, Counter()
         return {f"rollout/failed_samples/{name}": float(count) for name, count in sorted(counts.items())}
 

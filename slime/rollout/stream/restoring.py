@@ -1,5 +1,4 @@
-"""The rules by which a group goes on with tokens that were sampled earlier: by a run that was killed, or by another
-rollout host.
+"""The rules by which a group continues after tokens that a killed run or another rollout host sampled earlier.
 
 A sample restarts, and is counted, if its tokens come from weights that are further from the engines' weights than
 --max-staleness allows. These weights may be newer than the engines', because training after a checkpoint is repeated.
@@ -70,8 +69,8 @@ def find_versions(sample: Sample, default: int) -> set[int]:
 
 
 def _is_usable(sample: Sample, default: int, versions: range, state: GenerateState) -> bool:
-    """Returns True if the sample may go on: `versions` has the weights of all its tokens. A sample without tokens
-    starts anyway."""
+    """Returns True if the sample may continue, because `versions` has the weights of all its tokens. A sample without
+    tokens starts anyway."""
     if sample.response_length and sample.status not in FINISHED and state.config.kernels.rlk_bitwise:
         return False  # the engine would compute the earlier tokens in another batch
     return all(version in versions for version in find_versions(sample, default))

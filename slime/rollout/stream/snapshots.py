@@ -271,8 +271,8 @@ def copy_running(sample: Sample, state: GenerateState) -> Sample:
 
 
 def copy_sample(sample: Sample) -> Sample:
-    """Returns a copy that does not change when generation goes on. Arrays are shared, because they are replaced and
-    never changed. An unfinished sample counts as aborted, so that it goes on after its last token."""
+    """Returns a copy that does not change when generation continues. Arrays are shared, because they are replaced and
+    never changed. An unfinished sample counts as aborted, so that it continues after its last token."""
     copied = copy.copy(sample)
     for name, value in vars(sample).items():
         if isinstance(value, list):

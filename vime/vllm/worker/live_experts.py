@@ -141,8 +141,8 @@ class _SecondBias:
 
 @dataclass(frozen=True)
 class _Stack:
-    """A tensor [E, inputs, outputs] with all experts of a layer, as files of Qwen3-VL have it: gate before up along the
-    outputs. A rank has the experts with the indices `experts`, and its piece of `axis`, in each of `parts`.
+    """A tensor [E, inputs, outputs] with all experts of a layer, in the form of Qwen3-VL's files: gate before up along
+    the outputs. A rank has the experts with the indices `experts`, and its piece of `axis`, in each of `parts`.
 
     Files of Gemma 4 have [E, outputs, inputs]. The index of the dimension H = `hidden` shows the form. A tensor with
     equal sizes has the first form."""

@@ -246,7 +246,7 @@ def _addresses(models: Iterable[nn.Module]) -> list[int]:
 
 
 def _packs(models: Iterable[nn.Module]) -> str | None:
-    """Returns a text about the first module that does not compute with its parameters as they are, or None."""
+    """Returns a text about the first module that computes with packed parameters, or None."""
     for model in models:
         for path, module in model.named_modules():
             method = getattr(module, "quant_method", None)
