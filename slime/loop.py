@@ -5,8 +5,8 @@
     |-- generate without end, at most max_staleness rollouts ahead ---     max_staleness = 0: generation waits for
               |-- train i ------|-- train i+1 ------                       the new weights
 
-Synchronous training is the asynchronous case with max_staleness 0. The loop knows no Ray, no Megatron and no engine: it
-gets a rollout manager, a trainer and an engine pool that implement slime.protocols.
+Synchronous training is the asynchronous case with max_staleness 0. The loop imports neither Ray nor Megatron nor an
+engine. It gets a rollout manager, a trainer and an engine pool that implement slime.protocols.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def run(
     report: Reporter,
     stop: Event | None = None,
 ) -> int:
-    """Train from the trainer's start rollout to `config.num_rollout`. Raises the first error of any part.
+    """Trains from the trainer's start rollout to `config.num_rollout`, and returns the first rollout that was not
+    trained. Raises the first error of any part.
 
-    If `stop` is set meanwhile, the run ends with a checkpoint of its last step: training goes on to the end of its
-    step, and a rollout or an evaluation that is being made is given up. Returns the first rollout that was not trained.
+    If `stop` is set meanwhile, the run ends with a checkpoint of its last step. A training step goes on to its end. A
+    rollout or an evaluation that has begun is given up.
     """
     loop = _Loop(config, rollout, trainer, engines, report, share_devices(config, engines), stop or Event())
     start = trainer.start_rollout_id
@@ -65,7 +66,7 @@ def run(
 
 
 def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, report: Reporter) -> None:
-    """--debug-rollout-only: rollouts, evaluations and their metrics, no training."""
+    """Runs --debug-rollout-only: rollouts, evaluations and their metrics, without training."""
     start = config.data.start_rollout_id or 0
     if evaluates_first(config, start):
         evaluate(rollout, None, engines.check_health, report, start)
@@ -78,7 +79,7 @@ def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, r
 
 
 HeldOutLosses = Callable[[int, dict[str, list[object]]], dict[str, float]]
-"""(rollouts trained, held-out sets) -> their metrics."""
+"""(number of trained rollouts, held-out sets) -> metrics of the sets."""
 
 
 def evaluate(
@@ -88,8 +89,8 @@ def evaluate(
     report: Reporter,
     count: int,
 ) -> None:
-    """Evaluate the weights after `count` rollouts. `losses`: the trainer's, if there is one. `check`: see
-    `slime.system.waiting.wait`."""
+    """Evaluates the weights after `count` rollouts. `losses` computes the trainer's losses, and is None without a
+    trainer. `slime.system.waiting.wait` calls `check`."""
     with report.events.phase("eval", rollout=count):
         evaluated = wait(rollout.evaluate(count), check)
         if evaluated.held_out and losses is not None:
@@ -99,20 +100,20 @@ def evaluate(
 
 
 def due(interval: int | None, count: int) -> bool:
-    """Whether something that happens every `interval` rollouts (None: never) is due after `count` rollouts."""
+    """Returns True if an action with this interval in rollouts (None: never) is due after `count` rollouts."""
     return interval is not None and count % interval == 0
 
 
 def saves_after(config: Config, rollout_id: int) -> bool:
-    """Whether a checkpoint follows rollout `rollout_id`: every --save-interval rollouts and after the last one."""
+    """Returns True if a checkpoint follows the rollout: every --save-interval rollouts and after the last rollout."""
     if config.checkpoint.save is None:
         return False
     return due(config.checkpoint.save_interval, rollout_id + 1) or rollout_id + 1 == config.data.num_rollout
 
 
 def evaluates_first(config: Config, start: int) -> bool:
-    """Whether an evaluation precedes rollout `start`. --num-rollout 0 is that evaluation alone.
-    --skip-eval-before-train leaves out the one of the untrained model."""
+    """Returns True if an evaluation precedes rollout `start`. A run with --num-rollout 0 only makes this evaluation.
+    --skip-eval-before-train leaves out the evaluation of the untrained model."""
     if config.data.num_rollout == 0:
         return config.evaluation.eval_interval is not None
     wanted = start > 0 or not config.evaluation.skip_eval_before_train
@@ -120,7 +121,7 @@ def evaluates_first(config: Config, start: int) -> bool:
 
 
 class _Stopped(Exception):
-    """The run was asked to end while something was made that it can do without."""
+    """The run was asked to end during work that it can leave out."""
 
 
 @dataclass
@@ -135,7 +136,7 @@ class _Loop:
     turns: DeviceSharing
     stop: Event
     recovery: Recovery = field(init=False)
-    """Every call of the trainer passes it, because the trainer may have to start again."""
+    """It runs every call of the trainer, because the trainer may have to start again."""
     ahead: deque[Future[RolloutBatch]] = field(default_factory=deque)
     """Rollouts that are being generated, in order."""
     trained: int = 0
@@ -143,11 +144,11 @@ class _Loop:
     saved: int = 0
     """The first rollout that is not in the newest checkpoint."""
     published: int = 0
-    """The weights of the engines."""
+    """The version of the engines' weights."""
 
     @contextmanager
     def until_stopped(self) -> Iterator[None]:
-        """The block may end early, and what it has trained is saved then."""
+        """Lets the block end early, and then saves the last trained step."""
         try:
             yield
         except _Stopped:
@@ -156,20 +157,20 @@ class _Loop:
                 self._save(self.trained - 1)
 
     def generate_ahead(self, rollout_id: int) -> None:
-        """Start the rollouts that may use the present weights, up to max_staleness rollouts ahead."""
+        """Starts the rollouts that may use the present weights, up to max_staleness rollouts ahead."""
         last = min(rollout_id + self.config.rollouts_ahead, self.config.rollouts - 1)
         for i in range(rollout_id + len(self.ahead), last + 1):
             saves = saves_after(self.config, i) or self.config.checkpoint.exit_signal_handler
             self.ahead.append(self.rollout.generate(i, saves, self.published))
 
     def batch(self, rollout_id: int) -> RolloutBatch:
-        """The data of rollout `rollout_id`."""
+        """Returns the data of rollout `rollout_id`."""
         bar = self.report.bar(f"rollout {rollout_id}", "sample", self.rollout.progress)
         with self.report.timers.measure("train_wait"), bar as tick:
             return wait(self.ahead.popleft(), self._check, tick)
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> TrainResult:
-        """Train on the batch. Colocated engines sleep meanwhile."""
+        """Trains on the batch. Colocated engines sleep meanwhile."""
         timers = self.report.timers
 
         def train() -> TrainResult:
@@ -185,7 +186,7 @@ class _Loop:
         return trained
 
     def update_weights(self, rollout_id: int) -> None:
-        """Publish the weights every --update-weights-interval rollouts."""
+        """Publishes the weights every --update-weights-interval rollouts."""
         if due(self.config.weight_update.update_weights_interval, rollout_id + 1):
             with self.report.timers.measure("update_weights"), report_wait("sending weights to the engines"):
                 self.publish(rollout_id + 1)
@@ -194,7 +195,7 @@ class _Loop:
         self.recovery.run(f"publishing weights {version}", lambda: self.publish_now(version))
 
     def publish_now(self, version: int) -> None:
-        """Publish without a restart of the trainer."""
+        """Publishes the weights without a restart of the trainer."""
         self.report.sent(self.engines.publish(version))
         self.published = version
 
@@ -202,17 +203,17 @@ class _Loop:
         self.engines.check_health()
 
     def save(self, rollout_id: int) -> None:
-        """Save a checkpoint if one is due, or if the run was asked to end.
+        """Saves a checkpoint if one is due, or if the run was asked to end.
 
-        It follows the step's log line: a run that is killed in between repeats the step and its line, and no line is
-        missing.
+        The checkpoint follows the step's log line. A run that is killed between the two repeats the step and its line,
+        so no line is missing.
         """
         self.trained = rollout_id + 1
         if saves_after(self.config, rollout_id) or self.stop.is_set():
             self._save(rollout_id)
 
     def _save(self, rollout_id: int) -> None:
-        """Saving needs device memory, so colocated engines sleep meanwhile."""
+        """Saves a checkpoint. Colocated engines sleep meanwhile, because saving needs device memory."""
         with (
             self.report.timers.measure("save_model"),
             report_wait(f"saving the checkpoint of rollout {rollout_id}"),
@@ -229,20 +230,20 @@ class _Loop:
         self.recovery.saved(rollout_id)
 
     def finish_save(self) -> None:
-        """Wait for the files of a checkpoint that is being written."""
+        """Waits until the files of the last checkpoint are written."""
         if self.config.checkpoint.async_save:
             with report_wait("writing the last checkpoint"):
                 self.recovery.run("writing files", lambda: self._wait(self.trainer.finish_save()))
 
     def evaluate_at_start(self, start: int) -> None:
-        """Evaluate before the first rollout."""
+        """Evaluates before the first rollout."""
         self._heed_stop()
         if evaluates_first(self.config, start):
             evaluate(self.rollout, self._held_out, self._check, self.report, start)
 
     def evaluate(self, count: int) -> None:
-        """Evaluate the weights after `count` rollouts, every --eval-interval rollouts. The engines get these weights
-        first, if --update-weights-interval left them with older ones."""
+        """Evaluates the weights after `count` rollouts, every --eval-interval rollouts. Engines that still have older
+        weights (--update-weights-interval) get these weights first."""
         self._heed_stop()
         if not due(self.config.evaluation.eval_interval, count):
             return
@@ -255,7 +256,8 @@ class _Loop:
         evaluate(self.rollout, self._held_out, self._check, self.report, count)
 
     def _held_out(self, count: int, sets: dict[str, list[object]]) -> dict[str, float]:
-        """The trainer's passes need device memory, so colocated engines sleep meanwhile."""
+        """Returns the losses of held-out sets. Colocated engines sleep meanwhile, because the trainer needs device
+        memory."""
 
         def evaluate() -> dict[str, float]:
             self.turns.begin()
@@ -268,12 +270,12 @@ class _Loop:
         return metrics
 
     def _heed_stop(self) -> None:
-        """Raise `_Stopped` if the run was asked to end."""
+        """Raises `_Stopped` if the run was asked to end."""
         if self.stop.is_set():
             raise _Stopped
 
     def _check(self) -> None:
-        """What a wait calls for work that the run can do without."""
+        """Raises an error of the engines or the trainer, or `_Stopped`, during work that the run can leave out."""
         self._heed_stop()
         self.report.heed()
         self.engines.check_health()

@@ -79,7 +79,7 @@ run this share earlier."""
 
 @dataclass(frozen=True)
 class HostWork:
-    """What a rollout host does instead of training: where its engines get weights, and what follows its start."""
+    """The work of a rollout host: the source of its engines' weights, and the function that runs after its start."""
 
     source: WeightSource
     serve: Callable[[Config, rollout_actor.RolloutGroup, EnginePool], None]
@@ -250,7 +250,7 @@ def run(config: Config, argv: Sequence[str], host: HostWork | None = None) -> No
 
 
 def _describe_trainer(config: Config, trainer: trainers.Trainers) -> None:
-    """Prints what the trainer has decided at its start."""
+    """Prints the trainer's decisions at its start."""
     print(f"operators: {headline(config)}")
     for decision in trainer.decisions:
         print(f"  {decision if config.logging.verbose else decision.short}")
