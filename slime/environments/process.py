@@ -149,7 +149,9 @@ class EnvironmentProcess:
     def end(self) -> None:
         """Ends the process and those that it has started, at once."""
         with self._lock:
-            if self._process.poll() is None:  # also if `_read` is just collecting the status of a process that ended
+            if (
+                self._process.poll() is None
+            ):  # also if `_read` is just collecting the status of a process that ended
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
 
