@@ -182,7 +182,7 @@ class Sample:
 
     @property
     def effective_response_length(self) -> int:
-        """Number of response tokens that are trained on."""
+        """Returns the number of response tokens that are trained on."""
         return sum(self.loss_mask) if self.loss_mask is not None else self.response_length
 
     def append_response_tokens(
@@ -240,7 +240,8 @@ class Sample:
         trainable: bool,
         columns: Mapping[str, list[float]],
     ) -> None:
-        """ValueError unless new values have one entry per new token, and old values have one entry per old token."""
+        """Raises ValueError unless new values have one entry per new token, and old values have one entry per old
+        token."""
         per_token: dict[str, list[float] | list[int] | None] = dict(columns)
         if trainable:
             per_token["log_probs"] = log_probs if log_probs is not None else [] if not ids else None
@@ -292,7 +293,8 @@ class Sample:
 
     @property
     def known_experts(self) -> int:
-        """Number of leading tokens whose experts are known. The next request asks for the rows after these tokens."""
+        """Returns the number of leading tokens whose experts are known. The next request asks for the rows after these
+        tokens."""
         return 0 if self.rollout_routed_experts is None else len(self.rollout_routed_experts)
 
     def append_routed_experts(self, rows: np.ndarray) -> None:
