@@ -61,12 +61,12 @@ class FileSource:
 
     @property
     def suffix(self) -> str:
-        """The suffix of the files, or "" for a dataset of the hub."""
+        """Returns the suffix of the files, or "" for a dataset of the hub."""
         return self.files[0].suffix if self.files else ""
 
     @property
     def is_json(self) -> bool:
-        """True if a row of the table is JSON text."""
+        """Returns True if a row of the table is JSON text."""
         return self.suffix in (".jsonl", ".json")
 
     def row(self, stored: Row, where: RowLocation) -> Row | None:
@@ -264,7 +264,7 @@ def _build(source: FileSource, folder: Path) -> Dataset:
 
 
 def _check_types(files: list[Path]) -> None:
-    """ValueError for a column of a Parquet or Arrow file with a type that a table of `datasets` cannot store."""
+    """Raises ValueError for a column of a Parquet or Arrow file with a type that a table of `datasets` cannot store."""
     import pyarrow
     from datasets import Features
 
@@ -349,7 +349,7 @@ def _csv_columns(files: tuple[Path, ...]) -> list[str]:
 
 @functools.cache
 def _check_fields(files: tuple[Path, ...]) -> None:
-    """ValueError for the first line of csv files that does not have a field for each column."""
+    """Raises ValueError for the first line of csv files that does not have a field for each column."""
     for file in files:
         width = None
         for line, fields in _csv_lines(file):

@@ -74,7 +74,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def reads_tools(self) -> bool:
-        """True if the model reads the tools of a conversation, or if the template cannot render a conversation."""
+        """Returns True if the model reads a conversation's tools, or if the template cannot render a conversation."""
         text = self._render(_PROBE, _TOOL)
         return not text or text != self._render(_PROBE, None)
 

@@ -100,7 +100,7 @@ class Prompts(Sequence[Prompt]):
             yield where, self._source.row(self._table[number], where) or {}
 
     def require_files(self) -> None:
-        """ValueError with file and line for a prompt whose image is a file that does not exist. The checks of an
+        """Raises ValueError with file and line for a prompt whose image is a file that does not exist. The checks of an
         earlier start may be in the cache."""
         features, keys = self._table.features, self._columns.multimodal_keys
         if not keys or (

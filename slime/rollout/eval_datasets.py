@@ -232,7 +232,8 @@ def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[Eva
 
 
 def _require_no_typing_error(where: str, settings: Values, known: frozenset[str]) -> None:
-    """ValueError for an unknown key that is nearly the name of a setting. Users' functions read other unknown keys."""
+    """Raises ValueError for an unknown key that is nearly a setting's name. Users' functions read other unknown
+    keys."""
     for key in settings:
         near = difflib.get_close_matches(str(key), known | sampling.RULES.keys(), n=1, cutoff=NEAR)
         misplaced = key in ("name", "path") and key not in known
@@ -242,7 +243,7 @@ def _require_no_typing_error(where: str, settings: Values, known: frozenset[str]
 
 
 def _check_setting(where: str, key: str, value: object) -> None:
-    """ValueError for a value of a wrong type or out of range."""
+    """Raises ValueError for a value of a wrong type or out of range."""
     if value is None:
         return
     problem = None
@@ -268,7 +269,7 @@ def _check_setting(where: str, key: str, value: object) -> None:
 
 
 def _check_dataset(reward: RewardConfig, where: str, config: EvalDatasetConfig) -> None:
-    """ValueError for a reward or a function that does not exist."""
+    """Raises ValueError for a reward or a function that does not exist."""
     rewards = {
         "rm_type": config.rm_type,
         "rm_type in metadata_overrides": config.metadata_overrides.get("rm_type"),
@@ -289,7 +290,7 @@ def _check_dataset(reward: RewardConfig, where: str, config: EvalDatasetConfig) 
 
 
 def _check_lengths(where: str, config: EvalDatasetConfig) -> None:
-    """ValueError for lengths that leave no response."""
+    """Raises ValueError for lengths that leave no response."""
     if config.max_response_len is None and config.max_context_len is None:
         raise FlagError(
             f"--eval-config: max_response_len of {where}", "be a number", "none", "or give max_context_len"
@@ -304,7 +305,7 @@ def _check_lengths(where: str, config: EvalDatasetConfig) -> None:
 
 
 def check_evaluation(c: Config) -> None:
-    """ValueError for a wrong setting of an evaluation dataset. The start of a run calls this rule."""
+    """Raises ValueError for a wrong setting of an evaluation dataset. The start of a run calls this rule."""
     resolve_eval_datasets(c)
 
 

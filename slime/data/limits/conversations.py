@@ -56,7 +56,7 @@ class Masks:
 
     @property
     def identity(self) -> str:
-        """All inputs of `measure` other than the row and the columns."""
+        """Returns a text with all inputs of `measure` other than the row and the columns."""
         return f"{self.kind} {self.names} {tokenizer_identity(self.tokenizer)}"
 
     def measure(self, prompt: Prompt, where: RowLocation) -> int:
@@ -87,7 +87,8 @@ class Masks:
         return len(tokens)
 
     def require_fit(self, lengths: np.ndarray, locate: Callable[[int], str]) -> None:
-        """ValueError if a conversation is longer than the model's context. `locate` returns file and line of a row."""
+        """Raises ValueError if a conversation is longer than the model's context. `locate` returns a row's file and
+        line."""
         too_long = np.flatnonzero(lengths > self.longest) if self.longest is not None else ()
         if len(too_long):
             worst = int(lengths.argmax())

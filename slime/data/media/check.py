@@ -34,7 +34,7 @@ class MediaCheck:
     limit_flag: str = ""
 
     def check(self, prompt: Prompt, where: RowLocation) -> None:
-        """ValueError with file and line for an image that the model or an engine cannot use."""
+        """Raises ValueError with file and line for an image that the model or an engine cannot use."""
         for kind, found, most in (
             ("image", prompt.images, self.most_images),
             ("video", prompt.videos, self.most_videos),

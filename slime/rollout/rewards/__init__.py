@@ -295,7 +295,7 @@ class FailedReward(RewardError, RuntimeError):
 
 @contextlib.contextmanager
 def _naming(sample: Sample, name: object, of: str = "") -> Iterator[None]:
-    """Border with reward code, which may raise any error: adds the sample and the reward's name to the error."""
+    """Adds the sample and the reward's name to the error of a block with reward code, which may raise any error."""
     try:
         yield
     except BaseException as error:
@@ -325,7 +325,7 @@ def _shortened(response: str) -> str:
 
 
 def check_flags(flags: RewardConfig) -> None:
-    """ValueError for a wrong --rm-type or --rm-weights, and for a missing flag that the reward needs."""
+    """Raises ValueError for a wrong --rm-type or --rm-weights, and for a missing flag that the reward needs."""
     names, weights = reward_names(flags.rm_type), flags.rm_weights
     if weights is not None and (len(weights) != len(names) or len(names) < 2):
         raise FlagError(
@@ -348,8 +348,8 @@ def check_flags(flags: RewardConfig) -> None:
 
 
 def check_names(names: list[str], flag: str) -> None:
-    """ValueError for a duplicate name, and for a name that is neither a built-in reward nor a function's path. `flag`
-    is the source of the names in the message."""
+    """Raises ValueError for a duplicate name, and for a name that is neither a built-in reward nor a function's path.
+    `flag` is the source of the names in the message."""
     if not names:
         raise ValueError(unknown_type(None, flag))
     for name in names:

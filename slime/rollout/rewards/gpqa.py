@@ -203,7 +203,7 @@ def compute_gpqa_reward(response: str | None, label: object, metadata: Metadata 
 
 
 def check_label(label: object, metadata: Metadata) -> None:
-    """ValueError unless the label or the metadata gives the right choice."""
+    """Raises ValueError unless the label or the metadata gives the right choice."""
     options = _options(metadata)
     stated = label if label is not None else metadata.get("correct_answer")
     known = metadata.get("choices") or metadata.get("valid_letters")

@@ -44,7 +44,7 @@ def ifbench_reward(response: str, label: object, metadata: Metadata | None = Non
 
 
 def check_metadata(label: object, metadata: Metadata) -> None:
-    """ValueError for metadata that no response can match, see `ifbench_reward`."""
+    """Raises ValueError for metadata that no response can match, see `ifbench_reward`."""
     ifbench_reward("", label, metadata)
 
 

@@ -28,7 +28,8 @@ class RolloutHost(QueuedWork):
     """One rollout host, by its name in the queue."""
 
     def __init__(self, state: GenerateState, name: str, ended: int = 0) -> None:
-        """`ended`: the start of the run that had ended when this process began; the host waits for a later one."""
+        """Makes a host that waits for a later start of the run than `ended`, which had ended when this process
+        began."""
         self.state, self.name, self.ended = state, name, ended
         self.folder: QueueFolder = folder_for(state.config)
         self.worker: QueueWorker | None = None
@@ -84,4 +85,4 @@ class RolloutHost(QueuedWork):
             await self.worker.leave()
 
     async def close(self) -> None:
-        """`serve` has closed the files."""
+        """Does nothing, because `serve` has closed the files."""
