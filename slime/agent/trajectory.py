@@ -53,7 +53,7 @@ class _Node:
 
     @property
     def path(self) -> list[_Node]:
-        """The turns from the first turn of the conversation to this turn."""
+        """Returns the turns from the first turn of the conversation to this turn."""
         found, node = [self], self.parent
         while node is not None:
             found.append(node)
@@ -83,7 +83,7 @@ class TrajectoryManager:
         return sid in self._nodes
 
     def turn_count(self, sid: str) -> int:
-        """Number of turns that were recorded for the session."""
+        """Returns the number of turns that were recorded for the session."""
         return self._counts.get(sid, 0)
 
     def record_turn(
@@ -167,7 +167,7 @@ class TrajectoryManager:
         return made
 
     def _rows(self, path: list[_Node], trained: set[int]) -> list[TokenRow]:
-        """The turns of a branch as rows. `trained` has the turns that an earlier branch trains on."""
+        """Returns the turns of a branch as rows. `trained` has the turns that an earlier branch trains on."""
         rows: list[TokenRow] = []
         for node in path:
             if not rows or not self._continues(rows[-1], node.turn):

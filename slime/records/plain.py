@@ -27,7 +27,7 @@ def as_plain(value: object) -> object:
 
 
 def as_array(value: object) -> object:
-    """Inverse of `as_plain`."""
+    """Returns the value from which `as_plain` made `value`."""
     if isinstance(value, tuple | list) and any(isinstance(x, dict) and "base64" in x for x in value):
         return tuple(map(as_array, value))
     if not (isinstance(value, dict) and value.keys() == {"dtype", "shape", "base64"}):

@@ -57,7 +57,7 @@ class PromptImage(PIL.Image.Image):
 
     @property
     def digest(self) -> str:
-        """Digest of the encoded bytes, 32 hex digits."""
+        """Returns the digest of the encoded bytes, 32 hex digits."""
         return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
 
     def load(self) -> PIL._imaging.PixelAccess | None:
@@ -103,8 +103,8 @@ def open_image(value: object, folder: Path | None = None) -> PromptImage:
 
 
 def check_pixels(image: PromptImage) -> None:
-    """ValueError for a file that ends before its last pixel. A JPEG is decoded at an eighth of its size, which takes
-    about a tenth of the time."""
+    """Raises ValueError for a file that ends before its last pixel. A JPEG is decoded at an eighth of its size, which
+    takes about a tenth of the time."""
     with _opened(image.encoded) as opened, _complete():
         if opened.format == "PNG":
             opened.verify()

@@ -55,7 +55,7 @@ class Way:
 
 
 def code_folder(namespaces: bool) -> str:
-    """The folder on sys.path from which the sandbox's process imports `slime.agent.init`."""
+    """Returns the folder on sys.path from which the sandbox's process imports `slime.agent.init`."""
     return _CODE if namespaces else os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
 
 
@@ -94,7 +94,7 @@ def _parents(path: str) -> list[str]:
 
 
 def _host(covered: list[str]) -> list[str]:
-    """The system's folders, with an empty folder or file over each covered path."""
+    """Returns the arguments for the system's folders, with an empty folder or file over each covered path."""
     words = []
     for path in SYSTEM:
         if os.path.islink(path):
