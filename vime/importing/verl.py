@@ -218,7 +218,8 @@ from slime.hooks import load_function
 
 
 def _own_rewards(made: Imported, settings: Mapping[str, Setting]) -> None:
-    """verl's own rewards depend on the data source of each row."""
+    """Adds the reward of the first file's data source, because verl's own rewards depend on the data source of each
+    row."""
     files = _value(settings, "data.train_files")
     first = files[0] if isinstance(files, list) and files else files
     source = _data_source(Path(str(first)).expanduser()) if first else None

@@ -67,7 +67,7 @@ class StartState:
 
     @property
     def is_there(self) -> bool:
-        """Whether the files of the checkpoint exist."""
+        """Returns whether the files of the checkpoint exist."""
         return self.folder is not None and self.iteration in iterations(Path(self.folder))
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ def _first_start(run: RecordedRun) -> StartState:
 
 
 def check_step(run: RecordedRun, rollout: int) -> None:
-    """ValueError for a step that the receipt does not have."""
+    """Raises ValueError for a step that the receipt does not have."""
     if rollout not in run.steps:
         shown = f"{run.steps[0]} to {run.steps[-1]}" if run.steps else "none"
         raise ValueError(

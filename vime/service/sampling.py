@@ -31,7 +31,7 @@ class AdapterSlots:
 
     @property
     def busy(self) -> set[str]:
-        """The folders of adapters that are in the sampler."""
+        """Returns the folders of adapters that are in the sampler."""
         return set(self._users)
 
     @asynccontextmanager

@@ -145,7 +145,7 @@ class SampleBody(msgspec.Struct, frozen=True):
 
 
 def check_ids(ids: Sequence[float], vocabulary: int, name: str) -> None:
-    """ValueError for ids that the base does not have. On a GPU, such an id would end every tenant's process."""
+    """Raises ValueError for ids that the base does not have. On a GPU, such an id would end every tenant's process."""
     if len(ids) and not (min(ids) >= 0 and max(ids) < vocabulary):
         raise ValueError(
             f"{name} must be ids of 0 to {vocabulary - 1}, got {min(ids):.0f} to {max(ids):.0f}; "

@@ -61,7 +61,8 @@ RENAMED = {"sglang_router_policy": "router_policy"}
 
 @functools.cache
 def router_parser() -> argparse.ArgumentParser:
-    """sglang-router's parser without address and workers. ValueError when sglang-router is not installed."""
+    """Returns sglang-router's parser without address and workers. Raises ValueError if sglang-router is not
+    installed."""
     try:
         from sglang_router.router_args import RouterArgs
     except ImportError as error:
@@ -106,8 +107,8 @@ SGLANG = _AsTheyStand()
 
 
 def translate(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
-    """slime's flags of the router under the router's own names, and those of --sglang-config. ValueError for flags of
-    vLLM."""
+    """Returns slime's flags of the router under the router's own names, and those of --sglang-config, with notes.
+    Raises ValueError for flags of vLLM."""
     _require_sglangs(groups)
     made, notes = config_file.expand(groups, lambda frozen_groups: translate(frozen_groups)[0])
     _require_sglangs(made)
@@ -134,7 +135,7 @@ def _require_sglangs(groups: list[FlagGroup]) -> None:
 
 
 def check_concurrency(config: Config) -> None:
-    """--sglang-server-concurrency is a number of requests."""
+    """Raises ValueError unless --sglang-server-concurrency is a positive number of requests."""
     if config.engine.server_concurrency <= 0:
         raise FlagError(
             "--sglang-server-concurrency",
@@ -199,7 +200,7 @@ def check_weights(config: Config) -> None:
 
 
 def check_engines(config: Config) -> None:
-    """ValueError for a setting that SGLang's engines do not support in this project."""
+    """Raises ValueError for a setting that SGLang's engines do not support in this project."""
     if config.off_policy.replay_kept_tokens:
         raise FlagError(
             "--replay-kept-tokens",
@@ -231,7 +232,7 @@ def check_engines(config: Config) -> None:
 
 
 def require_installed(config: Config) -> None:
-    """ValueError unless SGLang, for engines that the run starts, and sglang-router are installed."""
+    """Raises ValueError unless SGLang, for engines that the run starts, and sglang-router are installed."""
     if not config.num_engines:
         return
     needed = {"sglang_router": "sglang-router"}

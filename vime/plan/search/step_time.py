@@ -173,7 +173,7 @@ class StepWork:
 
     @cached_property
     def decoded_length(self) -> float:
-        """Mean length of a sequence, over the tokens that are decoded."""
+        """Returns the mean length of a sequence, over the tokens that are decoded."""
         return sum((p + r / 2) * r for p, r in self.samples) / self.responses
 
     def rollout(self, engines: int) -> list[tuple[int, int]]:

@@ -126,7 +126,7 @@ class GroupRequest:
 
 
 def _columns(requested: object, vocabulary: int) -> dict[str, int]:
-    """The columns of a request with their arguments. ValueError for a column that has no producer."""
+    """Returns the columns of a request with their arguments. Raises ValueError for a column that has no producer."""
     if not isinstance(requested, dict) or not all(
         isinstance(argument, int) for argument in requested.values()
     ):
