@@ -104,7 +104,7 @@ def bind(cpus: Collection[int]) -> None:
 
 @contextlib.contextmanager
 def children_on(cpus: Collection[int]) -> Iterator[None]:
-    """Context in which processes that this thread starts, and their children, run on `cpus`.
+    """Lets processes that this thread starts in this context, and their children, run on `cpus`.
 
     Without CPUs, they run wherever this thread may run. After the context, the thread itself is bound as before.
     """

@@ -167,7 +167,7 @@ def _samples(target: object) -> list[Sample | TraceHandle]:
 
 
 def _fields(target: Target) -> dict[str, object]:
-    """The attributes of a target. A span of several samples has their number and their group."""
+    """Returns the attributes of a target. A span of several samples has their number and their group."""
     handles = [bind_trace(one) if isinstance(one, Sample) else one for one in _samples(target)]
     if not handles:
         return {}

@@ -88,7 +88,7 @@ class Concern:
 
     @property
     def line(self) -> str:
-        """Text of the concern for the console."""
+        """Returns the text of the concern for the console."""
         if self.state == "ends":
             return f"{self.condition.name}: no longer so in rollout {self.rollout}"
         return f"{self.condition.name}: {self.text}; {self.condition.remedy}"
