@@ -343,14 +343,14 @@ def _has_kernels() -> bool:
 
 
 def step_metrics() -> dict[str, float]:
-    """Metrics of the operators in this process since the last call of this function.
+    """Returns the metrics of the operators in this process since the last call of this function.
 
     `rl_kernel/compile_ms` is the time in which Triton compiled kernels, absent if it compiled none. With --rlk-fast off
-    there is nothing else. `rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` are per operator. `rl_kernel/fast`
-    is the share of fast runs among the calls that the mode wants to be fast. The share is the mean over operators, so
-    that a fallback of any operator shows: a layer calls its operators hundreds of times per step, and the head is
-    called once per micro-batch. Operators of the host, operators outside --rl-kernel-ops and the native path do not
-    count.
+    there are no other metrics. `rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` are per operator.
+    `rl_kernel/fast` is the share of fast runs among the calls that the mode wants to be fast. The share is the mean
+    over operators, so that a fallback of any operator shows: a layer calls its operators hundreds of times per step,
+    and the head is called once per micro-batch. Operators of the host, operators outside --rl-kernel-ops and the native
+    path do not count.
 
     The function reads timing events of the device. Call the function at the end of a step, when the step's metrics have
     arrived.

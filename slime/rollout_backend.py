@@ -27,7 +27,7 @@ class RolloutBackend(BackendFlags, Protocol):
     def engine_rules(self) -> Sequence[Rule]: ...
 
     def remarks(self, config: Config) -> Iterable[str]:
-        """Notes for the user. ValueError for an installation that cannot work."""
+        """Returns notes for the user. Raises ValueError for an installation that cannot work."""
         ...
 
     def rows(self) -> Iterable[Row]:

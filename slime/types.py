@@ -203,7 +203,7 @@ class Sample:
         list from an earlier response is replaced. Lists, arrays and tensors are accepted. `meta_info` of the engine's
         answer may contain the experts of the tokens. It is passed to `update_from_meta_info` unless
         `update_terminal_info` is False. `columns` are values of `slime.data.columns` for these tokens; a token without
-        a value takes the column's default. ValueError if lengths disagree, before anything has changed.
+        a value takes the column's default. Raises ValueError if lengths disagree, before anything has changed.
         """
         ids = [int(token) for token in read_numbers(tokens)]
         values = None if log_probs is None else [float(value) for value in read_numbers(log_probs)]

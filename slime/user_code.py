@@ -181,8 +181,8 @@ def calling(function: str) -> Iterator[None]:
 
 
 def blocking_call(task: asyncio.Task[object], frame: FrameType | None) -> tuple[str, str] | None:
-    """Returns the user's function that `task` runs, and the file and line that it has reached. None for a task that
-    runs no user's function. `frame` is the innermost one of the loop's thread."""
+    """Returns the user's function that `task` runs, and the file and line that it has reached. Returns None for a task
+    that runs no user's function. `frame` is the innermost one of the loop's thread."""
     function = _CALLS.get(task)
     reached = None
     while frame is not None:

@@ -96,7 +96,7 @@ class TrajectoryManager:
         metadata: Metadata | None = None,
     ) -> None:
         """Adds a turn: the request's messages, the answer as a message, and their tokens. `metadata` has no effect.
-        ValueError without a message."""
+        Raises ValueError without a message."""
         if not prompt_messages:
             raise ValueError(
                 f"prompt_messages must have a message, got none for session {sid!r}; record the messages of the request"

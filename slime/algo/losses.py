@@ -65,7 +65,7 @@ class Loss:
 
     @property
     def inputs(self) -> str:
-        """Flags that a run on given responses needs first."""
+        """Returns the flags that a run on given responses needs first."""
         return f"--rollout-function-path {self.rollout} --debug-train-only"
 
 

@@ -90,7 +90,7 @@ class Column:
         return not self.flag or bool(config.get_value(self.flag))
 
     def read_samples(self, samples: list[Sample]) -> list[object] | None:
-        """Returns the samples' entries, or None if the column is optional and no sample has it. ValueError if
+        """Returns the samples' entries, or None if the column is optional and no sample has it. Raises ValueError if
         only a part of the samples has the column."""
         read = self.read or self._from_engine
         values = [read(sample) for sample in samples]

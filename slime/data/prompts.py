@@ -182,7 +182,7 @@ def load_prompts(
 
     ValueError with file and line for a missing column, a wrong type, a message list that the chat template cannot
     render, or what `check_label` and `media` refuse. The text of `check_label` is in the cache's key, so it must name
-    all settings of the check. ValueError if no prompt remains, or if a prompt leaves no room in `context`.
+    all settings of the check. Raises ValueError if no prompt remains, or if a prompt leaves no room in `context`.
     """
     if tokenizer is None and (columns.apply_chat_template or max_prompt_len is not None):
         raise ValueError(
@@ -231,7 +231,7 @@ def _checked(
 
 
 def _fits(lengths: np.ndarray, max_prompt_len: int, path: str, limit_flag: str) -> np.ndarray:
-    """Returns a mask of the prompts with at most `max_prompt_len` tokens. ValueError if no prompt is left."""
+    """Returns a mask of the prompts with at most `max_prompt_len` tokens. Raises ValueError if no prompt is left."""
     kept = lengths <= max_prompt_len
     if (few := int(kept.sum())) < len(lengths):
         logger.warning(
@@ -293,7 +293,7 @@ def _check(
     numbers: list[int],
 ) -> dict[str, list[int]]:
     """Returns the row, the size and the kind (a list or a text) per prompt, and with `masks` the number of tokens in
-    the longest conversation. The size is the number of characters and of tokens of images. ValueError with the
+    the longest conversation. The size is the number of characters and of tokens of images. Raises ValueError with the
     RowLocation of the first wrong row."""
     rows, sizes, lists, lengths = [], [], [], []
     for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):

@@ -114,7 +114,7 @@ class RankData(dict[str, Any]):
             self[name] = list(torch.cat(self[name]).to(device).split(self.response_lengths))
 
     def reach(self, stage: Stage, needed: Iterable[str] = (), reader: str = "") -> None:
-        """Completes a stage. ValueError if a column that `reader` needs is missing."""
+        """Completes a stage. Raises ValueError if a column that `reader` needs is missing."""
         assert STAGES.index(stage) >= STAGES.index(self.stage), f"{stage} comes before {self.stage}"
         self.stage = stage
         if missing := sorted(name for name in needed if name not in self):

@@ -78,8 +78,8 @@ def as_tensor(rows: np.ndarray) -> Tensor:
 
 
 def read_sample(data: TrainData, i: int) -> np.ndarray | None:
-    """Returns the record of sample i with the engine's unsigned dtype: the inverse of `as_tensor`. None without a
-    record."""
+    """Returns the record of sample i with the engine's unsigned dtype: the inverse of `as_tensor`. Returns None without
+    a record."""
     if COLUMN not in data:
         return None
     rows: np.ndarray = data[COLUMN][i].numpy()

@@ -71,7 +71,7 @@ def load_tokenizer(
     """Returns the Hugging Face tokenizer stored at `name_or_path`.
 
     A path that looks local (it exists, or starts with "." or "/") never uses the network. Other keyword arguments go to
-    `from_pretrained`. ValueError if the directory has no tokenizer.
+    `from_pretrained`. Raises ValueError if the directory has no tokenizer.
     """
     path = Path(name_or_path)
     if not path.exists() and (path.is_absolute() or str(name_or_path).startswith(".")):

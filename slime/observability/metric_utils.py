@@ -27,7 +27,7 @@ def compute_pass_rate(
 ) -> dict[str, float]:
     """Returns pass@1, pass@2, pass@4, ... of consecutive groups: see `slime.rollout.metrics.pass_rate`.
 
-    Groups with a single reward have no metric. ValueError if `flat_rewards` are not `num_groups` whole groups.
+    Groups with a single reward have no metric. Raises ValueError if `flat_rewards` are not `num_groups` whole groups.
     """
     if group_size == 1:
         return {}

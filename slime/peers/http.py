@@ -85,7 +85,7 @@ def set_own_servers(*own: OwnServers) -> None:
 
 
 def bypass_proxy(environ: MutableMapping[str, str], hosts: Iterable[str]) -> None:
-    """Requests to `hosts` go there directly, also with http_proxy. Libraries read one spelling or the other."""
+    """Lets requests to `hosts` go there directly, also with http_proxy. Libraries read one spelling or the other."""
     known = (environ.get("no_proxy") or environ.get("NO_PROXY") or "").split(",")
     listed = list(dict.fromkeys([*(host.strip() for host in known if host.strip()), *hosts]))
     environ["no_proxy"] = environ["NO_PROXY"] = ",".join(listed)

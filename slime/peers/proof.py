@@ -105,8 +105,8 @@ def strangers_at(host: str, port: int) -> list[int]:
 
 
 def is_strangers(host: str, port: int, run_key: str) -> bool:
-    """Returns True if the server at an address of this host belongs to another user and does not have the key. False
-    for other hosts."""
+    """Returns True if the server at an address of this host belongs to another user and does not have the key. Returns
+    False for other hosts."""
     if not strangers_at(host, port):
         return False
     address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])

@@ -41,8 +41,8 @@ _RECIPES = {"blockwise": BLOCKS, "mxfp8": MXFP8}
 
 
 def form_for(overrides: Values) -> OperandForm | None:
-    """Returns the form that Megatron's flags select. None for products in the dtype of the weights, and for forms of
-    Transformer Engine that are not planned."""
+    """Returns the form that Megatron's flags select. Returns None for products in the dtype of the weights, and for
+    forms of Transformer Engine that are not planned."""
     if overrides.get("fp4") and overrides.get("fp4_recipe", "nvfp4") == "nvfp4":
         return NVFP4
     if not overrides.get("fp8"):

@@ -143,7 +143,7 @@ def micro_batch_group(m: MegatronConfig, num_layers: int) -> int:
 
 
 def virtual_flag(m: MegatronConfig, num_layers: int) -> str | None:
-    """Returns the flag that gives pipeline ranks several virtual stages. None if each rank has one."""
+    """Returns the flag that gives pipeline ranks several virtual stages. Returns None if each rank has one."""
     return next(iter(_virtual_flags(m)), _LAYOUT) if build_stages(m, num_layers).virtual > 1 else None
 
 

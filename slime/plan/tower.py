@@ -20,7 +20,7 @@ image of 640 x 480 pixels."""
 
 
 def run_tower(c: Config, hf: Hf) -> Vision | None:
-    """Returns the tower that a run builds. None for a run without images."""
+    """Returns the tower that a run builds. Returns None for a run without images."""
     return read_decoder(hf).vision if hf and sees_images(c) else None
 
 

@@ -75,7 +75,7 @@ def ipc_collect() -> None:
 
 
 def mem_get_info(device_arg: Device = None) -> tuple[int, int]:
-    """Returns the free and the whole memory of the device in bytes. RuntimeError on a CPU."""
+    """Returns the free and the whole memory of the device in bytes. Raises RuntimeError on a CPU."""
     if device_type() == "cpu":
         raise RuntimeError(
             "mem_get_info must be called in a process with a CUDA device, got none; ask psutil"
@@ -126,7 +126,7 @@ def visible_devices_env_key() -> str:
 
 
 def resolve_visible_device_id(physical_device_id: int | float | str) -> int:
-    """Returns the index in this process of a device of the host, or of an index that CUDA_VISIBLE_DEVICES has.
+    """Returns the index in this process of a device of the host, or of an index that CUDA_VISIBLE_DEVICES has. Raises
     RuntimeError for any other number."""
     text = str(physical_device_id).strip()
     wanted = text if not text.replace(".", "", 1).isdigit() else str(int(float(text)))

@@ -101,7 +101,7 @@ def trace_function(
 
     The span's target is the argument with the name `target`, or the result of `target_getter`, which gets the arguments
     of the call, as `attrs_getter` does. Without both, the target is the first argument that is a sample or a list of
-    samples. ValueError if the function has no parameter `target`.
+    samples. Raises ValueError if the function has no parameter `target`.
     """
 
     def decorate(function: F) -> F:

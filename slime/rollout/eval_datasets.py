@@ -194,9 +194,9 @@ def build_eval_dataset_configs(
 
 
 def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[EvalDatasetConfig]:
-    """Resolves the settings for every entry. An unknown key becomes an attribute of the dataset's record. ValueError,
-    with dataset and key, for a key that is nearly the name of a setting, for missing or wrong settings, and for
-    duplicate names."""
+    """Resolves the settings for every entry. An unknown key becomes an attribute of the dataset's record. Raises
+    ValueError, with dataset and key, for a key that is nearly the name of a setting, for missing or wrong settings, and
+    for duplicate names."""
     if not isinstance(raw_config, list) or not all(isinstance(e, dict) for e in (*raw_config, defaults)):
         raise FlagError(
             "--eval-config",
@@ -317,7 +317,7 @@ def read_eval_prompts(
     masked: bool | None = None,
     most_bytes: int | None = None,
 ) -> Prompts:
-    """Returns the checked prompts of a dataset. ValueError with file and line for a wrong prompt. `masked` reads
+    """Returns the checked prompts of a dataset. Raises ValueError with file and line for a wrong prompt. `masked` reads
     conversations or pairs, as training does (None: if `held_out`). `most_bytes`: see `load_prompts`."""
     checkpoint, masked = c.rollout.hf_checkpoint, held_out(c) if masked is None else masked
     limit = (find_lowest if masked else prompt_limit)(config.max_prompt_len, config.max_context_len)

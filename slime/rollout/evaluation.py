@@ -52,10 +52,9 @@ def load_eval_datasets(
 async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOutput:
     """Generates and scores `n_samples_per_eval_prompt` responses to every prompt of every dataset.
 
-    The result is deterministic if the engine is: a response's random stream is "eval/{name}/{rollout_id}/{index}".
-    An error of a reward or generate function names the sample. TimeoutError if every response of a dataset
-    passes --rollout-deadline-s. If only some responses are late, the rewards exclude them and a warning
-    counts them.
+    The result is deterministic if the engine is: a response's random stream is "eval/{name}/{rollout_id}/{index}". An
+    error of a reward or generate function names the sample. Raises TimeoutError if every response of a dataset passes
+    --rollout-deadline-s. If only some responses are late, the rewards exclude them and a warning counts them.
     """
     datasets = load_eval_datasets(state)
     total = sum(len(prompts) * config.n_samples_per_eval_prompt for config, prompts in datasets)

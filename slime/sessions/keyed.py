@@ -70,7 +70,7 @@ class KeyedSessions:
         max_context_tokens: int,
         template_kwargs: dict[str, object] | None = None,
     ) -> None:
-        """Opens a session under `key`. RuntimeError without a rollout in this process."""
+        """Opens a session under `key`. Raises RuntimeError without a rollout in this process."""
         own = self._state()
         context = RunContext.from_state(own)
         if key.startswith(EVALUATION):

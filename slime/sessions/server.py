@@ -46,7 +46,7 @@ class SessionServer:
         self.url = ""
 
     async def start(self, host: str = LOOPBACK) -> None:
-        """Listens on `host`. ValueError if this machine does not have the address."""
+        """Listens on `host`. Raises ValueError if this machine does not have the address."""
         app = web.Application(client_max_size=_LARGEST_BODY_BYTES)
         for dialect in (CHAT, RESPONSES, MESSAGES):
             app.router.add_post(f"/sessions/{{id}}/v1/{dialect.path}", _Route(self, dialect).handle)

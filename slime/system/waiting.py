@@ -52,7 +52,7 @@ class Wait:
 
 @contextmanager
 def report_wait(what: str) -> Iterator[Wait]:
-    """Prints the block's work and the reason for its wait on stderr, once it has taken 12 s and then each half minute."""
+    """Prints the block's work and the reason for its wait on stderr, after 12 s and then each half minute."""
     over, wait = threading.Event(), Wait()
 
     def say() -> None:

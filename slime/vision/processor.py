@@ -101,8 +101,8 @@ class MediaProcessor:
     def expand(
         self, text: str, images: Sequence[object] = (), videos: Sequence[object] = ()
     ) -> tuple[str, ImageInputs]:
-        """Returns `text` with the processor's text for each marker, and the processed images. ValueError
-        unless the text has one marker per image and video."""
+        """Returns `text` with the processor's text for each marker, and the processed images. Raises ValueError unless
+        the text has one marker per image and video."""
         expansion = Expansion(self, images, videos)
         return expansion.expand(text), expansion.finish()
 
@@ -236,8 +236,8 @@ class Expansion:
         return self._found[-1].text
 
     def finish(self, tokens: Sequence[int] = ()) -> ImageInputs:
-        """Returns the processed images, with their indices in the `tokens` of the whole text. ValueError if the text
-        had fewer markers than images."""
+        """Returns the processed images, with their indices in the `tokens` of the whole text. Raises ValueError if the
+        text had fewer markers than images."""
         for kind, left in self._waiting.items():
             if left:
                 raise self._wrong_number(kind, f"{len(left)} fewer")

@@ -185,7 +185,7 @@ class WeightTransfer:
 
     @property
     def last(self) -> WeightUpdate:
-        """Returns the last published weights. AssertionError before the first update."""
+        """Returns the last published weights. Raises AssertionError before the first update."""
         assert self._last is not None
         return self._last
 

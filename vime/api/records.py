@@ -70,7 +70,7 @@ class Run:
         return self.samples_from(rollouts[-1]) if rollouts else []
 
     def samples_from(self, rollout: int) -> list[SampleRecord]:
-        """Returns the samples of a rollout. ValueError if the run directory lacks them."""
+        """Returns the samples of a rollout. Raises ValueError if the run directory lacks them."""
         return list(read_samples(self.dir, rollout))
 
     def _lines(self) -> list[tuple[str, int, Metrics]]:

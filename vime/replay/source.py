@@ -84,7 +84,7 @@ def receipt_files(run_dir: Path) -> list[str]:
 
 
 def read_receipts(run_dir: Path, public: str | None = None) -> list[list[Record]]:
-    """Returns the checked records per rank. ValueError for a run without a receipt, and for a missing rank."""
+    """Returns the checked records per rank. Raises ValueError for a run without a receipt, and for a missing rank."""
     names = receipt_files(run_dir)
     chains = [read_chain(run_dir, name, public) for name in names or [f"{FOLDER}/trainer-0.jsonl"]]
     ranks = chains[0][-1].get("ranks") or next(one["ranks"] for one in chains[0] if one["kind"] == "begin")
@@ -97,7 +97,7 @@ def read_receipts(run_dir: Path, public: str | None = None) -> list[list[Record]
 
 
 def read_run(run_dir: Path, public: str | None = None) -> RecordedRun:
-    """Returns the record of a run. ValueError without a receipt, without samples, and for a broken chain."""
+    """Returns the record of a run. Raises ValueError without a receipt, without samples, and for a broken chain."""
     config = read_config(run_dir)
     receipts = read_receipts(run_dir, public)
     if len(build_groups(config)) > 1:

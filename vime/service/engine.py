@@ -145,7 +145,7 @@ class TenantEngine:
         )
 
     async def _post(self, path: str, body: Mapping[str, object]) -> Row:
-        """Returns the server's answer. ValueError for a request that the server refuses."""
+        """Returns the server's answer. Raises ValueError for a request that the server refuses."""
         assert self._session is not None, "start() comes first"
         async with self._session.post(f"{self._server.spec.url}{path}", json=body) as response:
             if response.status in (400, 404, 422):

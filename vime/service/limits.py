@@ -56,7 +56,7 @@ class TokenBudget:
             )
 
     def take(self, tenant: str, tokens: int) -> None:
-        """Counts the tokens of a request. Refusal if the budget is used up."""
+        """Counts the tokens of a request. Raises Refusal if the budget is used up."""
         left = self._current(tenant)
         if left < tokens:
             wait_s = (tokens - left) / self._rate

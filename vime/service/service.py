@@ -268,7 +268,7 @@ class TenantService:
 
 
 def read_json(body: bytes) -> dict[str, object]:
-    """Returns the object of a body. Refusal for other bodies."""
+    """Returns the object of a body. Raises Refusal for other bodies."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(read := json.loads(body or b"{}"), dict):
             return read

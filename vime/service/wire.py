@@ -74,7 +74,7 @@ class AdamBody(msgspec.Struct, frozen=True):
     grad_clip_norm: float = 0.0
 
     def checked(self) -> AdamParams:
-        """Returns the parameters. ValueError for values with which Adam is not defined."""
+        """Returns the parameters. Raises ValueError for values with which Adam is not defined."""
         for name in self.__struct_fields__:
             if not math.isfinite(value := getattr(self, name)) or value < 0:
                 raise ValueError(

@@ -117,7 +117,8 @@ class SglangEngineClient(RouterClient):
         deadline_s: float,
         images: ImageInputs | None = None,
     ) -> ScoreResult:
-        """Log-probs of given tokens, see `slime.protocols.RolloutEngine`. Faults: see `VllmEngineClient.generate`."""
+        """Returns log-probs of given tokens, see `slime.protocols.RolloutEngine`. Faults: see
+        `VllmEngineClient.generate`."""
         check_no_images(images)
         check_start(start, token_ids)
         asked = {

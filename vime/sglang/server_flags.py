@@ -146,7 +146,7 @@ def check_concurrency(config: Config) -> None:
 
 
 def check_prefill(config: Config) -> None:
-    """SGLang's engines read their prompts themselves."""
+    """Raises ValueError for --prefill-num-servers, because SGLang's engines compute their prompts themselves."""
     if config.engine.prefill_num_servers:
         raise FlagError(
             "--prefill-num-servers",
@@ -157,7 +157,7 @@ def check_prefill(config: Config) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """Weights reach SGLang through files only, and only while the trainer has other GPUs."""
+    """Raises ValueError unless whole weights reach SGLang through files, while the trainer has other GPUs."""
     if not config.num_engines:
         return
     transport = config.weight_update.update_weight_transport

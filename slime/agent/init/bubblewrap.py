@@ -88,7 +88,8 @@ def command(view: View, as_root: bool) -> list[str]:
 
 
 def _parents(path: str) -> list[str]:
-    """Folders above `path`. bwrap makes them, too, but closes them to other users if `path` is closed to them."""
+    """Returns the arguments for the folders above `path`. bwrap makes them, too, but closes them to other users if
+    `path` is closed to them."""
     parts = path.split("/")[1:-1]
     return [word for end in range(1, len(parts) + 1) for word in ("--dir", "/" + "/".join(parts[:end]))]
 

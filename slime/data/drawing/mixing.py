@@ -39,7 +39,8 @@ def data_sets(data: DataConfig) -> list[DataSet]:
     """Returns the data sets of --prompt-data, in order. A value is `NAME=PATH`, or a path, whose name is the file's
     name.
 
-    A single path without NAME= gets no name. ValueError for a name that occurs twice, and for weights that do not fit.
+    A single path without NAME= gets no name. Raises ValueError for a name that occurs twice, and for weights that do
+    not fit.
     """
     values = [data.prompt_data] if isinstance(data.prompt_data, str) else data.prompt_data or []
     sets = [_split(value) for value in values]

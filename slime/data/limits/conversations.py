@@ -60,8 +60,8 @@ class Masks:
         return f"{self.kind} {self.names} {tokenizer_identity(self.tokenizer)}"
 
     def measure(self, prompt: Prompt, where: RowLocation) -> int:
-        """Returns the number of tokens in the longest conversation of a row. An image counts as its marker. ValueError
-        with file and line for a conversation without a loss mask."""
+        """Returns the number of tokens in the longest conversation of a row. An image counts as its marker. Raises
+        ValueError with file and line for a conversation without a loss mask."""
         every = [prompt.metadata[name] for name in self.names] or [prompt.text]
         return max(self._tokens(messages, prompt, where) for messages in every)
 

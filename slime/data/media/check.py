@@ -97,8 +97,8 @@ class MediaCheck:
 
 
 def check_for(c: Config) -> MediaCheck | None:
-    """Returns the checks for the images of the policy. None without --multimodal-keys or without a checkpoint.
-    ValueError for a model of text."""
+    """Returns the checks for the images of the policy. Returns None without --multimodal-keys or without a checkpoint.
+    Raises ValueError for a model of text."""
     checkpoint, facts = c.rollout.hf_checkpoint, c.engine.engine_facts
     if not c.data.multimodal_keys or not checkpoint:
         return None

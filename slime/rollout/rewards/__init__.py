@@ -76,11 +76,11 @@ _ANSWER_FORM = {"math": "\\boxed{{{}}}", "deepscaler": "</think>\\boxed{{{}}}", 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> Reward:
     """Returns the reward of a sample. Does not set `sample.reward`.
 
-    The first setting that is present selects the reward: `sample.custom_rm_path`, `--custom-rm-path` (each
-    `(args, sample, **kwargs) -> float | dict`, async or plain; a plain function runs in a thread),
-    `sample.metadata["rm_type"]`, `--rm-type`. A type with several names is their weighted sum, see `several`.
-    ValueError for wrong settings, labels and reward values, and after --reward-deadline-s. RuntimeError, chained, for
-    any other error of the reward, including SystemExit. Every error names the sample.
+    The first setting that is present selects the reward: `sample.custom_rm_path`, `--custom-rm-path` (each `(args,
+    sample, **kwargs) -> float | dict`, async or plain; a plain function runs in a thread),
+    `sample.metadata["rm_type"]`, `--rm-type`. A type with several names is their weighted sum, see `several`. Raises
+    ValueError for wrong settings, labels and reward values, and after --reward-deadline-s. Raises RuntimeError,
+    chained, for any other error of the reward, including SystemExit. Every error names the sample.
     """
     return await score(find_context(args), sample, **kwargs)
 

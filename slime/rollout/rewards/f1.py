@@ -46,6 +46,6 @@ def check_label(label: object, metadata: Metadata) -> None:
 
 
 def f1_reward(response: str, label: object, metadata: Metadata) -> float:
-    """Returns the F1 in [0, 1]. ValueError if the label has no word."""
+    """Returns the F1 in [0, 1]. Raises ValueError if the label has no word."""
     check_label(label, metadata)
     return f1_score(without_special_text(response), label)[0]

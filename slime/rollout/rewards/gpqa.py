@@ -177,7 +177,7 @@ def _correct_letter(label: object, metadata: Metadata, options: dict[str, str]) 
 def compute_gpqa_reward(response: str | None, label: object, metadata: Metadata | None = None) -> float:
     """Returns 1.0 for the right letter, 0.0 for another letter.
 
-    A response without a letter gets 1.0 if it contains the text of the right choice and of no other choice.
+    A response without a letter gets 1.0 if it contains the text of the right choice and of no other choice. Raises
     ValueError if neither the label nor the metadata gives the right choice.
     """
     metadata = metadata or {}

@@ -59,8 +59,8 @@ class RolloutHost(QueuedWork):
         return counts
 
     async def _next_start(self, after: int) -> int:
-        """Waits for the next start of the run, and returns its number. Returns 0 if the run has ended. ValueError if no
-        run starts, or for a run that samples in another way."""
+        """Waits for the next start of the run, and returns its number. Returns 0 if the run has ended. Raises
+        ValueError if no run starts, or for a run that samples in another way."""
         flags, loop = self.state.config, asyncio.get_running_loop()
         end = loop.time() + flags.fault_tolerance.engine_start_timeout_s
         while True:

@@ -74,7 +74,8 @@ class Failures:
 
 
 def find_reason(error: BaseException) -> str | None:
-    """Returns the reason of the error, or of an error that has led to it. None for a fault of the user's code."""
+    """Returns the reason of the error, or of an error that has led to it. Returns None for a fault of the user's
+    code."""
     seen: BaseException | None = error
     while seen is not None:
         if (reason := getattr(seen, _ATTRIBUTE, None)) is not None:
