@@ -49,7 +49,7 @@ def served_engines(config: Config) -> Iterator[ServedEngines]:
 
 
 def make_pools(config: Config, placed: Placement, source: WeightSource | None) -> ServedModels:
-    """Returns every model's engines, not started yet. `source`: the trainer, if the run has one."""
+    """Returns every model's engines, not started yet. `source` is the trainer, if the run has one."""
     policy: EnginePool = NoEngines()
     frozen: dict[str, EnginePool] = {}
     for engines in served_engines(config):

@@ -140,7 +140,7 @@ class TrajectoryManager:
         extra_metadata: Metadata | None = None,
         max_sample_tokens: int = 0,
     ) -> list[Sample]:
-        """Returns the samples of a session and forgets the session; [] for an unknown name.
+        """Returns the samples of a session and forgets the session. Returns [] for an unknown name.
 
         The samples have the facts of `base_sample`, the whole `reward`, and the metadata `truncated`, `use_tool` and
         `ill_formed`. `max_sample_tokens` cuts longer samples; 0 means no limit.

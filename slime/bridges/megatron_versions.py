@@ -94,7 +94,7 @@ def _text(numbers: tuple[int, int]) -> str:
 
 
 def muon_settings(core: OptimizerConfig) -> tuple[bool, str]:
-    """Returns whether Muon uses Nesterov's momentum, and the name of its coefficients. `core`: an OptimizerConfig."""
+    """Returns whether Muon uses Nesterov's momentum, and the name of its coefficients. `core` is an OptimizerConfig."""
     if hasattr(core, "muon_use_nesterov"):
         return core.muon_use_nesterov, "quintic"
     return core.muon_nesterov, core.muon_coefficient_type

@@ -67,8 +67,8 @@ class Problems:
     ) -> T | None:
         """Returns the result of `rule(*args)`, or None if it raises ValueError.
 
-        `origin`: the source of the value. `causes`: the flags whose later problems are left out if this rule finds a
-        problem, instead of the flags that the problem names.
+        `origin` is the source of the value. `causes` has the flags whose later problems are left out if this rule finds
+        a problem, instead of the flags that the problem names.
         """
         try:
             return rule(*args)

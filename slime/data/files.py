@@ -186,7 +186,7 @@ def prompt_files(spec: str, flag: str = "--prompt-data") -> list[Path]:
 def read_table(source: FileSource) -> Dataset:
     """Returns all rows of `source`, memory-mapped. JSON is in the column "text", and empty lines of .jsonl are rows.
 
-    ValueError with file and line for text that is not UTF-8, and with the file for a file that cannot be read.
+    Raises ValueError with file and line for text that is not UTF-8, and with the file for a file that cannot be read.
     """
     import datasets
     import pyarrow

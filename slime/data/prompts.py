@@ -148,7 +148,7 @@ class Prompts(Sequence[Prompt]):
 def read_file(path: str, flag: str = "--prompt-data") -> Iterator[Row]:
     """Yields the rows of a file, a folder or a hub dataset, in order. `path@[a:b]` is the slice rows[a:b].
 
-    ValueError with `flag` for a missing file or another file type, and with file and line for a wrong row.
+    Raises ValueError with `flag` for a missing file or another file type, and with file and line for a wrong row.
     """
     source = find_source(path, flag)
     table = read_table(source)
@@ -180,9 +180,9 @@ def load_prompts(
     must be able to train on each row. With `masks`, the trained conversations must have a loss mask and fit the model's
     context, and `max_prompt_len` limits the longest one. `most_bytes` limits the bytes that are read.
 
-    ValueError with file and line for a missing column, a wrong type, a message list that the chat template cannot
-    render, or what `check_label` and `media` refuse. The text of `check_label` is in the cache's key, so it must name
-    all settings of the check. Raises ValueError if no prompt remains, or if a prompt leaves no room in `context`.
+    Raises ValueError with file and line for a missing column, a wrong type, a message list that the chat template
+    cannot render, or what `check_label` and `media` refuse. The text of `check_label` is in the cache's key, so it must
+    name all settings of the check. Raises ValueError if no prompt remains, or if a prompt leaves no room in `context`.
     """
     if tokenizer is None and (columns.apply_chat_template or max_prompt_len is not None):
         raise ValueError(

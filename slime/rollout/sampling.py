@@ -87,7 +87,7 @@ RULES: dict[str, tuple[str, Check]] = {
 def checked(sampling_params: Mapping[str, object]) -> SamplingParams:
     """Returns `sampling_params` without values of None. Whole numbers and booleans become Python's types.
 
-    ValueError for an unknown name, a wrong type or a value out of range.
+    Raises ValueError for an unknown name, a wrong type or a value out of range.
     """
     if unknown := sampling_params.keys() - RULES.keys():
         raise ValueError(

@@ -94,8 +94,8 @@ class PromptImage(PIL.Image.Image):
 def open_image(value: object, folder: Path | None = None) -> PromptImage:
     """Returns the image that `value` names. A relative path belongs to `folder`, or else to the working directory.
 
-    ValueError for a value without an image, for an animation, for more than `MOST_PIXELS` pixels, and for a mode that
-    has no single way to RGB, such as CMYK.
+    Raises ValueError for a value without an image, for an animation, for more than `MOST_PIXELS` pixels, and for a mode
+    that has no single way to RGB, such as CMYK.
     """
     if isinstance(value, PromptImage):
         return value

@@ -180,7 +180,7 @@ class WeightTransfer:
 
     @property
     def version(self) -> int | None:
-        """Returns the version of the last published weights; None before the first update."""
+        """Returns the version of the last published weights, or None before the first update."""
         return None if self._last is None else self._last.version
 
     @property

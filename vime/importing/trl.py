@@ -59,7 +59,7 @@ _LORA = {"r": "lora-rank", "lora_alpha": "lora-alpha", "target_modules": "lora-t
 
 
 def import_script(script: Script, overrides: Sequence[Setting], out: Path) -> Imported:
-    """Returns the import of a script. `overrides`: the settings of its command line. `out`: the YAML file."""
+    """Returns the import of a script. `overrides` has the settings of its command line. `out` is the YAML file."""
     made = Imported(TRL, script.path.name)
     settings = {one.name: one for one in (*script.settings, *overrides)}
     if script.unread:

@@ -149,7 +149,7 @@ def _resolved(value: object, values: Mapping[str, object]) -> object:
 
 
 def import_settings(path: Path, found: Sequence[Setting], out: Path) -> Imported:
-    """Returns the import of verl's settings. `out`: the YAML file."""
+    """Returns the import of verl's settings. `out` is the YAML file."""
     made = Imported(VERL, path.name)
     settings = {one.name: one for one in found}
     _data(made, settings)

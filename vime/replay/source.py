@@ -116,7 +116,7 @@ def read_run(run_dir: Path, public: str | None = None) -> RecordedRun:
 
 
 def _moved(path: str, before: str, now: Path, began_in: Path) -> str:
-    """Returns a path of the run in the run directory's present place, if it was inside the directory. `began_in`: the
+    """Returns a path of the run in the run directory's present place, if it was inside the directory. `began_in` is the
     working directory of the run."""
     try:
         return str(now.absolute() / (began_in / path).relative_to(began_in / before))
@@ -127,7 +127,7 @@ def _moved(path: str, before: str, now: Path, began_in: Path) -> str:
 def find_start(run: RecordedRun, rollout: int, *, before: int | None = None) -> StartState:
     """Returns the nearest earlier state from which rollout `rollout` can be computed, from iterations below `before`.
 
-    ValueError if samples of a rollout in between are missing.
+    Raises ValueError if samples of a rollout in between are missing.
     """
     config = run.config
     save, limit = config.checkpoint.save, rollout if before is None else before

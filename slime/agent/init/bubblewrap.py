@@ -127,7 +127,7 @@ def python(code: str) -> list[str]:
 
 @functools.cache
 def way(user: bool) -> Way:
-    """Tries bwrap once. `user`: this process is root and has a user for each sandbox."""
+    """Tries bwrap once. `user` means that this process is root and has a user for each sandbox."""
     if not shutil.which("bwrap"):
         return Way(refused=f"bwrap is not installed: {INSTALL}")
     refused = ""

@@ -155,8 +155,8 @@ def _fill_from(
 
 def load_weights(model: Any, directory: str, iteration: int | None = None, *, dithers: bool = False) -> None:
     """Loads weights from an HF directory, a Megatron checkpoint or a converted checkpoint. The files in the directory
-    select the kind. `iteration` selects an iteration of a Megatron checkpoint. None means the newest. `dithers`: as in
-    `load_hf`."""
+    select the kind. `iteration` selects an iteration of a Megatron checkpoint. None means the newest. `dithers` is as
+    in `load_hf`."""
     if iteration is not None or latest(directory) is not None:
         load_checkpoint(directory, model, iteration=iteration, choose=WRITE_LATEST)
     elif (path := released(directory)) is not None:

@@ -26,7 +26,7 @@ def call_dynamic_filter(
 ) -> DynamicFilterOutput:
     """Runs a filter; None keeps every group. A bool result (Python, NumPy or torch) is wrapped in the record.
 
-    ValueError for any other result.
+    Raises ValueError for any other result.
     """
     if fn is None:
         return DynamicFilterOutput(keep=True)

@@ -98,9 +98,9 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
     def start_weight_update(self) -> None:
         """Starts an update and resets its state.
 
-        `before`: checksums of live values, while the update is loaded a second time.
-        `loaded`, `compared`: names and shapes of the tensors that parts brought so far. `finished`: vLLM has processed
-        all loaded tensors. `series`: identifies the parts that belong together, see `slime.weight_sync.channel.Part`.
+        `before` has checksums of live values, while the update is loaded a second time. `loaded` and `compared` have
+        the names and shapes of the tensors that parts brought so far. `finished` means that vLLM has processed all
+        loaded tensors. `series` identifies the parts that belong together, see `slime.weight_sync.channel.Part`.
         """
         if not self._is_checked:
             bitwise.require(self.model, EngineSettings.from_config(self.vllm_config).bitwise)
