@@ -305,8 +305,8 @@ class Sample:
     def check(self, *, require_log_probs: bool = True, require_experts: bool = False) -> None:
         """Checks the sample. This runs once, before samples are passed from the rollout to the trainer.
 
-        ValueError, with group and sample, if lengths disagree, a log-prob is missing or not finite, or no token is
-        trained on although `remove_sample` is not set. With `require_experts`, the experts of each token except the
+        Raises ValueError, with group and sample, if lengths disagree, a log-prob is missing or not finite, or no token
+        is trained on although `remove_sample` is not set. With `require_experts`, the experts of each token except the
         last must be present. slime.data.routed_experts compares the experts with the model.
         """
         who = f"sample {self.index} of group {self.group_index}"

@@ -134,8 +134,8 @@ async def get(
     *,
     deadline_s: float = 600.0,
 ) -> Json:
-    """Sends a GET request with `payload` as its query, and returns the reply's JSON. Key, retries, errors: see
-    `post`."""
+    """Sends a GET request with `payload` as its query, and returns the reply's JSON. Key, retries and errors are those
+    of `post`."""
     return await _request("GET", url, {"params": payload}, max_retries, headers, deadline_s)
 
 

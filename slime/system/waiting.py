@@ -31,8 +31,8 @@ def log_unanswered(server: str, fault: object, limit: str) -> None:
 
 
 def wait(future: Future[T], check_health: Callable[[], None], tick: Callable[[], None] | None = None) -> T:
-    """Returns the future's result. `check_health` raises when an engine is lost: that ends the run, which would hang
-    otherwise.
+    """Returns the future's result. `check_health` raises an error when an engine is lost. This error ends the run,
+    which would hang otherwise.
 
     `tick`, called every half second, redraws a progress bar.
     """

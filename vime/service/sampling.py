@@ -36,7 +36,7 @@ class AdapterSlots:
 
     @asynccontextmanager
     async def use(self, folder: str | None) -> AsyncIterator[str | None]:
-        """Yields the adapter's name while it is in the sampler. None is the base."""
+        """Yields the adapter's name while it is in the sampler, or None for the base."""
         if folder is None:
             yield None
             return

@@ -309,8 +309,8 @@ def _score(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:
 
 def _carried_tensors(inner: HiddenGPTModel, source_dir: Path, *, raw: bool) -> Iterator[tuple[str, Tensor]]:
     """Returns the tensors in `source_dir` of the parts that the model does not build: layers of multi-token prediction
-    and the vision tower. This call opens the files, so they may be replaced before the tensors are read. `raw`: as the
-    files store them."""
+    and the vision tower. This call opens the files, so they may be replaced before the tensors are read. With `raw`,
+    the tensors are as the files store them."""
     hf, family = inner.hf_config, family_for(inner.hf_config)
 
     def carried(names: set[str]) -> list[str]:
