@@ -372,6 +372,6 @@ class WeightTransfer:
 
 
 def _release_engines(part: WeightUpdate, sent: Future[WeightUpdate | None]) -> None:
-    """Releases engines that wait for a trainer that has failed. A callback for the end of the trainer's sending."""
+    """Releases engines that wait for a failed trainer. This callback runs when the trainer's sending ends."""
     if not sent.cancelled() and sent.exception() is not None:
         find_channel(part).give_up(part.info)
