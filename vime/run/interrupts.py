@@ -43,8 +43,9 @@ def catch_signals() -> None:
 
 @contextmanager
 def asks_first(*numbers: signal.Signals) -> Iterator[None]:
-    """Lets the first of these signals only set `stop` in this context, and the next one end the run at once. A signal
-    that is ignored stays ignored, such as Ctrl-C in the background of a script."""
+    """Lets the first of these signals only set `stop` in this context, and the next one end the run at once. A repeat
+    of the same signal within `_AGAIN_S` seconds does nothing. A signal that is ignored stays ignored, such as Ctrl-C in
+    the background of a script."""
     heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.getsignal(number) for number in heeded}
 
