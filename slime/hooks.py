@@ -40,15 +40,15 @@ class MissingHookError(ValueError):
 
 
 def load_function(path: str, flag: str = "hook path") -> Hook:
-    """The function or class at the dotted path "package.module.name", or in a file: "folder/file.py:name".
+    """Returns the function or class at the dotted path "package.module.name", or in a file: "folder/file.py:name".
 
     A file is read once per process. Its folder comes last on `sys.path`, so that the file can import its neighbours.
 
-    Errors contain `flag` as the user typed it ("--custom-rm-path"). ValueError if the path has neither form or the name
-    is not callable; MissingHookError if the file or module is not there (a module must be on PYTHONPATH) or has no such
-    name. An exception inside the user's module is chained to a ValueError with the flag, so that the user sees the
-    difference between a faulty hook and a missing hook. An import of the user's module that does not exist below
-    `slime` or `vime` comes with the closest name that does.
+    Errors contain `flag` as the user typed it ("--custom-rm-path"). Raises ValueError if the path has neither form or
+    the name is not callable. Raises MissingHookError if the file or module does not exist (a module must be on
+    PYTHONPATH) or has no such name. An exception inside the user's module is chained to a ValueError with the flag, so
+    that a faulty hook differs from a missing hook. If the user's module imports a name that does not exist below
+    `slime` or `vime`, the error has the closest name that exists.
     """
     file, name = file_and_name(path)
     if isinstance(path, str) and path.removesuffix(":").endswith(".py"):
@@ -95,7 +95,7 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
 
 
 def _without_name(file: Path, path: str, flag: str) -> ValueError:
-    """The error of a file without the name of a function. The file is not run."""
+    """Returns the error for a file's path without a function's name. The file is parsed, but does not run."""
     if not file.is_file():
         return MissingHookError(f"{flag} must name a file that exists, got {path!r}; check the path")
     names = list[str]()
@@ -107,14 +107,14 @@ def _without_name(file: Path, path: str, flag: str) -> ValueError:
 
 
 def _suggest_functions(prefix: str, names: Sequence[str]) -> str:
-    """ "write a.py:score or a.py:other"; "" without a function that is not private."""
+    """Returns "write a.py:score or a.py:other", or "" if all names are private."""
     public = [f"{prefix}{name}" for name in names if not name.startswith("_")]
     more = f" (and {len(public) - _LISTED} more)" if len(public) > _LISTED else ""
     return f"write {' or '.join(public[:_LISTED])}{more}" if public else ""
 
 
 def _functions(module: ModuleType) -> list[str]:
-    """The names of the functions that the module itself defines."""
+    """Returns the names of the functions that the module itself defines."""
     return [
         name
         for name, one in vars(module).items()
@@ -123,7 +123,7 @@ def _functions(module: ModuleType) -> list[str]:
 
 
 def _find_callable(module: ModuleType, name: str, path: str, flag: str) -> Hook:
-    """The function or class `name` of the loaded module. Errors: see `load_function`."""
+    """Returns the function or class `name` of the loaded module. Raises the errors of `load_function`."""
     file, _ = file_and_name(path)
     module_name, joint = (module.__name__, ".") if file is None else (str(file), ":")
     if not hasattr(module, name):
@@ -150,19 +150,20 @@ def _find_callable(module: ModuleType, name: str, path: str, flag: str) -> Hook:
 
 
 def file_and_name(path: object) -> tuple[Path | None, str]:
-    """The file and the name of "folder/file.py:name"; (None, "") for any other path."""
+    """Returns the file and the name of "folder/file.py:name", or (None, "") for any other path."""
     file, colon, name = path.rpartition(":") if isinstance(path, str) else ("", "", "")
     return (Path(file), name) if colon and file.endswith(".py") else (None, "")
 
 
 def absolute(path: str) -> str:
-    """The same hook from any folder: a relative file becomes absolute. A dotted path stays."""
+    """Returns a path of the same hook for any folder: a relative file becomes absolute, and a dotted path stays."""
     file, name = file_and_name(path)
     return path if file is None else f"{os.path.abspath(file.expanduser())}:{name}"
 
 
 def _load_module(file: Path) -> ModuleType:
-    """The module of a file. Its name holds a hash of its place, so that it hides no installed module."""
+    """Returns the module of a file. The module's name holds a hash of the file's path, so that it hides no installed
+    module."""
     real_path = os.path.realpath(file)
     name = f"{file.stem}_{hashlib.sha256(os.fsencode(real_path)).hexdigest()[:12]}"
     with _reading:
@@ -183,8 +184,8 @@ def _load_module(file: Path) -> ModuleType:
 
 
 def nearest(module_name: str) -> str | None:
-    """What to do about a module that is not there, below `slime` or `vime`, else None: what there is in its place, or
-    "did you mean ...?" with the closest module of slime."""
+    """Returns the remedy for a missing module below `slime` or `vime`, else None. The remedy names a replacement, the
+    closest module of slime, or the docs page of hooks."""
     root, _, rest = module_name.partition(".")
     if root not in ("slime", "vime") or not rest:
         return None
@@ -211,7 +212,8 @@ def _add_its_folder(module_name: str, name: str) -> str:
 
 
 def _near_import(error: ImportError) -> str | None:
-    """The remedy for an import of a plug-in that failed: the closest module, or the closest name of a module."""
+    """Returns the remedy for a plug-in's failed import, with the closest module or the closest name, or None without a
+    remedy."""
     if isinstance(error, ModuleNotFoundError):
         return nearest(error.name or "")
     found = re.match(r"cannot import name '(\w+)'", str(error))
@@ -239,6 +241,6 @@ class SingletonMeta(type):
 
     @staticmethod
     def clear_all_instances() -> None:
-        """Forget all objects, so that the next calls make new ones."""
+        """Drops all objects, so that the next calls make new ones."""
         with SingletonMeta._lock:
             SingletonMeta._instances.clear()

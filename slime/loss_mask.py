@@ -32,8 +32,8 @@ _STAND_IN = "\ue000"
 
 
 def tool_rule(tool: object) -> str | None:
-    """The rule that a description of a tool breaks, as the end of "a tool must ...". None for a good one: a name, a
-    function, or an object with a function. A null field counts as absent."""
+    """Returns the rule that a tool's description breaks, as the end of "a tool must ...", or None for a good
+    description: a name, a function, or an object with a function. A null field counts as absent."""
     if isinstance(tool, str) and tool:
         return None
     if not isinstance(tool, dict):
@@ -49,7 +49,7 @@ def tool_rule(tool: object) -> str | None:
 
 
 def parameters_rule(parameters: object) -> str | None:
-    """`tool_rule` of the parameters of a tool."""
+    """Returns the rule that a tool's parameters break, in the form of `tool_rule`, or None."""
     if parameters is None:
         return None
     if not isinstance(parameters, dict):
@@ -60,8 +60,8 @@ def parameters_rule(parameters: object) -> str | None:
 
 
 def tool_schemas(tools: Tools | None) -> Tools | None:
-    """The tools for a chat template. A name becomes a function of that name, because transformers takes objects
-    only. ValueError for tools that are no list of descriptions."""
+    """Returns the tools for a chat template. A name becomes a function of that name, because transformers takes objects
+    only. Raises ValueError for tools that are no list of descriptions."""
     if tools is not None and not isinstance(tools, list | tuple):
         raise ValueError(
             f"tools must be a list of descriptions of tools, got {tools!r:.80}; correct the tools of the sample"
@@ -75,7 +75,7 @@ def tool_schemas(tools: Tools | None) -> Tools | None:
 
 
 def get_response_lengths(loss_masks: list[list[int]]) -> list[int]:
-    """Number of tokens from the first trained token to the end, for each mask. 0 without trained tokens."""
+    """Returns each mask's number of tokens from the first trained token to the end, or 0 without trained tokens."""
     return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
 
 
@@ -96,14 +96,14 @@ class MultiTurnLossMaskGenerator:
         template_kwargs: dict[str, object] | None = None,
         expand: Callable[[str], str] = str,
     ) -> tuple[list[int], list[int]]:
-        """(token_ids, loss_mask), both as long as the rendered conversation.
+        """Returns (token_ids, loss_mask), both as long as the rendered conversation.
 
         `expand` is called with the parts of the rendered text in their order, and returns a part with the text of its
         images in the place of their markers.
 
         The mask is 1 on the tokens that the model would generate: an assistant's turn after the opening marker, up to
-        and including the end-of-turn token. A message with "step_loss_mask": 0 is not trained on. ValueError if the
-        template rewrites earlier turns when the conversation grows, because then no single token sequence contains
+        and including the end-of-turn token. A message with "step_loss_mask": 0 is not trained on. Raises ValueError if
+        the template rewrites earlier turns when the conversation grows, because then no single token sequence contains
         all turns.
         """
         text = self._render(messages, tools, template_kwargs)
@@ -140,8 +140,8 @@ class MultiTurnLossMaskGenerator:
         tools: Tools | None,
         template_kwargs: dict[str, object] | None,
     ) -> str:
-        """The rendered `text`, in which only the template ends turns: the messages hold other characters where they
-        hold the text of a marker."""
+        """Returns the rendered `text` with other characters where a message holds the text of a marker, so that only
+        the template ends turns."""
         for end in self._ends:
             hidden = cast("list[Message]", _replaced(messages, end, _STAND_IN * len(end)))
             if hidden == messages:
@@ -156,7 +156,7 @@ class MultiTurnLossMaskGenerator:
         return text
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
-        """See the function of that name."""
+        """Calls the module's function of the same name."""
         return get_response_lengths(loss_masks)
 
     def _turn_start(
@@ -166,7 +166,8 @@ class MultiTurnLossMaskGenerator:
         tools: Tools | None,
         template_kwargs: dict[str, object] | None,
     ) -> int:
-        """Number of characters of `text` that are the model's prompt for the turn after the messages `before`."""
+        """Returns the number of characters of `text` that are the model's prompt for the turn after the messages
+        `before`."""
         if not before:
             raise ValueError("messages must begin with a system or user turn, got an assistant turn first")
         prompt = self._render(before, tools, {**(template_kwargs or {}), "add_generation_prompt": True})
@@ -194,7 +195,7 @@ class MultiTurnLossMaskGenerator:
 
 
 def _replaced(value: object, text: str, other: str) -> object:
-    """A copy of messages with `other` for `text`."""
+    """Returns a copy of messages with `other` in the place of `text`."""
     if isinstance(value, str):
         return value.replace(text, other)
     if isinstance(value, dict):

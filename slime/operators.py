@@ -82,12 +82,12 @@ class Decision:
 
     @property
     def short(self) -> str:
-        """The line without the contract's hash."""
+        """Returns the decision's line without the contract's hash."""
         return f"{self.operator:<19} {self.chosen:<10} {self.reason}".rstrip()
 
 
 def loss_head(config: Config) -> tuple[Head, str]:
-    """The head of the training loss, and why the head is not the one-pass operator ("" if the head is).
+    """Returns the head of the training loss, and the reason why it is not the one-pass operator ("" if it is).
 
     A loss that needs whole sequences cannot be computed block by block of tokens. A provider comes before every
     operator. The head is NATIVE with --rlk-fast off, for a custom loss, and when --rl-kernel-ops has no operator for
@@ -117,14 +117,14 @@ def loss_head(config: Config) -> tuple[Head, str]:
 
 
 def bitwise(config: Config) -> tuple[str, ...]:
-    """The operators of rl_kernel.invariant that trainer and engine have, of BITWISE_OPERATORS."""
+    """Returns the names in BITWISE_OPERATORS of the rl_kernel.invariant operators that trainer and engine share."""
     return tuple(config.kernels.rlk_bitwise_operators) if config.kernels.rlk_bitwise else ()
 
 
 def require_promise(side: str, device: torch.device, dtype: torch.dtype) -> None:
-    """ValueError if the operators of --rlk-bitwise cannot run on `device`, or break their promise there.
+    """Raises ValueError if the operators of --rlk-bitwise cannot run on `device`, or break their promise there.
 
-    `side`: trainer or engine. `dtype` of the model.
+    `side` is "trainer" or "engine". `dtype` is the model's dtype.
     """
     import rl_kernel.invariant as invariant
 
@@ -145,7 +145,7 @@ def require_promise(side: str, device: torch.device, dtype: torch.dtype) -> None
 
 
 def pass_head(config: Config) -> Head:
-    """The head for log-probs without a gradient, of the old policy and of the reference model."""
+    """Returns the head for the log-probs of the old policy and of the reference model, which need no gradient."""
     if config.kernels.selected_logprob_provider:
         return PROVIDER
     if "head" in bitwise(config):
@@ -157,7 +157,7 @@ def pass_head(config: Config) -> Head:
 
 
 def whole_sequences(config: Config) -> str:
-    """Why the loss of a token needs more than that token's log-prob; "" if the log-prob is enough."""
+    """Returns the reason why a token's loss needs more than the token's log-prob, or "" if the log-prob is enough."""
     if loss_for(config.algorithm).pairs:
         return f"--loss-type {config.algorithm.loss_type} looks at whole sequences"
     if not loss_for(config.algorithm).surrogate:
@@ -181,7 +181,8 @@ def whole_sequences(config: Config) -> str:
 
 
 def called(config: Config) -> set[str]:
-    """The operators that this configuration calls. Calls that a hook adds or replaces are not considered."""
+    """Returns the names of the operators that this configuration calls. Calls that a hook adds or replaces are
+    ignored."""
     found = {"group_advantage"} if _rates_groups(config) else set[str]()
     if config.debug.debug_rollout_only:
         return found
@@ -198,13 +199,15 @@ def _rates_groups(config: Config) -> bool:
 
 
 def _own_activation(config: Config) -> bool:
-    """With Transformer Engine, Megatron's own activation runs instead; with --rlk-bitwise, the engine's."""
+    """Returns False if another activation runs: Megatron's with Transformer Engine, or the engine's with
+    --rlk-bitwise."""
     local = config.megatron.overrides.get("transformer_impl", "local") == "local"
     return bool(local and "activation" not in bitwise(config))
 
 
 def _has_experts(config: Config) -> bool:
-    """Whether config.json names experts. Most rules are asked for before a checkpoint is there."""
+    """Returns whether config.json names experts. Most rules run before a checkpoint exists, and then the result is
+    False."""
     directory = config.rollout.hf_checkpoint
     if directory is None or not Path(directory, "config.json").is_file():
         return False
@@ -262,10 +265,9 @@ def _filters_by_reward(config: Config) -> bool:
 
 
 def decide(config: Config, device_type: str) -> list[Decision]:
-    """One decision per operator, for tensors of `device_type`.
+    """Returns one decision per operator, for tensors of `device_type`.
 
-    Raises:
-        Refused: with --rlk-fast strict, if an operator that the configuration calls cannot run fast.
+    Raises Refused with --rlk-fast strict if an operator that the configuration calls cannot run fast.
     """
     from rl_kernel.contract import contract_id
     from rl_kernel.dispatch import Refused
@@ -285,7 +287,7 @@ def decide(config: Config, device_type: str) -> list[Decision]:
 
 
 def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool]:
-    """(implementation, reason, whether the implementation is a fallback in spite of --rlk-fast)."""
+    """Returns (implementation, reason, whether the implementation is a fallback in spite of --rlk-fast)."""
     if name not in called(config):
         return "not called", loss_head(config)[1] if name == ONE_PASS.name else "", False
     if config.kernels.rlk_fast == "off":
@@ -304,7 +306,7 @@ def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool
 
 
 def headline(config: Config) -> str:
-    """The line above the decisions."""
+    """Returns the line above the decisions."""
     head, reason = loss_head(config)
     if head == VALUES:
         return f"--rlk-fast {config.kernels.rlk_fast}, {reason}"
@@ -316,7 +318,7 @@ def headline(config: Config) -> str:
 
 
 def install(config: Config) -> None:
-    """Apply --rlk-fast and --rl-kernel-ops in this process, and set the timing of operators."""
+    """Applies --rlk-fast and --rl-kernel-ops in this process, and sets the timing of operators."""
     import rl_kernel
     from rl_kernel.telemetry import set_timing, time_compilations
 
@@ -332,7 +334,7 @@ def install(config: Config) -> None:
 
 
 def _has_kernels() -> bool:
-    """Whether this process can run Triton kernels."""
+    """Returns whether this process can run Triton kernels."""
     import torch
 
     from rl_kernel.dispatch import machine_refusal
@@ -341,14 +343,14 @@ def _has_kernels() -> bool:
 
 
 def step_metrics() -> dict[str, float]:
-    """Metrics of the operators in this process since the last call of this function.
+    """Returns the metrics of the operators in this process since the last call of this function.
 
     `rl_kernel/compile_ms` is the time in which Triton compiled kernels, absent if it compiled none. With --rlk-fast off
-    there is nothing else. `rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` are per operator. `rl_kernel/fast`
-    is the share of fast runs among the calls that the mode wants to be fast. The share is the mean over operators, so
-    that a fallback of any operator shows: a layer calls its operators hundreds of times per step, and the head is
-    called once per micro-batch. Operators of the host, operators outside --rl-kernel-ops and the native path do not
-    count.
+    there are no other metrics. `rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` are per operator.
+    `rl_kernel/fast` is the share of fast runs among the calls that the mode wants to be fast. The share is the mean
+    over operators, so that a fallback of any operator shows: a layer calls its operators hundreds of times per step,
+    and the head is called once per micro-batch. Operators of the host, operators outside --rl-kernel-ops and the native
+    path do not count.
 
     The function reads timing events of the device. Call the function at the end of a step, when the step's metrics have
     arrived.

@@ -27,25 +27,25 @@ class RolloutBackend(BackendFlags, Protocol):
     def engine_rules(self) -> Sequence[Rule]: ...
 
     def remarks(self, config: Config) -> Iterable[str]:
-        """Notes for the user. ValueError for an installation that cannot work."""
+        """Returns notes for the user. Raises ValueError for an installation that cannot work."""
         ...
 
     def rows(self) -> Iterable[Row]:
-        """The flags of its engine and its router, for `vime flags`."""
+        """Returns the flags of the backend's engine and router, for `vime flags`."""
         ...
 
     def command_lines(self, config: Config) -> Iterable[str]:
-        """The options that its servers will get, for `vime plan`."""
+        """Returns the options that the backend's servers will get, for `vime plan`."""
         ...
 
     def require_reachable(self, config: Config) -> None:
-        """Before a run starts anything: ValueError, within 15 s, for an external engine or router that does not
-        answer or cannot be used, and for engines that cannot run on this machine."""
+        """Raises ValueError, within 15 s and before a run starts anything, for an external engine or router that does
+        not answer or cannot be used, and for engines that cannot run on this machine."""
         ...
 
     def pool(
         self, config: Config, placed: Placement, source: WeightSource | None, model: ServedModel
     ) -> EnginePool:
-        """The engines of `model`, not started yet, whose flags and devices are those of `config`. `source`: the
-        trainer, where its weights go to them."""
+        """Returns the engines of `model`, not started yet, with the flags and devices of `config`. `source` is the
+        trainer, if its weights go to the engines."""
         ...

@@ -182,7 +182,7 @@ class Sample:
 
     @property
     def effective_response_length(self) -> int:
-        """Number of response tokens that are trained on."""
+        """Returns the number of response tokens that are trained on."""
         return sum(self.loss_mask) if self.loss_mask is not None else self.response_length
 
     def append_response_tokens(
@@ -203,7 +203,7 @@ class Sample:
         list from an earlier response is replaced. Lists, arrays and tensors are accepted. `meta_info` of the engine's
         answer may contain the experts of the tokens. It is passed to `update_from_meta_info` unless
         `update_terminal_info` is False. `columns` are values of `slime.data.columns` for these tokens; a token without
-        a value takes the column's default. ValueError if lengths disagree, before anything has changed.
+        a value takes the column's default. Raises ValueError if lengths disagree, before anything has changed.
         """
         ids = [int(token) for token in read_numbers(tokens)]
         values = None if log_probs is None else [float(value) for value in read_numbers(log_probs)]
@@ -240,7 +240,8 @@ class Sample:
         trainable: bool,
         columns: Mapping[str, list[float]],
     ) -> None:
-        """ValueError unless new values have one entry per new token, and old values have one entry per old token."""
+        """Raises ValueError unless new values have one entry per new token, and old values have one entry per old
+        token."""
         per_token: dict[str, list[float] | list[int] | None] = dict(columns)
         if trainable:
             per_token["log_probs"] = log_probs if log_probs is not None else [] if not ids else None
@@ -292,7 +293,8 @@ class Sample:
 
     @property
     def known_experts(self) -> int:
-        """Number of leading tokens whose experts are known. The next request asks for the rows after these tokens."""
+        """Returns the number of leading tokens whose experts are known. The next request asks for the rows after these
+        tokens."""
         return 0 if self.rollout_routed_experts is None else len(self.rollout_routed_experts)
 
     def append_routed_experts(self, rows: np.ndarray) -> None:
@@ -303,8 +305,8 @@ class Sample:
     def check(self, *, require_log_probs: bool = True, require_experts: bool = False) -> None:
         """Checks the sample. This runs once, before samples are passed from the rollout to the trainer.
 
-        ValueError, with group and sample, if lengths disagree, a log-prob is missing or not finite, or no token is
-        trained on although `remove_sample` is not set. With `require_experts`, the experts of each token except the
+        Raises ValueError, with group and sample, if lengths disagree, a log-prob is missing or not finite, or no token
+        is trained on although `remove_sample` is not set. With `require_experts`, the experts of each token except the
         last must be present. slime.data.routed_experts compares the experts with the model.
         """
         who = f"sample {self.index} of group {self.group_index}"

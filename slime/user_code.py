@@ -45,7 +45,7 @@ _last_warning_s = float("-inf")
 
 
 def is_cancelled(error: BaseException) -> bool:
-    """Whether `error` is the cancellation of the current task, which no border may turn into an error.
+    """Returns True if `error` is the cancellation of the current task, which no border may turn into another error.
 
     A user's function may raise any other BaseException: SystemExit would end the event loop and hang the run.
     """
@@ -66,14 +66,14 @@ def find_location_in(trace: str) -> str | None:
 
 
 def add_location(message: str, trace: str) -> str:
-    """An error in one line, with the place in the user's code that raised it."""
+    """Returns an error's message in one line, with the place in the user's code that raised the error."""
     found = find_location_in(trace)
     return message if found is None or found in message else f"{message} (at {found})"
 
 
 def remedy(error: BaseException, *, generates: bool = False) -> str:
-    """What to do about an error of a user's function that comes from the place where it runs, else nothing.
-    `generates`: the function sends its requests to the router of the run."""
+    """Returns the remedy for an error that a user's function has because of the place where it runs, else "".
+    `generates` means that the function sends its requests to the run's router."""
     if any(_refuses(value, generates) for value in _seen(error)):
         return (
             "; the router refused a request without the run's key (401): send it with slime.utils.http_utils.post, "
@@ -88,7 +88,7 @@ def remedy(error: BaseException, *, generates: bool = False) -> str:
 
 
 def _seen(error: BaseException) -> Iterator[object]:
-    """The error, those that it comes from, their responses, and the local values of the user's code."""
+    """Yields the error and the errors that it comes from, their responses, and the local values of the user's code."""
     known: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in known:
@@ -101,8 +101,8 @@ def _seen(error: BaseException) -> Iterator[object]:
 
 
 def _refuses(value: object, generates: bool) -> bool:
-    """Whether a value is the answer of a server of the run to a request without the key, or comes with that status from
-    a client of HTTP."""
+    """Returns True if a value is the reply of a run's server to a request without the key. With `generates`, also
+    returns True if an HTTP client's object has status 401."""
     if isinstance(value, str | bytes | dict | BaseException):
         text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
         if NO_KEY in text:
@@ -117,8 +117,8 @@ def _is_user_file(file: str) -> bool:
 
 
 def find_location(error: BaseException) -> str | None:
-    """The file and line of the user's code at which `error` was raised, or which called what raised it. None for an
-    error of this project's own code."""
+    """Returns the file and line of the user's code that raised `error`, or that called the code that raised it. Returns
+    None for an error of this project's own code."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -128,14 +128,14 @@ def find_location(error: BaseException) -> str | None:
 
 
 def _short(file: str) -> str:
-    """The path from the current folder, where the file is below it."""
+    """Returns the path from the current folder if the file is below this folder, else the path as it is."""
     near = os.path.relpath(file)
     return file if near.startswith("..") else near
 
 
 @contextlib.contextmanager
 def slow_is_logged(what: str, limit_s: float | None) -> Iterator[None]:
-    """Log a warning if the body is not done after SLOW_REWARD_S. `limit_s`: --reward-deadline-s."""
+    """Logs a warning if the block is not done after SLOW_REWARD_S. `limit_s` is the value of --reward-deadline-s."""
     key = object()
     _running[key] = what
     timer = asyncio.get_running_loop().call_later(SLOW_REWARD_S, _warn, what, limit_s)
@@ -163,7 +163,8 @@ _CALLS: WeakKeyDictionary[asyncio.Task[object], str] = WeakKeyDictionary()
 
 @contextlib.contextmanager
 def calling(function: str) -> Iterator[None]:
-    """The current task runs a user's function inside this block. `function` is its flag and its path."""
+    """Records that the current task runs a user's function in this block. `function` is the function's flag and
+    path."""
     task = asyncio.current_task()
     if task is None:
         yield
@@ -180,8 +181,8 @@ def calling(function: str) -> Iterator[None]:
 
 
 def blocking_call(task: asyncio.Task[object], frame: FrameType | None) -> tuple[str, str] | None:
-    """Returns the user's function that `task` runs, and the file and line that it has reached. None for a task that
-    runs no user's function. `frame` is the innermost one of the loop's thread."""
+    """Returns the user's function that `task` runs, and the file and line that it has reached. Returns None for a task
+    that runs no user's function. `frame` is the innermost one of the loop's thread."""
     function = _CALLS.get(task)
     reached = None
     while frame is not None:
@@ -193,7 +194,8 @@ def blocking_call(task: asyncio.Task[object], frame: FrameType | None) -> tuple[
 
 @contextlib.contextmanager
 def blamed(what: str, sample: Sample) -> Iterator[None]:
-    """Border with a user's function, `what`: adds its name and the sample to any error. RuntimeError, chained."""
+    """Adds the sample and the name of a user's function, `what`, to any error of the block. Raises RuntimeError,
+    chained."""
     try:
         with calling(what):
             yield

@@ -89,11 +89,11 @@ class TokenRow:
 
     @property
     def last_answer(self) -> int:
-        """Position at which the newest answer begins."""
+        """Returns the index at which the newest answer begins."""
         return self._answers[-1][0]
 
     def shared(self, prompt_ids: Sequence[int]) -> int:
-        """Number of leading tokens that the row and the prompt share."""
+        """Returns the number of leading tokens that the row and the prompt share."""
         pairs = zip(self.tokens, prompt_ids, strict=False)
         different = (i for i, (ours, theirs) in enumerate(pairs) if ours != theirs)
         return next(different, min(len(self.tokens), len(prompt_ids)))
@@ -123,7 +123,7 @@ class TokenRow:
         self.log_probs += [0.0] * len(ids) if log_probs is None else log_probs
 
     def segment(self, metadata: Metadata, most_tokens: int = 0) -> TokenSegment:
-        """The row as a segment, cut to `most_tokens` tokens if that is not 0."""
+        """Returns the row as a segment, cut to `most_tokens` tokens if that is not 0."""
         start, end = self.prompt_length, most_tokens or len(self.tokens)
         mask = self.loss_mask[start:end]
         log_probs = self.log_probs[start:end] if self._has_log_probs else []

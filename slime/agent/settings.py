@@ -17,7 +17,7 @@ def setting(name: str) -> str | None:
 
 
 def extra_environment(name: str) -> dict[str, str]:
-    """Returns the variables of the setting `name`, a JSON object. ValueError for another value."""
+    """Returns the variables of the setting `name`, a JSON object. Raises ValueError for another value."""
     text = setting(name) or "{}"
     try:
         found = json.loads(text)

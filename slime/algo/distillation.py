@@ -63,8 +63,8 @@ def distillation_penalties(flags: DistillationConfig, data: TrainData) -> list[T
     """Returns `opd_kl_coef * (old_log_probs - teacher_log_probs)` per sample, [R_i] fp32. Returns None without
     --use-opd, and with another --opd-loss-type than reverse_kl.
 
-    Sets the column `opd_reverse_kl`, which is the difference without the weight. ValueError for a log-prob of the
-    teacher that is not finite at a trained token. At any other token, the difference is then 0.
+    Sets the column `opd_reverse_kl`, which is the difference without the weight. Raises ValueError for a log-prob of
+    the teacher that is not finite at a trained token. At any other token, the difference is then 0.
     """
     if not flags.use_opd or flags.opd_loss_type != "reverse_kl":
         return None

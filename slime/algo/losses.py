@@ -65,7 +65,7 @@ class Loss:
 
     @property
     def inputs(self) -> str:
-        """Flags that a run on given responses needs first."""
+        """Returns the flags that a run on given responses needs first."""
         return f"--rollout-function-path {self.rollout} --debug-train-only"
 
 
@@ -94,7 +94,7 @@ def _rewards(c: Config, t: TokenColumns) -> Losses:
 
 
 def _no_tokens_ahead(c: Config) -> None:
-    """ValueError for multi-token prediction: a model with a value head predicts no tokens."""
+    """Raises ValueError for multi-token prediction, because a model with a value head predicts no tokens."""
     if c.algorithm.enable_mtp_training:
         raise FlagError(
             "--enable-mtp-training",
@@ -105,9 +105,9 @@ def _no_tokens_ahead(c: Config) -> None:
 
 
 def check_responses(c: Config) -> None:
-    """ValueError if the rollout function does not fit a loss on given responses. Such a loss gets the responses from
-    the rollout function and needs no engine. A user's own function may sample. The default function may sample for SFT
-    if a reward chooses among the samples (see `sampled`)."""
+    """Raises ValueError if the rollout function does not fit a loss on given responses. Such a loss gets the responses
+    from the rollout function and needs no engine. A user's own function may sample. The default function may sample for
+    SFT if a reward chooses among the samples (see `sampled`)."""
     loss, path = loss_for(c.algorithm), c.rollout.rollout_function_path
     if loss.rollout is None or c.debug.load_debug_rollout_data or c.debug.debug_rollout_only:
         return
@@ -152,7 +152,7 @@ def sampled(c: Config) -> bool:
 
 
 def _check_pairs(c: Config) -> None:
-    """ValueError for flags that do not fit a loss that is a mean over pairs, with one pair per row."""
+    """Raises ValueError for flags that do not fit a loss that is a mean over pairs, with one pair per row."""
     kind = c.algorithm.loss_type
     if c.algorithm.calculate_per_token_loss:
         raise FlagError(

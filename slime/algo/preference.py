@@ -69,8 +69,8 @@ def sum_pairs(t: TokenColumns, per_token: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def require_pairs(preference: Tensor, sample_of_row: Tensor, count: int) -> None:
-    """ValueError unless chosen and rejected samples alternate. `preference` [R] is 1 for the tokens of a chosen sample,
-    -1 for those of a rejected sample."""
+    """Raises ValueError unless chosen and rejected samples alternate. `preference` [R] is 1 for the tokens of a chosen
+    sample, -1 for those of a rejected sample."""
     signs = preference.new_zeros(count).index_copy(0, sample_of_row, preference)
     wanted = torch.ones_like(signs)
     wanted[1::2] = -1

@@ -18,7 +18,7 @@ class DivergedError(FloatingPointError):
         return self.problem
 
     def with_checkpoint(self, save: str | None) -> DivergedError:
-        """The same error with the newest checkpoint of --save that is older than `rollout_id`."""
+        """Returns the same error with the newest checkpoint of --save that is older than `rollout_id`."""
         saved = [] if save is None else iterations(Path(save))
         good = max((iteration for iteration in saved if iteration < self.rollout_id), default=None)
         hint = "start again with"

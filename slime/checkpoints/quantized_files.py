@@ -11,8 +11,8 @@ from slime.models.quantized.quantized_checkpoint import QuantizedWeights
 
 
 def read_quantized_weights(checkpoint: str) -> QuantizedWeights | None:
-    """Returns the quantised weights of an HF directory under the names of the weight table. None for a checkpoint with
-    plain weights."""
+    """Returns the quantised weights of an HF directory under the names of the weight table. Returns None for a
+    checkpoint with plain weights."""
     hf = read_hf_config(checkpoint)
     family = family_for(hf)
     scheme = family.scheme(hf)

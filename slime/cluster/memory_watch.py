@@ -104,7 +104,7 @@ class MemoryWatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context of a phase. After the first weights, GENERATING is the phase between two other phases."""
+        """Records a phase for the block. After the first weights, GENERATING is the phase between two other phases."""
         self._begin(name)
         try:
             yield

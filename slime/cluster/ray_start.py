@@ -122,8 +122,8 @@ def require_listening(address: str) -> None:
 
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
-    """Context for the start of Ray's processes and their children. This process's own children may be the user's
-    scripts.
+    """Sets the environment for the start of Ray's processes and their children. The environment is restored after the
+    block, because this process's own children may be the user's scripts.
 
     Ray's processes get no run key: trainers and rewards do not need it, and a process that sends requests gets it in a
     message.

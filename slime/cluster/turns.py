@@ -14,18 +14,18 @@ class DeviceSharing(Protocol):
     """What the loop calls around the trainer's work."""
 
     def begin(self, timers: Timers | None = None) -> None:
-        """The trainer gets the devices. A second call before `end` does nothing. With `timers`, the time counts as
+        """Gives the devices to the trainer. A second call before `end` does nothing. With `timers`, the time counts as
         `sleep`."""
         ...
 
     def end(self, timers: Timers | None = None) -> bool:
-        """The engines get the devices back. True: they dropped their weights, and serve after the next update. With
-        `timers`, the time counts as `wake_up`."""
+        """Gives the devices back to the engines. Returns True if the engines dropped their weights, and serve after the
+        next update. With `timers`, the time counts as `wake_up`."""
         ...
 
 
 def share_devices(config: Config, engines: EnginePool) -> DeviceSharing:
-    """How the trainer and these engines share devices."""
+    """Returns the rule by which the trainer and these engines share devices."""
     return SharedDevices(engines) if config.cluster.colocate else SeparateDevices()
 
 

@@ -313,7 +313,7 @@ class ForeignReward:
         return self._reads_messages or (self._is_trl and isinstance(_raw(sample), list))
 
     def read_numbers(self, hook_args: object, samples: Sequence[Sample], result: Any) -> list[object]:
-        """Returns the rewards of a call's samples. ValueError for a result of another length."""
+        """Returns the rewards of a call's samples. Raises ValueError for a result of another length."""
         if not self.is_batched:
             return [_number(result, samples[0], getattr(hook_args, "reward_key", None))]
         if isinstance(result, dict) and "rewards" in result:

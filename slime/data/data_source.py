@@ -51,7 +51,7 @@ class RolloutDataSourceWithBuffer(PromptDataSource):
         self.metadata.update(metadata)
 
     def get_buffer_length(self) -> int:
-        """Number of groups in the buffer."""
+        """Returns the number of groups in the buffer."""
         return len(self.buffer)
 
     def state_dict(self, outstanding: Sequence[SampleGroup] = ()) -> dict[str, object]:

@@ -61,16 +61,16 @@ class FileSource:
 
     @property
     def suffix(self) -> str:
-        """The suffix of the files, or "" for a dataset of the hub."""
+        """Returns the suffix of the files, or "" for a dataset of the hub."""
         return self.files[0].suffix if self.files else ""
 
     @property
     def is_json(self) -> bool:
-        """True if a row of the table is JSON text."""
+        """Returns True if a row of the table is JSON text."""
         return self.suffix in (".jsonl", ".json")
 
     def row(self, stored: Row, where: RowLocation) -> Row | None:
-        """Returns a stored row, or None for an empty line. ValueError for text that is not a JSON object."""
+        """Returns a stored row, or None for an empty line. Raises ValueError for text that is not a JSON object."""
         if not self.is_json:
             if self.suffix != ".csv":
                 return {name: _present(value) for name, value in stored.items()}
@@ -118,7 +118,7 @@ class RowLocation:
 
 
 def parse_json(text: str) -> Json:
-    """Parses a JSON text. ValueError for text that is not JSON, is too deep, or has half of a surrogate pair."""
+    """Parses a JSON text. Raises ValueError for text that is not JSON, is too deep, or has half of a surrogate pair."""
     try:
         value: Json = json.loads(text)
     except RecursionError as error:
@@ -154,9 +154,9 @@ def split_slice(spec: str) -> tuple[str, slice | None]:
 def find_source(spec: str, flag: str = "--prompt-data") -> FileSource:
     """Finds the files or the hub dataset for `path`, `folder` or `name[:config[:split]]`, with an optional `@[a:b]`.
 
-    For an environment (`slime.environments.hubs`), this writes the file of its tasks.
-    A text that looks like a path, or that exists, is never looked up on the hub. ValueError with `flag` for a missing
-    file, for another file type, and for a folder without such files or with files of several types.
+    For an environment (`slime.environments.hubs`), this writes the file of its tasks. A text that looks like a path, or
+    that exists, is never looked up on the hub. Raises ValueError with `flag` for a missing file, for another file type,
+    and for a folder without such files or with files of several types.
     """
     name, part = split_slice(spec)
     path = Path(name)
@@ -186,7 +186,7 @@ def prompt_files(spec: str, flag: str = "--prompt-data") -> list[Path]:
 def read_table(source: FileSource) -> Dataset:
     """Returns all rows of `source`, memory-mapped. JSON is in the column "text", and empty lines of .jsonl are rows.
 
-    ValueError with file and line for text that is not UTF-8, and with the file for a file that cannot be read.
+    Raises ValueError with file and line for text that is not UTF-8, and with the file for a file that cannot be read.
     """
     import datasets
     import pyarrow
@@ -264,7 +264,7 @@ def _build(source: FileSource, folder: Path) -> Dataset:
 
 
 def _check_types(files: list[Path]) -> None:
-    """ValueError for a column of a Parquet or Arrow file with a type that a table of `datasets` cannot store."""
+    """Raises ValueError for a column of a Parquet or Arrow file with a type that a table of `datasets` cannot store."""
     import pyarrow
     from datasets import Features
 
@@ -333,7 +333,8 @@ def _entries(
 
 
 def _csv_columns(files: tuple[Path, ...]) -> list[str]:
-    """Returns the columns of the files. ValueError if two files differ in them, or if a file has a column twice."""
+    """Returns the columns of the files. Raises ValueError if two files differ in them, or if a file has a column
+    twice."""
     starts = [list(itertools.islice(_csv_lines(file), 2)) for file in files]
     headers = [start[0][1] if start else [] for start in starts]
     for file, start, header in zip(files, starts, headers, strict=True):
@@ -349,7 +350,7 @@ def _csv_columns(files: tuple[Path, ...]) -> list[str]:
 
 @functools.cache
 def _check_fields(files: tuple[Path, ...]) -> None:
-    """ValueError for the first line of csv files that does not have a field for each column."""
+    """Raises ValueError for the first line of csv files that does not have a field for each column."""
     for file in files:
         width = None
         for line, fields in _csv_lines(file):
@@ -375,7 +376,7 @@ def _csv_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yields the lines of a file. ValueError with file and line for bytes that are not UTF-8."""
+    """Yields the lines of a file. Raises ValueError with file and line for bytes that are not UTF-8."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             try:

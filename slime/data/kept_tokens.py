@@ -64,8 +64,8 @@ ENGINE = EngineColumn(
 
 
 def read_sample(sample: Sample) -> np.ndarray:
-    """Returns the kept ids as int32 [R, K], with `NONE` after the last id of a token. ValueError for a sample without
-    them."""
+    """Returns the kept ids as int32 [R, K], with `NONE` after the last id of a token. Raises ValueError for a sample
+    without them."""
     ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
     if ids is None or offsets is None or len(offsets) != sample.response_length + 1:
         got = "none" if offsets is None else len(offsets)

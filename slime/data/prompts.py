@@ -100,7 +100,7 @@ class Prompts(Sequence[Prompt]):
             yield where, self._source.row(self._table[number], where) or {}
 
     def require_files(self) -> None:
-        """ValueError with file and line for a prompt whose image is a file that does not exist. The checks of an
+        """Raises ValueError with file and line for a prompt whose image is a file that does not exist. The checks of an
         earlier start may be in the cache."""
         features, keys = self._table.features, self._columns.multimodal_keys
         if not keys or (
@@ -148,7 +148,7 @@ class Prompts(Sequence[Prompt]):
 def read_file(path: str, flag: str = "--prompt-data") -> Iterator[Row]:
     """Yields the rows of a file, a folder or a hub dataset, in order. `path@[a:b]` is the slice rows[a:b].
 
-    ValueError with `flag` for a missing file or another file type, and with file and line for a wrong row.
+    Raises ValueError with `flag` for a missing file or another file type, and with file and line for a wrong row.
     """
     source = find_source(path, flag)
     table = read_table(source)
@@ -180,9 +180,9 @@ def load_prompts(
     must be able to train on each row. With `masks`, the trained conversations must have a loss mask and fit the model's
     context, and `max_prompt_len` limits the longest one. `most_bytes` limits the bytes that are read.
 
-    ValueError with file and line for a missing column, a wrong type, a message list that the chat template cannot
-    render, or what `check_label` and `media` refuse. The text of `check_label` is in the cache's key, so it must name
-    all settings of the check. ValueError if no prompt remains, or if a prompt leaves no room in `context`.
+    Raises ValueError with file and line for a missing column, a wrong type, a message list that the chat template
+    cannot render, or what `check_label` and `media` refuse. The text of `check_label` is in the cache's key, so it must
+    name all settings of the check. Raises ValueError if no prompt remains, or if a prompt leaves no room in `context`.
     """
     if tokenizer is None and (columns.apply_chat_template or max_prompt_len is not None):
         raise ValueError(
@@ -231,7 +231,7 @@ def _checked(
 
 
 def _fits(lengths: np.ndarray, max_prompt_len: int, path: str, limit_flag: str) -> np.ndarray:
-    """Returns a mask of the prompts with at most `max_prompt_len` tokens. ValueError if no prompt is left."""
+    """Returns a mask of the prompts with at most `max_prompt_len` tokens. Raises ValueError if no prompt is left."""
     kept = lengths <= max_prompt_len
     if (few := int(kept.sum())) < len(lengths):
         logger.warning(
@@ -293,7 +293,7 @@ def _check(
     numbers: list[int],
 ) -> dict[str, list[int]]:
     """Returns the row, the size and the kind (a list or a text) per prompt, and with `masks` the number of tokens in
-    the longest conversation. The size is the number of characters and of tokens of images. ValueError with the
+    the longest conversation. The size is the number of characters and of tokens of images. Raises ValueError with the
     RowLocation of the first wrong row."""
     rows, sizes, lists, lengths = [], [], [], []
     for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):

@@ -37,7 +37,7 @@ ENGINE = EngineColumn(
 
 
 def check_column(data: TrainData, hf_config: Hf) -> None:
-    """ValueError for the first sample whose record is not [N - 1, L, K] with different experts of the model for each
+    """Raises ValueError for the first sample whose record is not [N - 1, L, K] with different experts of the model per
     token.
 
     The engine leaves zeros for a token without a record, so the first two experts of such a token are equal. With one
@@ -78,8 +78,8 @@ def as_tensor(rows: np.ndarray) -> Tensor:
 
 
 def read_sample(data: TrainData, i: int) -> np.ndarray | None:
-    """Returns the record of sample i with the engine's unsigned dtype: the inverse of `as_tensor`. None without a
-    record."""
+    """Returns the record of sample i with the engine's unsigned dtype: the inverse of `as_tensor`. Returns None without
+    a record."""
     if COLUMN not in data:
         return None
     rows: np.ndarray = data[COLUMN][i].numpy()

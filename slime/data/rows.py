@@ -76,7 +76,7 @@ class RowColumns:
 
     @property
     def used(self) -> set[str]:
-        """The columns that the flags name."""
+        """Returns the columns that the flags name."""
         keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key)
         media = map(str, self.multimodal_keys.values())
         return {key for key in (*keys, self.chosen_key, self.rejected_key, *media) if key is not None}
@@ -85,7 +85,7 @@ class RowColumns:
 def to_prompt(
     row: Row, where: RowLocation, columns: RowColumns, tokenizer: PreTrainedTokenizerBase | None
 ) -> Prompt:
-    """Returns the prompt of a row. ValueError with file and line for a missing column or a wrong type."""
+    """Returns the prompt of a row. Raises ValueError with file and line for a missing column or a wrong type."""
     pair = None if columns.chosen_key is None else _pair(row, columns, where)
     text = pair["chosen"] if pair is not None else _column(row, columns.input_key, "--input-key", where)
     if (columns.apply_chat_template or columns.conversations) and pair is None:
@@ -142,7 +142,7 @@ def _others(row: Row, columns: RowColumns) -> Metadata:
 
 
 def _json(value: object) -> object:
-    """Returns `value` as a JSON value. TypeError for a value without a form in JSON, such as bytes."""
+    """Returns `value` as a JSON value. Raises TypeError for a value without a form in JSON, such as bytes."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list | tuple):
@@ -278,7 +278,7 @@ def message_text(value: object) -> bool:
 
 def _cell(value: object, key: str, where: RowLocation) -> object:
     """Returns the chat messages of a cell with a JSON list of messages, in a format without lists (CSV), else `value`.
-    ValueError for a text that looks like such a list but is not JSON."""
+    Raises ValueError for a text that looks like such a list but is not JSON."""
     if not isinstance(value, str) or not _LIKE_MESSAGES.match(value) or not _ROLE.search(value):
         return value
     in_csv = where.source.suffix == ".csv"
@@ -315,7 +315,7 @@ def _messages(value: object, role: str, key: str, where: RowLocation) -> list[Me
 
 
 def require_conversation(text: str | list[Message], key: str, where: RowLocation) -> None:
-    """ValueError unless a row of SFT has chat messages with an assistant's turn to train on."""
+    """Raises ValueError unless a row of SFT has chat messages with an assistant's turn to train on."""
     if not isinstance(text, list):
         raise FlagError(
             f"{where}: column {key!r}",
@@ -388,7 +388,7 @@ def rendered(
     tools: Tools | None,
     where: RowLocation,
 ) -> str:
-    """Calls `render_chat` for a row. ValueError with file and line for any error of the template."""
+    """Calls `render_chat` for a row. Raises ValueError with file and line for any error of the template."""
     try:
         return render_chat(messages, tokenizer, template_kwargs, tools)
     except Exception as error:  # border: a chat template is a program of the model's author

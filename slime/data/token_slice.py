@@ -73,8 +73,8 @@ def token_slice(
     `multiple`.
 
     `prompts` has a pair for each sequence: an earlier sequence, or the sequence itself, and the number of first tokens
-    that it takes from there (0 from itself). `prompts` needs `size` 1. ValueError for an empty list or a length below
-    1.
+    that it takes from there (0 from itself). `prompts` needs `size` 1. Raises ValueError for an empty list or a length
+    below 1.
     """
     assert size == 1 or not prompts
     if not lengths or min(lengths) < 1:

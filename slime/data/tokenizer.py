@@ -71,7 +71,7 @@ def load_tokenizer(
     """Returns the Hugging Face tokenizer stored at `name_or_path`.
 
     A path that looks local (it exists, or starts with "." or "/") never uses the network. Other keyword arguments go to
-    `from_pretrained`. ValueError if the directory has no tokenizer.
+    `from_pretrained`. Raises ValueError if the directory has no tokenizer.
     """
     path = Path(name_or_path)
     if not path.exists() and (path.is_absolute() or str(name_or_path).startswith(".")):
@@ -121,7 +121,8 @@ _TEXTS_AT_A_TIME = 1024
 
 
 def prompt_lengths(texts: list[str], raw: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Number of tokens of each text. `raw`: no chat template made the text, so it gets the tokenizer's BOS."""
+    """Returns the number of tokens of each text. A text with `raw` has no chat template, so it gets the tokenizer's
+    BOS."""
     opening = opening_ids(tokenizer)
     lengths: list[int] = []
     for start in range(0, len(texts), _TEXTS_AT_A_TIME):
@@ -134,7 +135,8 @@ def prompt_lengths(texts: list[str], raw: list[bool], tokenizer: PreTrainedToken
 def require_template_reads(
     options: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, name: str
 ) -> None:
-    """ValueError for an argument that no chat template of the tokenizer reads. `name` is the option in the error."""
+    """Raises ValueError for an argument that no chat template of the tokenizer reads. `name` is the option in the
+    error."""
     templates = tokenizer.chat_template
     if not options or not templates:
         return

@@ -158,7 +158,7 @@ def check_samples(config: Config, samples: list[Sample]) -> None:
     samples.
 
     Some generate functions of slime fill no log-probs of the engine. All samples may lack them if training does not
-    need them (`needs_sampled_log_probs`). ValueError if only a part of the samples lacks them.
+    need them (`needs_sampled_log_probs`). Raises ValueError if only a part of the samples lacks them.
     """
     if config.reward.custom_convert_samples_to_train_data_path:
         return
@@ -234,7 +234,7 @@ def _split_ready(data: TrainData, column: Column) -> Sequence[object]:
 
 
 def _host_tensors(column: Sequence[object], name: str, dtype: type[np.generic]) -> list[torch.Tensor]:
-    """Returns a column as tensors, from lists, arrays or tensors of numbers. ValueError for other values."""
+    """Returns a column as tensors, from lists, arrays or tensors of numbers. Raises ValueError for other values."""
     tensors = []
     for index, values in enumerate(column):
         if isinstance(values, torch.Tensor):  # numpy has no bfloat16 and reads no other device

@@ -62,7 +62,8 @@ def is_environment(text: str) -> bool:
 
 
 def find_environment(text: str, flag: str = "--environment") -> Environment:
-    """Returns the environment that `text` names. ValueError with `flag` for an unknown hub or a wrong argument."""
+    """Returns the environment that `text` names. Raises ValueError with `flag` for an unknown hub or a wrong
+    argument."""
     address, _, query = text.partition("?")
     hub, _, name = address.partition(":")
     if hub not in HUBS:

@@ -218,7 +218,8 @@ def living(environment: Environment) -> EnvironmentProcess | None:
 
 
 def get_process(environment: Environment, flag: str = "--environment") -> EnvironmentProcess:
-    """Returns the process of an environment, and starts it if it does not run. ValueError: see EnvironmentProcess."""
+    """Returns the process of an environment, and starts it if it does not run. Raises the ValueError of
+    EnvironmentProcess."""
     with _starting:
         if (process := living(environment)) is None:
             process = _processes[os.getpid(), environment.text] = EnvironmentProcess(environment, flag)

@@ -28,7 +28,7 @@ def prompt_file(text: str, flag: str, folder: Path) -> Path:
     """Returns the file in `folder` with the tasks of an environment. The first call in a process loads the environment,
     whose process then waits for episodes until `close_processes`.
 
-    ValueError with `flag` if the environment cannot be loaded, or has no tasks.
+    Raises ValueError with `flag` if the environment cannot be loaded, or has no tasks.
     """
     if (text, folder) not in _files:
         _files[text, folder] = _written(find_environment(text, flag), flag, folder)

@@ -66,8 +66,8 @@ def process_memory(pid: int) -> ProcessMemory | None:
 
 
 def proportional(pid: int) -> int | None:
-    """Returns the proportional set size: a page that n processes share counts 1/n. None if the process has ended. The
-    kernel walks all pages of the process for this number, so it is read rarely."""
+    """Returns the proportional set size: a page that n processes share counts 1/n. Returns None if the process has
+    ended. The kernel walks all pages of the process for this number, so it is read rarely."""
     try:
         size: int = psutil.Process(pid).memory_full_info().pss
     except psutil.Error:

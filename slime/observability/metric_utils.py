@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def dict_add_prefix(d: Mapping[str, T], prefix: str) -> dict[str, T]:
-    """`{prefix + name: value}`."""
+    """Returns `{prefix + name: value}`."""
     return {prefix + name: value for name, value in d.items()}
 
 
@@ -27,7 +27,7 @@ def compute_pass_rate(
 ) -> dict[str, float]:
     """Returns pass@1, pass@2, pass@4, ... of consecutive groups: see `slime.rollout.metrics.pass_rate`.
 
-    Groups with a single reward have no metric. ValueError if `flat_rewards` are not `num_groups` whole groups.
+    Groups with a single reward have no metric. Raises ValueError if `flat_rewards` are not `num_groups` whole groups.
     """
     if group_size == 1:
         return {}
@@ -41,6 +41,6 @@ def compute_pass_rate(
 
 
 def compute_rollout_step(args: object, rollout_id: int) -> int:
-    """The step of rollout/step and eval/step: `rollout_id`. --wandb-always-use-train-step changes it on its way to W&B,
-    so `args` is not read."""
+    """Returns the step of rollout/step and eval/step: `rollout_id`. --wandb-always-use-train-step changes it on its way
+    to W&B, so `args` is not read."""
     return rollout_id

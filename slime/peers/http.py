@@ -48,7 +48,7 @@ class OwnServers:
         self._known = self._first = {_origin(url) for url in self.urls}
 
     async def headers_for(self, session: aiohttp.ClientSession, url: str) -> Mapping[str, str]:
-        """`headers` if `url` is one of the run's servers, else none."""
+        """Returns `headers` if `url` is one of the run's servers, else an empty mapping."""
         origin = _origin(url)
         if origin not in self._known and self.worker_path and urlsplit(url).path.startswith(self.worker_path):
             timeout = aiohttp.ClientTimeout(total=_LOOK_S)
@@ -59,7 +59,7 @@ class OwnServers:
         return self.headers if origin in self._known else {}
 
     def key_for(self, request: aiohttp.ClientRequest) -> RunKey | None:
-        """The run's key, if the request carries it."""
+        """Returns the run's key if the request has it, else None."""
         value = self.headers.get("Authorization")
         if value is None or request.headers.get("Authorization") != value:
             return None
@@ -76,8 +76,8 @@ _own: tuple[OwnServers, ...] = ()
 
 
 def set_own_servers(*own: OwnServers) -> None:
-    """From now on, requests of this process to `own`, one for each model of the run, carry the model's key, and any
-    library reaches `own` directly."""
+    """Sets the run's servers, one for each model. From now on, requests of this process to `own` carry the model's key,
+    and any library reaches `own` directly."""
     global _own
     _own = own
     urls = [url for each in own for url in each.urls]
@@ -85,15 +85,15 @@ def set_own_servers(*own: OwnServers) -> None:
 
 
 def bypass_proxy(environ: MutableMapping[str, str], hosts: Iterable[str]) -> None:
-    """Requests to `hosts` go there directly, also with http_proxy. Libraries read one spelling or the other."""
+    """Lets requests to `hosts` go there directly, also with http_proxy. Libraries read one spelling or the other."""
     known = (environ.get("no_proxy") or environ.get("NO_PROXY") or "").split(",")
     listed = list(dict.fromkeys([*(host.strip() for host in known if host.strip()), *hosts]))
     environ["no_proxy"] = environ["NO_PROXY"] = ",".join(listed)
 
 
 def get_host_info() -> tuple[str, str]:
-    """(name, IPv4 address) of this host, for a server that a plug-in starts: the address of the interface that leads
-    out, and 127.0.0.1 on a host without one. Sends nothing."""
+    """Returns this host's name and IPv4 address, for a server that a plug-in starts. The address belongs to the
+    interface that leads out, and is 127.0.0.1 on a host without one. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(
@@ -117,11 +117,11 @@ async def post(
     *,
     deadline_s: float = 600.0,
 ) -> Json:
-    """POST `payload` as JSON and return the JSON of the reply.
+    """Sends `payload` as JSON in a POST request, and returns the JSON of the reply.
 
     A URL of the run's own router or engines gets the run's key, unless `headers` have one. Connection errors and status
-    408, 425, 429 and 5xx are retried with growing pauses. TimeoutError after `max_retries` retries or `deadline_s`
-    seconds. Any other status than 2xx, or a reply that is not JSON, raises ValueError without a retry.
+    408, 425, 429 and 5xx are retried with growing pauses. Raises TimeoutError after `max_retries` retries or
+    `deadline_s` seconds. Any other status than 2xx, or a reply that is not JSON, raises ValueError without a retry.
     """
     return await _request("POST", url, {"json": payload}, max_retries, headers, deadline_s)
 
@@ -134,7 +134,8 @@ async def get(
     *,
     deadline_s: float = 600.0,
 ) -> Json:
-    """GET `url`, with `payload` as its query, and return the JSON of the reply. Key, retries and errors: see `post`."""
+    """Sends a GET request with `payload` as its query, and returns the reply's JSON. Key, retries and errors are those
+    of `post`."""
     return await _request("GET", url, {"params": payload}, max_retries, headers, deadline_s)
 
 
@@ -154,7 +155,7 @@ async def _request(
 
 
 def _get_session() -> aiohttp.ClientSession:
-    """The connections of an event loop, which stay open between requests."""
+    """Makes the HTTP client of an event loop, whose connections stay open between requests."""
     return aiohttp.ClientSession(connector=ProvenConnector(_find_key, limit=0, keepalive_timeout=60))
 
 
@@ -212,7 +213,7 @@ async def _once(
 
 
 def _shown(url: str) -> str:
-    """Without login and query, which may hold a key."""
+    """Returns the URL without login and query, which may hold a key."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 

@@ -27,7 +27,7 @@ class QuantizedParams:
 
 
 def count_quantized(shape: Shape) -> QuantizedParams | None:
-    """Returns the parameters that the checkpoint's scheme quantises. None for plain weights."""
+    """Returns the parameters that the checkpoint's scheme quantises. Returns None for plain weights."""
     family = family_for(shape.hf)
     scheme = family.scheme(shape.hf)
     if scheme is None:

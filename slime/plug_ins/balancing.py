@@ -12,7 +12,7 @@ def get_seqlen_balanced_partitions(
 ) -> list[list[int]]:
     """Returns the positions of `seqlen_list` in `k_partitions` parts, see `slime.data.packing.karmarkar_karp`.
 
-    ValueError if there are fewer positions than parts.
+    Raises ValueError if there are fewer positions than parts.
     """
     if not 1 <= k_partitions <= len(seqlen_list):
         raise ValueError(

@@ -17,7 +17,7 @@ def dataclass_cli(func: Callable[..., T], env_var_prefix: str | None = None) -> 
     """Returns a function for typer with one option per field of the dataclass that `func` takes as its only argument.
 
     `--num-nodes 2` or the environment variable SLIME_SCRIPT_NUM_NODES (VIME_SCRIPT_NUM_NODES for upstream vime) sets
-    the field `num_nodes`. ValueError if the argument is no dataclass, or if typer is not installed.
+    the field `num_nodes`. Raises ValueError if the argument is no dataclass, or if typer is not installed.
     """
     try:
         option = import_module("typer").Option

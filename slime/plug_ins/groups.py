@@ -16,8 +16,8 @@ _gloo: dict[int, dist.ProcessGroup] = {}
 def get_gloo_group() -> dist.ProcessGroup:
     """Returns a group of all trainer ranks for tensors and objects on the host.
 
-    The first call makes the group. All ranks must make this call, as for any collective operation. ValueError in a
-    process that is no trainer rank.
+    The first call makes the group. All ranks must make this call, as for any collective operation. Raises ValueError in
+    a process that is no trainer rank.
     """
     if not dist.is_initialized():
         raise ValueError(

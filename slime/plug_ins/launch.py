@@ -48,7 +48,8 @@ class ExecuteTrainConfig:
 
 
 def exec_command(cmd: str, capture_output: bool = False) -> str | None:
-    """Runs a bash command and prints it. Returns its output with `capture_output`. CalledProcessError if it fails."""
+    """Runs a bash command and prints it. Returns its output with `capture_output`. Raises CalledProcessError if it
+    fails."""
     print(f"$ {cmd}", flush=True)
     done = subprocess.run(
         ["bash", "-c", cmd], check=True, text=True, stdout=subprocess.PIPE if capture_output else None
@@ -65,8 +66,8 @@ def execute_train(
     extra_env_vars: Mapping[str, str] | None = None,
     config: ExecuteTrainConfig | None = None,
 ) -> None:
-    """Trains with the flags `train_args`, and returns when the run has ended. CalledProcessError if the run fails.
-    `$NAME` in a flag is replaced by the environment variable, whose value is not printed.
+    """Trains with the flags `train_args`, and returns when the run has ended. Raises CalledProcessError if the run
+    fails. `$NAME` in a flag is replaced by the environment variable, whose value is not printed.
 
     `megatron_model_type` names a file of scripts/models, whose MODEL_ARGS come before `train_args`; without such a
     file, the model's shape comes from its config.json. `train_async.py` as `train_script` generates one update ahead.
@@ -90,7 +91,7 @@ def execute_train(
 
 
 def train_command(train_script: str) -> list[str]:
-    """Returns the words that start training. ValueError for another script than those of slime."""
+    """Returns the words that start training. Raises ValueError for another script than those of slime."""
     if Path(train_script).name not in _SCRIPTS:
         raise ValueError(
             f"train_script must be {' or '.join(_SCRIPTS)}, got {train_script!r}; run another script with exec_command"
@@ -138,7 +139,7 @@ def convert_checkpoint(
     """Makes `dir_dst`/`model_name`_torch_dist a link to the checkpoint, because a run reads Hugging Face's files.
 
     `dir_dst` defaults to the home folder, and `hf_checkpoint` to models/`model_name` in it. An existing folder is kept.
-    The other arguments belong to slime's conversion. FileNotFoundError without the checkpoint.
+    The other arguments belong to slime's conversion. Raises FileNotFoundError without the checkpoint.
     """
     home = Path.home()
     source = Path(hf_checkpoint or home / "models" / model_name).absolute()
@@ -209,7 +210,7 @@ def create_run_id() -> str:
 
 
 def get_bool_env_var(name: str, default: str = "false") -> bool:
-    """Returns True for 1 or true, False for 0, false or an empty value. ValueError for another value."""
+    """Returns True for 1 or true, False for 0, false or an empty value. Raises ValueError for another value."""
     value = os.environ.get(name, default).strip().lower()
     if value not in (*_TRUE, *_FALSE):
         raise ValueError(f"{name} must be 1, true, 0 or false, got {value!r}; correct the variable")

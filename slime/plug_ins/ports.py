@@ -23,7 +23,7 @@ def is_port_available(port: int) -> bool:
 
 
 def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
-    """Returns the first port from `start_port` on that begins `consecutive` free ports. ValueError without one.
+    """Returns the first port from `start_port` on that begins `consecutive` free ports. Raises ValueError without one.
 
     Another process may take the port before the plug-in does. A server that binds port 0 has no such race.
     """

@@ -45,8 +45,8 @@ def score_centering_correction(
     """Returns each token's centering term [N], and the masses of the top-k under the sampler and the trainer [N].
 
     The arguments are log-probs of the whole vocabulary at the sampler's top-k ids [N, K]. `slime.algo.surrogates` has
-    the maths. Only the term has a gradient. `eps` is the least probability outside of the top-k. ValueError for another
-    mode than none, tis and mis.
+    the maths. Only the term has a gradient. `eps` is the least probability outside of the top-k. Raises ValueError for
+    another mode than none, tis and mis.
     """
     import torch
 

@@ -101,7 +101,7 @@ def trace_function(
 
     The span's target is the argument with the name `target`, or the result of `target_getter`, which gets the arguments
     of the call, as `attrs_getter` does. Without both, the target is the first argument that is a sample or a list of
-    samples. ValueError if the function has no parameter `target`.
+    samples. Raises ValueError if the function has no parameter `target`.
     """
 
     def decorate(function: F) -> F:
@@ -167,7 +167,7 @@ def _samples(target: object) -> list[Sample | TraceHandle]:
 
 
 def _fields(target: Target) -> dict[str, object]:
-    """The attributes of a target. A span of several samples has their number and their group."""
+    """Returns the attributes of a target. A span of several samples has their number and their group."""
     handles = [bind_trace(one) if isinstance(one, Sample) else one for one in _samples(target)]
     if not handles:
         return {}

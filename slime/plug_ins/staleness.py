@@ -10,8 +10,8 @@ from slime.types import Sample
 
 
 def sample_staleness(sample: Sample, current_weight_version: int) -> int | None:
-    """Returns the age of the sample's oldest token in weight updates. None if a version is missing, is no number, or is
-    newer than `current_weight_version`."""
+    """Returns the age of the sample's oldest token in weight updates. Returns None if a version is missing, is no
+    number, or is newer than `current_weight_version`."""
     versions = [str(version) for version in sample.weight_versions or []]
     if not versions or not all(version.removeprefix("-").isdecimal() for version in versions):
         return None

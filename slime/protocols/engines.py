@@ -72,7 +72,8 @@ class GenerateResult:
 
     @property
     def token_columns(self) -> dict[str, list[float]]:
-        """The columns with one number per token, as lists. They include `VERSIONS` if each token's version is known."""
+        """Returns the columns with one number per token, as lists. They include `VERSIONS` if each token's version is
+        known."""
         plain = {name: arrays[0] for name, arrays in self.columns.items() if len(arrays) == 1}
         found = {name: array.tolist() for name, array in plain.items() if array.ndim == 1}
         if VERSIONS not in found and len(self.weight_versions) == 1:
@@ -119,9 +120,9 @@ class TokenScorer(Protocol):
         """Returns the log-probs of `token_ids[start:]`, each given the tokens before it. Retries as
         `RolloutEngine.generate`.
 
-        The temperature is 1, whatever the temperature of samples, unless the model is served with its logits divided
-        by a temperature (`slime.roles.served.ServedModel`). ValueError for a `start` outside [1, n), because the first
-        token has no prediction, and for tokens that the engine rejects.
+        The temperature is 1, whatever the temperature of samples, unless the model is served with its logits divided by
+        a temperature (`slime.roles.served.ServedModel`). Raises ValueError for a `start` outside [1, n), because the
+        first token has no prediction, and for tokens that the engine rejects.
         """
         ...
 
@@ -163,14 +164,14 @@ class RolloutEngine(TokenScorer, Protocol):
         `parts` gets tokens every few seconds, which changes neither the tokens nor the result. A caller leaves it out
         for an engine without `has_parts`.
 
-        `columns` maps the name of each requested engine column to its argument, such as {TOP: 8}. ValueError for a
-        column that the engine cannot provide.
+        `columns` maps the name of each requested engine column to its argument, such as {TOP: 8}. Raises ValueError for
+        a column that the engine cannot provide.
 
         `sampling_params` uses slime's names: temperature, top_p, top_k, max_new_tokens, min_new_tokens, stop,
         stop_token_ids, skip_special_tokens. A prompt that the engine rejects raises ValueError at once.
 
         `images` are the processed images of the prompt, in its order. `token_ids` contains the ids that stand for them.
-        ValueError if the ids do not fit the images. A caller leaves `images` out for a prompt without images.
+        Raises ValueError if the ids do not fit the images. A caller leaves `images` out for a prompt without images.
         """
         ...
 
@@ -186,7 +187,8 @@ class EnginePool(Protocol):
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """Run-time values that hooks find in their `args` in addition to the flags, such as the router's address."""
+        """Returns run-time values that hooks find in their `args` in addition to the flags, such as the router's
+        address."""
         ...
 
     def client(self) -> RolloutEngine | None:

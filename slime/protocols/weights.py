@@ -40,7 +40,8 @@ class WeightSet:
 
     @classmethod
     def of(cls, record: Mapping[str, Any] | None) -> WeightSet:
-        """Returns the record of an engine's message. ValueError for a kind that this version does not support."""
+        """Returns the record of an engine's message. Raises ValueError for a kind that this version does not
+        support."""
         fields = dict(record or {})
         if (kind := fields.get("kind", "full")) not in get_args(WeightKind):
             raise ValueError(

@@ -27,7 +27,7 @@ def fill_saved(c: argparse.Namespace) -> None:
 
 
 def check_receipt(c: Config) -> None:
-    """ValueError for a key that cannot sign, and for a run without training."""
+    """Raises ValueError for a key that cannot sign, and for a run without training."""
     if not c.debug.receipt:
         return
     if c.debug.debug_rollout_only:

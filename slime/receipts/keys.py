@@ -18,7 +18,7 @@ _MAKE = "make one with: openssl genpkey -algorithm ed25519 -out key.pem"
 
 
 def read_private_key(path: str) -> Ed25519PrivateKey:
-    """Returns the private key in a PEM file without a password. ValueError for another file."""
+    """Returns the private key in a PEM file without a password. Raises ValueError for another file."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 

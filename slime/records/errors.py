@@ -32,7 +32,7 @@ class FlagError(ValueError):
 
     @property
     def finding(self) -> str:
-        """The text without prefix and advice."""
+        """Returns the text without prefix and advice."""
         got = "" if self.got == _NO_VALUE else f", got {self.got}"
         return f"{self.flag} must {self.rule}{got}"
 
@@ -41,11 +41,11 @@ class FlagError(ValueError):
         return frozenset(_FLAG.findall(f"{self.flag} {self.rule} {self.advice}"))
 
     def after(self, prefix: str) -> Self:
-        """The same error with `prefix` before its text."""
+        """Returns the same error with `prefix` before its text."""
         return type(self)(self.flag, self.rule, self.got, self.advice, prefix + self.prefix)
 
     def renamed(self, spelling: Callable[[str], str]) -> Self:
-        """The same error with each flag as `spelling` returns it. The value of the user stays unchanged."""
+        """Returns the same error with each flag as `spelling` returns it. The user's value stays unchanged."""
         flag, rule, advice = (replace_flags(part, spelling) for part in (self.flag, self.rule, self.advice))
         return type(self)(flag, rule, self.got, advice, self.prefix)
 
@@ -79,5 +79,5 @@ _FLAG = re.compile(r"--[a-z][\w-]*")
 
 
 def replace_flags(text: str, spelled: Callable[[str], str]) -> str:
-    """A text of this project with each of its flags as `spelled` returns it."""
+    """Returns a text of this project with each flag as `spelled` returns it."""
     return _FLAG.sub(lambda found: spelled(found[0]), text)

@@ -50,7 +50,7 @@ class RunContext:
 
     @property
     def run(self) -> GenerateState:
-        """The state of the run. RuntimeError in a process without a run."""
+        """Returns the state of the run. Raises RuntimeError in a process without a run."""
         if self.state is None:
             raise NoRunError
         return self.state
@@ -87,7 +87,7 @@ def find_context(args: Namespace) -> RunContext:
 def run_in_process(coroutine: Coroutine[object, object, T]) -> T:
     """Runs the coroutine to its end in the loop of this process's rollout, or in a new loop if no rollout runs.
 
-    RuntimeError if a coroutine in the rollout's loop calls this, because it would wait for itself.
+    Raises RuntimeError if a coroutine in the rollout's loop calls this, because it would wait for itself.
     """
     global _own_loop
     state = entered()

@@ -71,8 +71,8 @@ def load_with_facts(
 ) -> tuple[list[SampleGroup], dict[str, object] | None]:
     """Returns a file's groups and the facts about their sampling (None if the file does not record the facts).
 
-    Consecutive samples with the same `group_index` form a group. ValueError if the file is missing or holds
-    more than plain values and tensors.
+    Consecutive samples with the same `group_index` form a group. Raises ValueError if the file is missing or holds more
+    than plain values and tensors.
     """
     flag = "--load-debug-rollout-data"
     path = _path(template, f"eval_{rollout_id}" if evaluation else str(rollout_id), flag)

@@ -146,8 +146,8 @@ _FALLBACKS = {
 def resolve_eval_datasets(c: Config, *, masked: bool | None = None) -> list[EvalDatasetConfig]:
     """Returns the datasets of --eval-config (a YAML file), or else of --eval-prompt-data (name path pairs), or else [].
 
-    The file holds `datasets`, a list or a mapping from names, and optionally `defaults`. Both are at the top
-    level or under `eval`. `masked`: see `read_eval_prompts`.
+    The file holds `datasets`, a list or a mapping from names, and optionally `defaults`. Both are at the top level or
+    under `eval`. For `masked`, see `read_eval_prompts`.
     """
     chosen = c.evaluation
     if chosen.eval_config is None:
@@ -194,9 +194,9 @@ def build_eval_dataset_configs(
 
 
 def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[EvalDatasetConfig]:
-    """Resolves the settings for every entry. An unknown key becomes an attribute of the dataset's record. ValueError,
-    with dataset and key, for a key that is nearly the name of a setting, for missing or wrong settings, and for
-    duplicate names."""
+    """Resolves the settings for every entry. An unknown key becomes an attribute of the dataset's record. Raises
+    ValueError, with dataset and key, for a key that is nearly the name of a setting, for missing or wrong settings, and
+    for duplicate names."""
     if not isinstance(raw_config, list) or not all(isinstance(e, dict) for e in (*raw_config, defaults)):
         raise FlagError(
             "--eval-config",
@@ -232,7 +232,8 @@ def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[Eva
 
 
 def _require_no_typing_error(where: str, settings: Values, known: frozenset[str]) -> None:
-    """ValueError for an unknown key that is nearly the name of a setting. Users' functions read other unknown keys."""
+    """Raises ValueError for an unknown key that is nearly a setting's name. Users' functions read other unknown
+    keys."""
     for key in settings:
         near = difflib.get_close_matches(str(key), known | sampling.RULES.keys(), n=1, cutoff=NEAR)
         misplaced = key in ("name", "path") and key not in known
@@ -242,7 +243,7 @@ def _require_no_typing_error(where: str, settings: Values, known: frozenset[str]
 
 
 def _check_setting(where: str, key: str, value: object) -> None:
-    """ValueError for a value of a wrong type or out of range."""
+    """Raises ValueError for a value of a wrong type or out of range."""
     if value is None:
         return
     problem = None
@@ -268,7 +269,7 @@ def _check_setting(where: str, key: str, value: object) -> None:
 
 
 def _check_dataset(reward: RewardConfig, where: str, config: EvalDatasetConfig) -> None:
-    """ValueError for a reward or a function that does not exist."""
+    """Raises ValueError for a reward or a function that does not exist."""
     rewards = {
         "rm_type": config.rm_type,
         "rm_type in metadata_overrides": config.metadata_overrides.get("rm_type"),
@@ -289,7 +290,7 @@ def _check_dataset(reward: RewardConfig, where: str, config: EvalDatasetConfig) 
 
 
 def _check_lengths(where: str, config: EvalDatasetConfig) -> None:
-    """ValueError for lengths that leave no response."""
+    """Raises ValueError for lengths that leave no response."""
     if config.max_response_len is None and config.max_context_len is None:
         raise FlagError(
             f"--eval-config: max_response_len of {where}", "be a number", "none", "or give max_context_len"
@@ -304,7 +305,7 @@ def _check_lengths(where: str, config: EvalDatasetConfig) -> None:
 
 
 def check_evaluation(c: Config) -> None:
-    """ValueError for a wrong setting of an evaluation dataset. The start of a run calls this rule."""
+    """Raises ValueError for a wrong setting of an evaluation dataset. The start of a run calls this rule."""
     resolve_eval_datasets(c)
 
 
@@ -316,8 +317,8 @@ def read_eval_prompts(
     masked: bool | None = None,
     most_bytes: int | None = None,
 ) -> Prompts:
-    """Returns the checked prompts of a dataset. ValueError with file and line for a wrong prompt. `masked` reads
-    conversations or pairs, as training does (None: if `held_out`). `most_bytes`: see `load_prompts`."""
+    """Returns the checked prompts of a dataset. Raises ValueError with file and line for a wrong prompt. `masked` reads
+    conversations or pairs, as training does (None: if `held_out`). For `most_bytes`, see `load_prompts`."""
     checkpoint, masked = c.rollout.hf_checkpoint, held_out(c) if masked is None else masked
     limit = (find_lowest if masked else prompt_limit)(config.max_prompt_len, config.max_context_len)
     if checkpoint and config.apply_chat_template_kwargs:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def load_eval_datasets(
     state: GenerateState, *, masked: bool | None = None
 ) -> list[tuple[EvalDatasetConfig, Sequence[Prompt]]]:
-    """Returns the settings and prompts of every evaluation dataset. Each file is read once per run. `masked`: see
+    """Returns the settings and prompts of every evaluation dataset. Each file is read once per run. For `masked`, see
     `read_eval_prompts`.
 
     The rollout manager calls this at the start of a run, so that a bad file is an error at the start.
@@ -52,10 +52,9 @@ def load_eval_datasets(
 async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOutput:
     """Generates and scores `n_samples_per_eval_prompt` responses to every prompt of every dataset.
 
-    The result is deterministic if the engine is: a response's random stream is "eval/{name}/{rollout_id}/{index}".
-    An error of a reward or generate function names the sample. TimeoutError if every response of a dataset
-    passes --rollout-deadline-s. If only some responses are late, the rewards exclude them and a warning
-    counts them.
+    The result is deterministic if the engine is: a response's random stream is "eval/{name}/{rollout_id}/{index}". An
+    error of a reward or generate function names the sample. Raises TimeoutError if every response of a dataset passes
+    --rollout-deadline-s. If only some responses are late, the rewards exclude them and a warning counts them.
     """
     datasets = load_eval_datasets(state)
     total = sum(len(prompts) * config.n_samples_per_eval_prompt for config, prompts in datasets)

@@ -84,7 +84,8 @@ def note_sampling(flags: RolloutConfig, sample: Sample, params: SamplingParams) 
 
 
 def sample_facts(sample: Sample, run: Facts | None) -> Facts | None:
-    """Returns one sample's record, with its tokens and mask at the end of the rollout. None without the run's facts."""
+    """Returns one sample's record, with its tokens and mask at the end of the rollout. Returns None without the run's
+    facts."""
     if run is None:
         return None
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length

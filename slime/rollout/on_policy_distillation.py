@@ -73,7 +73,7 @@ def post_process_rewards(
 
 def find_source(flags: DistillationConfig, sample: Sample, sources: Sequence[str]) -> str:
     """Returns the sample's source, which selects its teacher: the metadata's entry --opd-teacher-key, or DEFAULT.
-    ValueError for a source without a teacher."""
+    Raises ValueError for a source without a teacher."""
     named = sample.metadata.get(flags.opd_teacher_key)
     if named in sources:
         return str(named)
@@ -86,7 +86,7 @@ def find_source(flags: DistillationConfig, sample: Sample, sources: Sequence[str
 
 
 def find_urls(config: Config) -> dict[str, str]:
-    """Maps each source to the URL of its teacher's server. ValueError if no URL is set."""
+    """Maps each source to the URL of its teacher's server. Raises ValueError if no URL is set."""
     flags = config.distillation
     urls = by_name("opd_teacher_url", flags.opd_teacher_url)
     if not urls and (url := config.reward.rm_url):

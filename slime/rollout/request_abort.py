@@ -61,7 +61,7 @@ def abort_calls(state: GenerateState) -> None:
 
 
 def cancels_its_call(function: Hook) -> bool:
-    """Returns True if the function's `abort_mode` is "request". ValueError for a value that is not in MODES."""
+    """Returns True if the function's `abort_mode` is "request". Raises ValueError for a value that is not in MODES."""
     mode = getattr(function, ATTRIBUTE, None)
     if mode is not None and mode not in MODES:
         raise ValueError(

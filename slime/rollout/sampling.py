@@ -87,7 +87,7 @@ RULES: dict[str, tuple[str, Check]] = {
 def checked(sampling_params: Mapping[str, object]) -> SamplingParams:
     """Returns `sampling_params` without values of None. Whole numbers and booleans become Python's types.
 
-    ValueError for an unknown name, a wrong type or a value out of range.
+    Raises ValueError for an unknown name, a wrong type or a value out of range.
     """
     if unknown := sampling_params.keys() - RULES.keys():
         raise ValueError(
@@ -118,7 +118,7 @@ def _plain(value: object) -> object:
 
 def _build_inference_sampling_params(sampling_params: Mapping[str, object]) -> dict[str, object]:
     """Returns the `sampling_params` of vLLM's /inference/v1/generate, with log-probs, from those of a generate
-    function. ValueError for a parameter that vLLM does not have."""
+    function. Raises ValueError for a parameter that vLLM does not have."""
     unknown = [name for name in sampling_params if name not in NAMES and name != "seed"]
     if unknown:
         raise ValueError(
@@ -130,7 +130,7 @@ def _build_inference_sampling_params(sampling_params: Mapping[str, object]) -> d
 
 
 def _coerce_flat_int_token_ids(ids: object) -> list[int]:
-    """Returns token ids as one list, from nested lists, arrays or tensors. ValueError for a text."""
+    """Returns token ids as one list, from nested lists, arrays or tensors. Raises ValueError for a text."""
     if ids is None:
         return []
     if isinstance(ids, str):

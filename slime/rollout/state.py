@@ -172,7 +172,7 @@ class GenerateState:
 
     def served(self, name: str) -> RolloutEngine:
         """Returns the engine client of the run's frozen model `name` (--frozen-model). Hooks call its `generate` and
-        `score` with token ids. ValueError for an unknown name."""
+        `score` with token ids. Raises ValueError for an unknown name."""
         if name not in self.frozen_engines:
             raise ValueError(
                 f"name must be one of the run's frozen models, {sorted(self.frozen_engines)}, got {name!r}; add it "
@@ -182,17 +182,18 @@ class GenerateState:
 
     @functools.cached_property
     def context(self) -> tuple[int | None, str]:
-        """The engines' limit on prompt and response tokens together, and the name of the setting that limits them."""
+        """Returns the engines' limit on prompt and response tokens together, and the name of the setting that sets
+        it."""
         return longest_sequence(self.config)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop of `run`, or None before the first call."""
+        """Returns the event loop of `run`, or None before the first call."""
         return self._loop
 
     @property
     def concurrency(self) -> int:
-        """The limit on the number of samples in generation."""
+        """Returns the limit on the number of samples in generation."""
         return self.semaphore.limit
 
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
@@ -297,7 +298,7 @@ class GenerateState:
 
     @functools.cached_property
     def media(self) -> MediaProcessor | None:
-        """Processes the images and videos of prompts. None for a model of text."""
+        """Returns the processor of prompts' images and videos, or None for a model of text."""
         checkpoint = self.config.rollout.hf_checkpoint
         if not checkpoint:
             return None
@@ -306,7 +307,7 @@ class GenerateState:
 
     @property
     def processor(self) -> ProcessorMixin | None:
-        """The model's processor under slime's name."""
+        """Returns the model's processor under slime's name."""
         return None if self.media is None else self.media.processor
 
     async def encode_prompt(self, sample: Sample) -> list[int]:
@@ -345,7 +346,7 @@ class GenerateState:
 
     def start_expansion(self, inputs: Mapping[str, object] | None) -> Expansion | None:
         """Returns the expansion of a prompt with images, whose `inputs` have slime's form: the lists `images` and
-        `videos`. None for a prompt of text. ValueError for images without a processor."""
+        `videos`. Returns None for a prompt of text. Raises ValueError for images without a processor."""
         if inputs is None:
             return None
         if self.media is None:
@@ -359,7 +360,7 @@ class GenerateState:
 
     async def context_tokens(self) -> int | None:
         """Returns the engines' limit on the tokens of a prompt with its response, or None if the limit is unknown.
-        TimeoutError if no engine responds within --rollout-deadline-s."""
+        Raises TimeoutError if no engine responds within --rollout-deadline-s."""
         ask = getattr(self.engine, "context_tokens", None)
         async with self._asking:
             if self._context is None and ask is not None:
@@ -393,7 +394,7 @@ def entered() -> GenerateState | None:
 
 
 def current_state() -> GenerateState:
-    """Returns the state of this process's run. RuntimeError in a process without a run."""
+    """Returns the state of this process's run. Raises RuntimeError in a process without a run."""
     if (state := entered()) is None:
         raise NoRunError
     return state

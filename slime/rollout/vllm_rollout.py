@@ -48,7 +48,7 @@ async def generate_rollout_async(
     """Returns a rollout as `generate_rollout` does, and the aborted groups.
 
     `data_source` is the source, or its method `get_samples`, as in slime. The list of aborted groups is empty, because
-    the rollout itself puts groups back into the source (--partial-rollout). ValueError for another callable.
+    the rollout itself puts groups back into the source (--partial-rollout). Raises ValueError for another callable.
     """
     bound = getattr(data_source, "__self__", data_source)
     source: DataSource = data_source if hasattr(data_source, "get_samples") else bound
@@ -80,7 +80,8 @@ async def abort(args: Namespace, rollout_id: int) -> list[SampleGroup]:
 
 def get_model_url(args: Namespace, name: str, endpoint: str = "/generate") -> str:
     """Returns the URL of `endpoint` for the model `name`: at the name's router in `args.model_routers`, or, if the run
-    serves a single model, at `args.router_url`. ValueError if the run serves several models and `name` is unknown."""
+    serves a single model, at `args.router_url`. Raises ValueError if the run serves several models and `name` is
+    unknown."""
     routers: dict[str, str] = getattr(args, "model_routers", None) or {}
     if routers and name not in routers:
         raise ValueError(f"name must be one of {sorted(routers)}, got {name!r}; the run serves these models")

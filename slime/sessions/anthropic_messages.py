@@ -112,7 +112,7 @@ def _make_usage(answer: ModelAnswer) -> Body:
 
 
 def whole(answer: ModelAnswer) -> Body:
-    """The answer as one object."""
+    """Returns the answer as one object."""
     return _message(answer, _content(answer), _STOP[answer.finish], _make_usage(answer))
 
 
@@ -168,7 +168,7 @@ def _named(name: str, **fields: object) -> Event:
 
 
 def failure(refused: RequestRejected) -> Event:
-    """The body of an error."""
+    """Returns the event of an error, with its body."""
     kind = _ERRORS.get(refused.status, "invalid_request_error")
     message = f"{refused.reason}: {refused}"
     return "error", {"type": "error", "error": {"type": kind, "message": message}}

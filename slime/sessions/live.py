@@ -63,7 +63,7 @@ class LiveAnswer:
     """One answer, from the request to its end. `follow` begins it; a stream of events reads `texts`, then `answer`."""
 
     def __init__(self, ended: Callable[[], str | None] = lambda: None) -> None:
-        """`ended` returns the reason why the session has ended, or None."""
+        """Makes an answer without text. `ended` returns the reason why the session has ended, or None."""
         self._ended = ended
         self.id, self.created = secrets.token_hex(12), int(time.time())
         self.prompt_tokens = 0
@@ -76,7 +76,7 @@ class LiveAnswer:
         self._news = asyncio.Event()
 
     def follow(self, task: asyncio.Task[ModelAnswer]) -> None:
-        """`task` makes the answer."""
+        """Sets the task that makes the answer."""
         self._task = task
         task.add_done_callback(lambda _: self._news.set())
 

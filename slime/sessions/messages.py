@@ -106,12 +106,13 @@ class ChatRequest:
 
 
 def get_text(content: object, kinds: tuple[str, ...] = _TEXT) -> str:
-    """The text of a message's content: a text, or a list of text parts. Refused for an image and other parts."""
+    """Returns the text of a content: a text, or a list of text parts. Raises RequestRejected for an image and other
+    parts."""
     return "".join(_parts(content, kinds))
 
 
 def system_text(content: object) -> str:
-    """The text of a system prompt, without the line that a client changes in each request."""
+    """Returns the text of a system prompt, without the line that a client changes in each request."""
     return "".join(_BILLING.sub("", part) for part in _parts(content, _TEXT))
 
 

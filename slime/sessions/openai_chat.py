@@ -20,7 +20,7 @@ from slime.sessions.messages import ToolCall, assistant, get_text, tool_call
 
 
 def read(body: Body, session: Session) -> ChatRequest:
-    """The request. Refused for what sessions do not serve."""
+    """Returns the request. Raises RequestRejected for a request that sessions do not serve."""
     entries = dialect.objects(body.get("messages"), "messages")
     tools = []
     for tool in dialect.read_objects(body, "tools"):
@@ -69,7 +69,7 @@ def _usage(answer: ModelAnswer) -> Body:
 
 
 def whole(answer: ModelAnswer) -> Body:
-    """The answer as one object."""
+    """Returns the answer as one object."""
     reply = answer.reply
     message: Body = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
@@ -87,7 +87,7 @@ def whole(answer: ModelAnswer) -> Body:
 
 
 async def events(live: LiveAnswer, body: Body) -> AsyncIterator[list[Event]]:
-    """The answer as the chunks of a stream."""
+    """Yields the answer as the chunks of a stream."""
 
     def chunk(delta: Body, finish: str | None = None) -> Event:
         return None, {
@@ -118,7 +118,7 @@ async def events(live: LiveAnswer, body: Body) -> AsyncIterator[list[Event]]:
 
 
 def failure(refused: RequestRejected) -> Event:
-    """The body of an error."""
+    """Returns the event of an error, with its body."""
     code = "context_length_exceeded" if refused.reason == "context" else refused.reason
     return None, {
         "error": {"message": str(refused), "type": "invalid_request_error", "param": None, "code": code}

@@ -20,8 +20,8 @@ from slime.sessions.messages import ToolCall, assistant, get_text, system_text, 
 
 
 def read(body: Body, session: Session) -> ChatRequest:
-    """The request. `previous_response_id` brings the messages of an earlier answer. Refused for what sessions do not
-    serve."""
+    """Returns the request. `previous_response_id` brings the messages of an earlier answer. Raises RequestRejected for
+    a request that sessions do not serve."""
     body_input = body.get("input")
     entries = [{"role": "user", "content": body_input}] if isinstance(body_input, str) else body_input
     messages = _messages(dialect.objects(entries, "input"))
@@ -148,13 +148,13 @@ def _status(answer: ModelAnswer) -> str:
 
 
 def whole(answer: ModelAnswer) -> Body:
-    """The answer as one object."""
+    """Returns the answer as one object."""
     counts = answer.cached_tokens, answer.completion_tokens
     return _response(answer, _status(answer), _output(answer), *counts)
 
 
 async def events(live: LiveAnswer, body: Body) -> AsyncIterator[list[Event]]:
-    """The answer as the events of a stream."""
+    """Yields the answer as the events of a stream."""
     steps = _Steps()
     opened = _response(live, "in_progress", [], 0, 0) | {"usage": None}
     steps.add("response.created", response=opened)
@@ -202,7 +202,7 @@ class _Steps:
         self._number += 1
 
     def open(self, index: int, item: Body) -> None:
-        """Begin an item of the output, and the part of a message."""
+        """Begins an item of the output, and the part of a message."""
         empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         self.add("response.output_item.added", output_index=index, item={**item, **empty})
         if item["type"] == "message":
@@ -222,7 +222,7 @@ class _Steps:
 
 
 def failure(refused: RequestRejected) -> Event:
-    """The body of an error."""
+    """Returns the event of an error, with its body."""
     _, data = openai_chat.failure(refused)
     return "error", {"type": "error", "sequence_number": 0, **data["error"], **data}
 

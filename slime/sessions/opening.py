@@ -31,7 +31,7 @@ async def open_session(
     limits: SessionLimits | None = None,
     parser: ChatParser | None = None,
 ) -> AsyncIterator[Session]:
-    """A session of `sample`, which an agent can use until the block ends.
+    """Opens a session of `sample`, which an agent can use until the block ends.
 
     `sampling_params` default to those of training samples, `limits` to the --session flags, and `parser`, which finds
     reasoning and tool calls, to the backend's parser. If a limit or a bad request has ended the session, errors of the

@@ -44,7 +44,8 @@ async def read_reply(
 
 
 async def parsed(parser: ChatParser, answer: Answer) -> Reply:
-    """`parse_reply` in a thread, so that the event loop goes on. Refused also when the parser takes too long."""
+    """Runs `parse_reply` in a thread, so that the event loop goes on. Raises RequestRejected also when the parser takes
+    too long."""
     if getattr(parser, "plain", False):
         return parse_reply(parser, *answer)
     try:
@@ -60,8 +61,8 @@ async def parsed(parser: ChatParser, answer: Answer) -> Reply:
 
 
 def parse_reply(parser: ChatParser, *answer: *Answer) -> Reply:
-    """The reply that the parser finds, in Unicode text. Refused when it raises an error, and for a call without a name:
-    no client could carry that on."""
+    """Returns the reply that the parser finds, in Unicode text. Raises RequestRejected if the parser raises an error,
+    and for a call without a name, which no client could answer."""
     try:
         found = parser.parse(*answer)
         calls = tuple(_call(call) for call in found.tool_calls)

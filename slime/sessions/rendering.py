@@ -56,8 +56,8 @@ class ChatRenderer:
         self._tokenizer, self.options, self._media = tokenizer, options, media
 
     def whole(self, messages: list[Message], tools: Tools, context: int | None) -> Rendered:
-        """The tokens of a conversation, open for the model. Refused when the template raises an error, and for a text
-        that is far longer than `context` tokens."""
+        """Returns the tokens of a conversation, open for the model. Raises RequestRejected if the template raises an
+        error, and for a text that is far longer than `context` tokens."""
         return self._encode(self._render(messages, tools, open_turn=True), messages, context)
 
     def following(
@@ -68,12 +68,12 @@ class ChatRenderer:
         last_token: int | None,
         context: int | None,
     ) -> Rendered:
-        """The tokens after the last turn of `known`, which is the model's: what closes it, `new`, and the opening of
-        the next turn.
+        """Returns the tokens after the last turn of `known`, which is the model's: the tokens that close this turn,
+        `new`, and the opening of the next turn.
 
-        `last_token`: the model's last token if the turn ended with it, None for a turn that was cut off. A template
-        that shows another end, such as <|end|> for gpt-oss's <|return|>, does not add its own. BoundaryError when the
-        end of the turn cannot be found. Refused as by `whole`.
+        `last_token` is the model's last token if the turn ended with it, or None for a turn that was cut off. A
+        template that shows another end, such as <|end|> for gpt-oss's <|return|>, does not add its own. Raises
+        BoundaryError if the turn's end cannot be found, and the errors of `whole`.
         """
         mark = f"mark{secrets.token_hex(8)}"
         before = [*known[:-1], _marked(known[-1], mark)]
@@ -93,7 +93,7 @@ class ChatRenderer:
 
     @cached_property
     def special(self) -> dict[int, str]:
-        """Special tokens by id."""
+        """Returns the special tokens by id."""
         added = self._tokenizer.added_tokens_decoder
         found = {number: str(token) for number, token in added.items() if token.special}
         ids, texts = self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens
@@ -105,7 +105,7 @@ class ChatRenderer:
         return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     def _closing(self, closed: str, text: str) -> str:
-        """The beginning of `text` that closes the turn."""
+        """Returns the beginning of `text` that closes the turn."""
         if text.startswith(closed):
             return closed
         one, other = self._pattern.search(closed), self._pattern.search(text)
@@ -128,9 +128,9 @@ class ChatRenderer:
         ) from error
 
     def _encode(self, text: str, messages: list[Message], context: int | None) -> Rendered:
-        """The tokens of a text, and the images of the messages, whose markers the text has. A long text is first
-        counted in pieces, up to twice the context: a text of a few megabytes would take seconds, and one of 60 MB more
-        memory than a host has."""
+        """Returns the tokens of a text, and the images of the messages, whose markers the text has. A long text is
+        first counted in pieces, up to twice the context: a text of a few megabytes would take seconds, and one of 60 MB
+        more memory than a host has."""
         if context is not None and len(text) > max(_PIECE, 8 * context):
             count = 0
             for start in range(0, len(text), _PIECE):

@@ -46,7 +46,7 @@ class SessionServer:
         self.url = ""
 
     async def start(self, host: str = LOOPBACK) -> None:
-        """Listens on `host`. ValueError if this machine does not have the address."""
+        """Listens on `host`. Raises ValueError if this machine does not have the address."""
         app = web.Application(client_max_size=_LARGEST_BODY_BYTES)
         for dialect in (CHAT, RESPONSES, MESSAGES):
             app.router.add_post(f"/sessions/{{id}}/v1/{dialect.path}", _Route(self, dialect).handle)
@@ -73,7 +73,7 @@ class SessionServer:
         self._sessions.pop(session.id, None)
 
     def find_session(self, request: web.Request) -> Session:
-        """The open session of a request with its key. Refused without one."""
+        """Returns the open session of a request with its key. Raises RequestRejected without one."""
         session = self._sessions.get(request.match_info["id"])
         header = request.headers.get("Authorization", "").removeprefix("Bearer ")
         key = (request.headers.get("x-api-key") or header).strip()
@@ -162,7 +162,7 @@ class _Route:
     async def _respond(
         self, request: web.Request, session: Session, body: Body, asked: ChatRequest
     ) -> web.StreamResponse:
-        """The answer whole or as events."""
+        """Answers a request with one object, or with events if the client asked for a stream."""
         live = LiveAnswer(lambda: session.ended)
         task = asyncio.create_task(session.answer(asked, live))
         live.follow(task)
@@ -176,8 +176,8 @@ class _Route:
     async def _stream(
         self, request: web.Request, session: Session, events: AsyncIterator[list[Event]]
     ) -> web.StreamResponse:
-        """Send events as they come, and comments while none comes. A refusal before anything was sent is raised, and
-        later an event of the stream."""
+        """Sends events as they come, and comments while none comes. A refusal before anything was sent is raised. A
+        later refusal becomes an event of the stream."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         stream = web.StreamResponse(headers=headers)
         coming = asyncio.ensure_future(_next(events))

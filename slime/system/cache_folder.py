@@ -10,7 +10,7 @@ CACHE = "HF_DATASETS_CACHE"
 
 
 def find_cache_folder() -> Path:
-    """Returns the cache of `datasets`. ValueError if it cannot be written."""
+    """Returns the cache of `datasets`. Raises ValueError if it cannot be written."""
     from datasets import config
 
     folder = Path(config.HF_DATASETS_CACHE)

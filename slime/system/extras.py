@@ -17,8 +17,8 @@ _DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}
 
 
 def install(extra: str | None = None) -> str:
-    """The command that installs the packages of `extra`, which is cpu or gpu. The default is the extra that fits this
-    machine."""
+    """Returns the command that installs the packages of `extra`, which is cpu or gpu. The default is the extra that
+    fits this machine."""
     extra = extra or ("gpu" if shutil.which("nvidia-smi") else "cpu")
     if IS_CHECKOUT:
         return f"pip install '.[{extra}]' in the folder of vime, or bash scripts/setup.sh"
@@ -26,8 +26,8 @@ def install(extra: str | None = None) -> str:
 
 
 def missing(error: ModuleNotFoundError, who: str) -> str | None:
-    """The message for `who`, a command, that could not import a package. None if the error has another cause: a module
-    of this project is missing, or an installed package lacks a part."""
+    """Returns the message for `who`, a command that could not import a package. Returns None if the error has another
+    cause: a module of this project is missing, or an installed package lacks a part."""
     top, _, rest = (error.name or "").partition(".")
     if not top or top in _OWN or (rest and _is_there(top)):
         return None

@@ -21,13 +21,13 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 
 def entries(environ: Mapping[str, str]) -> list[str]:
-    """The folders of PYTHONPATH as absolute paths. An empty entry, as in `PYTHONPATH=/a:$PYTHONPATH` where nothing was
-    set before, means the current folder to Python; nobody asks for that."""
+    """Returns the folders of PYTHONPATH as absolute paths, without empty entries. To Python, an empty entry, as in
+    `PYTHONPATH=/a:$PYTHONPATH` with no earlier value, means the current folder, which no user intends."""
     return [os.path.abspath(entry) for entry in environ.get(VARIABLE, "").split(os.pathsep) if entry]
 
 
 def leave_current_folder(path: list[str], environ: MutableMapping[str, str]) -> None:
-    """Take the current folder off `path` (sys.path) and out of an empty entry of PYTHONPATH.
+    """Removes the current folder from `path` (sys.path) and from an empty entry of PYTHONPATH.
 
     The folder of these packages stays, and so does a folder that PYTHONPATH names.
     """
@@ -43,10 +43,10 @@ def leave_current_folder(path: list[str], environ: MutableMapping[str, str]) -> 
 
 
 def show_packages(environ: Mapping[str, str]) -> None:
-    """Start the command of this process again with ROOT on PYTHONPATH, if another folder hides one of these packages.
+    """Starts this process's command again with ROOT on PYTHONPATH, if another folder hides one of these packages.
 
     Python takes a folder `vime` without __init__.py on PYTHONPATH, such as a clone of the repository, for the package,
-    and does not ask the finder of an editable install. A package in a folder of the path comes before such folders.
+    and does not call the finder of an editable install. A package in a folder of the path comes before such folders.
     """
     specs = map(find_spec, ("rl_kernel", "slime", "vime"))
     hidden = any(spec is not None and spec.origin is None for spec in specs)
@@ -56,12 +56,13 @@ def show_packages(environ: Mapping[str, str]) -> None:
 
 
 def get_worker_path(environ: Mapping[str, str]) -> list[str]:
-    """What goes first on the path of a worker on any host: these packages if not installed, and PYTHONPATH."""
+    """Returns the first entries of a worker's path on any host: ROOT if these packages are not installed, and
+    PYTHONPATH."""
     installed = os.path.basename(ROOT) in ("site-packages", "dist-packages")
     return [*([] if installed else [ROOT]), *entries(environ)]
 
 
 def in_current_folder(module: str) -> bool:
-    """Whether the current folder has this module, which is then left aside."""
+    """Returns True if the current folder has this module, but is not on sys.path."""
     name = module.partition(".")[0]
     return os.getcwd() not in sys.path and (os.path.isfile(f"{name}.py") or os.path.isdir(name))

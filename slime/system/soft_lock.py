@@ -17,7 +17,7 @@ MISSING = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 def has_flock(folder: str | Path) -> bool:
-    """Whether flock works for files of this folder."""
+    """Returns whether flock works for files of this folder."""
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -29,7 +29,7 @@ def has_flock(folder: str | Path) -> bool:
 
 
 def holder(file: str | Path) -> tuple[str, bool]:
-    """Who made the lock file, in words, and whether this host can see if that process runs."""
+    """Returns a text about the process that made the lock file, and whether this host can see if that process runs."""
     from filelock._identity import host_name
 
     with contextlib.suppress(OSError, ValueError):

@@ -22,7 +22,7 @@ _logged_s: dict[str, float] = {}
 
 
 def log_unanswered(server: str, fault: object, limit: str) -> None:
-    """Log that a request to `server` failed and is sent again until `limit` ends: once per server and half minute,
+    """Logs that a request to `server` failed and is sent again until `limit` ends: once per server and half minute,
     because all samples of a rollout may wait for the same server."""
     now_s = time.monotonic()
     if now_s - _logged_s.get(server, float("-inf")) >= _LOG_EVERY_S:
@@ -31,7 +31,8 @@ def log_unanswered(server: str, fault: object, limit: str) -> None:
 
 
 def wait(future: Future[T], check_health: Callable[[], None], tick: Callable[[], None] | None = None) -> T:
-    """The future's result. `check_health` raises when an engine is lost: that ends the run, which would hang otherwise.
+    """Returns the future's result. `check_health` raises an error when an engine is lost. This error ends the run,
+    which would hang otherwise.
 
     `tick`, called every half second, redraws a progress bar.
     """
@@ -51,7 +52,7 @@ class Wait:
 
 @contextmanager
 def report_wait(what: str) -> Iterator[Wait]:
-    """Print what the block does and waits for, on stderr, once it has taken 12 s and then each half minute."""
+    """Prints the block's work and the reason for its wait on stderr, after 12 s and then each half minute."""
     over, wait = threading.Event(), Wait()
 
     def say() -> None:

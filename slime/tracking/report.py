@@ -83,14 +83,14 @@ class Reporter:
 
     @contextmanager
     def first_weights(self, version: int) -> Iterator[None]:
-        """Context in which the engines get their first weights."""
+        """Records the block in which the engines get their first weights."""
         watched = nullcontext() if self._watch is None else self._watch.phase(FIRST_WEIGHTS)
         with self.events.phase("update", rollout=version), watched:
             yield
 
     @contextmanager
     def running(self, rollout_id: int) -> Iterator[None]:
-        """Context for a step of the loop: rollout `rollout_id`, its training and its update."""
+        """Records a step of the loop: rollout `rollout_id`, its training and its update."""
         self.spans.set_rollout(rollout_id)
         if self._watch is not None:
             self._watch.set_rollout(rollout_id)

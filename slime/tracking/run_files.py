@@ -75,7 +75,7 @@ def _not_readable(path: Path | str) -> ValueError:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Context in which a refused access to a run directory raises ValueError."""
+    """Raises ValueError in this context when access to a run directory is denied."""
     try:
         yield
     except PermissionError as error:

@@ -57,7 +57,7 @@ class PromptImage(PIL.Image.Image):
 
     @property
     def digest(self) -> str:
-        """Digest of the encoded bytes, 32 hex digits."""
+        """Returns the digest of the encoded bytes, 32 hex digits."""
         return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
 
     def load(self) -> PIL._imaging.PixelAccess | None:
@@ -94,8 +94,8 @@ class PromptImage(PIL.Image.Image):
 def open_image(value: object, folder: Path | None = None) -> PromptImage:
     """Returns the image that `value` names. A relative path belongs to `folder`, or else to the working directory.
 
-    ValueError for a value without an image, for an animation, for more than `MOST_PIXELS` pixels, and for a mode that
-    has no single way to RGB, such as CMYK.
+    Raises ValueError for a value without an image, for an animation, for more than `MOST_PIXELS` pixels, and for a mode
+    that has no single way to RGB, such as CMYK.
     """
     if isinstance(value, PromptImage):
         return value
@@ -103,8 +103,8 @@ def open_image(value: object, folder: Path | None = None) -> PromptImage:
 
 
 def check_pixels(image: PromptImage) -> None:
-    """ValueError for a file that ends before its last pixel. A JPEG is decoded at an eighth of its size, which takes
-    about a tenth of the time."""
+    """Raises ValueError for a file that ends before its last pixel. A JPEG is decoded at an eighth of its size, which
+    takes about a tenth of the time."""
     with _opened(image.encoded) as opened, _complete():
         if opened.format == "PNG":
             opened.verify()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 def _mm_render_response_to_generate_body(render_data: object, model: str) -> dict[str, object]:
     """Returns the body of a request to /inference/v1/generate, without its `sampling_params`, from an answer of
-    /v1/chat/completions/render. ValueError for an answer without ids."""
+    /v1/chat/completions/render. Raises ValueError for an answer without ids."""
     if not isinstance(render_data, Mapping) or not isinstance(render_data.get("token_ids"), list):
         raise ValueError(
             f"render_data must be an answer of /v1/chat/completions/render with token_ids, got {render_data!r:.80}; "
@@ -21,8 +21,8 @@ def _mm_render_response_to_generate_body(render_data: object, model: str) -> dic
 def _align_mm_feature_placeholders_to_tokens(
     generate_body: dict[str, object], token_ids: Sequence[int]
 ) -> None:
-    """Moves the placeholders of `generate_body` to the same ids in `token_ids`, in their order.
-    ValueError if `token_ids` lacks the ids of an image."""
+    """Moves the placeholders of `generate_body` to the same ids in `token_ids`, in their order. Raises ValueError if
+    `token_ids` lacks the ids of an image."""
     features, rendered = generate_body.get("features"), generate_body.get("token_ids")
     if not isinstance(features, Mapping) or not isinstance(rendered, list):
         return

@@ -29,7 +29,8 @@ def read_part_source(part: object) -> tuple[Literal["image", "video"] | None, ob
 
 
 def require_file(value: object, folder: Path | None) -> None:
-    """ValueError if `value` names a file that does not exist. Returns at once for bytes, base64 texts and http URLs."""
+    """Raises ValueError if `value` names a file that does not exist. Returns at once for bytes, base64 texts, http
+    URLs."""
     if isinstance(value, Mapping):
         value = inner_source(value)
     path = Path(value) if isinstance(value, Path) else find_path(value) if isinstance(value, str) else None

@@ -35,8 +35,8 @@ HookKey: TypeAlias = tuple[str, int | None]
 
 
 def write(folder: Path, functions: Mapping[HookKey, Function]) -> dict[HookKey, str]:
-    """Writes the functions, and returns their paths as values of their flags. ValueError for a function that cannot be
-    copied."""
+    """Writes the functions, and returns their paths as values of their flags. Raises ValueError for a function that
+    cannot be copied."""
     import cloudpickle  # only a caller with functions needs it
 
     copies, paths = dict[str, bytes](), dict[HookKey, str]()

@@ -25,7 +25,8 @@ data.train_batch_size=64 for verl. Each line of the new file has a comment about
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the files. ValueError for a file that is neither of TRL nor of verl, and for an output that exists."""
+    """Writes the files. Raises ValueError for a file that is neither of TRL nor of verl, and for an output that
+    exists."""
     if not argv or any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0

@@ -46,7 +46,7 @@ class Script:
 
 
 def read_script(path: Path) -> Script:
-    """Reads a script. ValueError for a file that is no script of TRL's GRPOTrainer."""
+    """Reads a script. Raises ValueError for a file that is no script of TRL's GRPOTrainer."""
     source = path.read_text(encoding="utf-8")
     try:
         tree = ast.parse(source, str(path))

@@ -79,7 +79,7 @@ class Chosen:
 def choose(c: Config, hf: Hf, machine: MachineSizes, user_flags: set[str]) -> list[Chosen]:
     """Returns the flags that make a run fit. The list is empty if the run fits unchanged.
 
-    `user_flags`: names of the flags that the user set. Raises ValueError if no choice fits.
+    `user_flags` has the names of the flags that the user set. Raises ValueError if no choice fits.
     """
     if machine.device is None or c.cluster.device != "cuda":
         return []
@@ -102,8 +102,8 @@ def choose(c: Config, hf: Hf, machine: MachineSizes, user_flags: set[str]) -> li
 
 
 def _choice(c: Config, hf: Hf, machine: MachineSizes, knobs: Sequence[Knob]) -> list[Chosen] | None:
-    """Returns the best values, chosen knob after knob, while later knobs have the values that need least. None if
-    nothing fits."""
+    """Returns the best values, chosen knob after knob, while later knobs have the values that need least. Returns None
+    if nothing fits."""
     least = [knob.values[-1] for knob in knobs]
     picked: list[float] = []
     why: list[str] = []

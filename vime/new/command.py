@@ -22,7 +22,7 @@ USAGE = "\n".join(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the files. ValueError for another kind, and for a folder that has files."""
+    """Writes the files. Raises ValueError for another kind, and for a folder that has files."""
     if not argv or any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0

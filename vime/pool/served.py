@@ -104,7 +104,7 @@ class ServedModels:
     start, are supervised and end together."""
 
     def __init__(self, policy: EnginePool, frozen: Mapping[str, EnginePool], name: str = "default") -> None:
-        """`name` is the policy's name for hooks."""
+        """Stores the pools. `name` is the policy's name for hooks."""
         self._policy, self._frozen, self._name = policy, dict(frozen), name
         self._all = (policy, *frozen.values())
 

@@ -45,7 +45,7 @@ class Outcome:
 def rehearse_run(
     argv: Sequence[str], folder: Path, base: Path, variables: Mapping[str, str], deadline: float
 ) -> Outcome:
-    """Trains, kills, resumes and checks. `base`: the folder of the launch; `deadline`: a monotonic time."""
+    """Trains, kills, resumes and checks. `base` is the folder of the launch. `deadline` is a monotonic time."""
     outcome, run_dir = Outcome(), folder / "run"
     environ = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(base)]))

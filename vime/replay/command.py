@@ -33,7 +33,7 @@ ALL = "all"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replays or verifies. Returns exit code 0 for equal bits, 1 for a difference. ValueError for bad input."""
+    """Replays or verifies. Returns exit code 0 for equal bits, 1 for a difference. Raises ValueError for bad input."""
     parser = argparse.ArgumentParser(prog="vime replay", allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory of a run with --receipt")
     what = parser.add_mutually_exclusive_group(required=True)

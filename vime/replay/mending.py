@@ -25,7 +25,7 @@ def mended(template: str, rollout: int, to: Path) -> str:
 
 
 def is_damaged(path: Path | BytesIO) -> bool:
-    """Returns whether an entry of the file does not have its checksum. ValueError if the file is no ZIP file."""
+    """Returns whether an entry of the file does not have its checksum. Raises ValueError if the file is no ZIP file."""
     try:
         with zipfile.ZipFile(path) as file:
             return file.testzip() is not None

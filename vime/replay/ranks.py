@@ -28,7 +28,7 @@ def replay(
     run: RecordedRun, start: StartState, last: int, folder: Path, keep: tuple[str, ...] = ()
 ) -> list[list[Record]]:
     """Computes the rollouts from `start` to `last` (none if `last` comes before) in `folder`. Returns the receipt of
-    each rank. ValueError if a rank fails."""
+    each rank. Raises ValueError if a rank fails."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = make_config(run, start, folder)

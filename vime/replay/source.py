@@ -67,7 +67,7 @@ class StartState:
 
     @property
     def is_there(self) -> bool:
-        """Whether the files of the checkpoint exist."""
+        """Returns whether the files of the checkpoint exist."""
         return self.folder is not None and self.iteration in iterations(Path(self.folder))
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ def receipt_files(run_dir: Path) -> list[str]:
 
 
 def read_receipts(run_dir: Path, public: str | None = None) -> list[list[Record]]:
-    """Returns the checked records per rank. ValueError for a run without a receipt, and for a missing rank."""
+    """Returns the checked records per rank. Raises ValueError for a run without a receipt, and for a missing rank."""
     names = receipt_files(run_dir)
     chains = [read_chain(run_dir, name, public) for name in names or [f"{FOLDER}/trainer-0.jsonl"]]
     ranks = chains[0][-1].get("ranks") or next(one["ranks"] for one in chains[0] if one["kind"] == "begin")
@@ -97,7 +97,7 @@ def read_receipts(run_dir: Path, public: str | None = None) -> list[list[Record]
 
 
 def read_run(run_dir: Path, public: str | None = None) -> RecordedRun:
-    """Returns the record of a run. ValueError without a receipt, without samples, and for a broken chain."""
+    """Returns the record of a run. Raises ValueError without a receipt, without samples, and for a broken chain."""
     config = read_config(run_dir)
     receipts = read_receipts(run_dir, public)
     if len(build_groups(config)) > 1:
@@ -116,7 +116,7 @@ def read_run(run_dir: Path, public: str | None = None) -> RecordedRun:
 
 
 def _moved(path: str, before: str, now: Path, began_in: Path) -> str:
-    """Returns a path of the run in the run directory's present place, if it was inside the directory. `began_in`: the
+    """Returns a path of the run in the run directory's present place, if it was inside the directory. `began_in` is the
     working directory of the run."""
     try:
         return str(now.absolute() / (began_in / path).relative_to(began_in / before))
@@ -127,7 +127,7 @@ def _moved(path: str, before: str, now: Path, began_in: Path) -> str:
 def find_start(run: RecordedRun, rollout: int, *, before: int | None = None) -> StartState:
     """Returns the nearest earlier state from which rollout `rollout` can be computed, from iterations below `before`.
 
-    ValueError if samples of a rollout in between are missing.
+    Raises ValueError if samples of a rollout in between are missing.
     """
     config = run.config
     save, limit = config.checkpoint.save, rollout if before is None else before
@@ -153,7 +153,7 @@ def _first_start(run: RecordedRun) -> StartState:
 
 
 def check_step(run: RecordedRun, rollout: int) -> None:
-    """ValueError for a step that the receipt does not have."""
+    """Raises ValueError for a step that the receipt does not have."""
     if rollout not in run.steps:
         shown = f"{run.steps[0]} to {run.steps[-1]}" if run.steps else "none"
         raise ValueError(

@@ -35,7 +35,8 @@ class Verified:
 
 
 def verify(run_dir: Path, public: str | None) -> Verified:
-    """Checks the chains, the signatures, flags, samples, columns and checkpoints. ValueError for a broken chain."""
+    """Checks the chains, the signatures, flags, samples, columns and checkpoints. Raises ValueError for a broken
+    chain."""
     run = read_run(run_dir, public)
     problems = [*_check_origin(run), *_check_steps(run)]
     files = 0

@@ -40,7 +40,7 @@ class Checkpoints:
         self._store, self._folder, self._limits = store, folder, limits
 
     def check_name(self, tenant: str, fields: Row) -> None:
-        """Refusal for a name that cannot be a folder, and for a tenant whose checkpoints are too large."""
+        """Raises Refusal for a name that cannot be a folder, and for a tenant whose checkpoints are too large."""
         name = fields.get("path")
         if name is not None and not _NAME.fullmatch(str(name)):
             raise Refusal(
@@ -55,7 +55,7 @@ class Checkpoints:
             )
 
     def require_new(self, model: Row, body: bytes) -> None:
-        """ValueError if the name of a training checkpoint exists, and the client did not ask to overwrite it."""
+        """Raises ValueError if the name of a training checkpoint exists and the client set `overwrite` to false."""
         fields = json.loads(body)
         path = f"{_SCHEME}{model['id']}/weights/{fields.get('path')}"
         if fields.get("overwrite") is False and self._store.get("checkpoints", model["tenant"], path):

@@ -49,7 +49,8 @@ class TenantEngine:
         memory: float | None = None,
         eager: bool = False,
     ) -> None:
-        """With `eager`, an engine on a GPU starts faster and computes slower: no compilation and no CUDA graphs."""
+        """Makes the server. With `eager`, an engine on a GPU starts faster and computes slower: no compilation, no CUDA
+        graphs."""
         gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
         share = ("--gpu-memory-utilization", str(memory)) if gpu and memory is not None else ()
         speed = ("--enforce-eager",) if eager else ("--cudagraph-capture-sizes", *_GRAPH_SIZES)
@@ -144,7 +145,7 @@ class TenantEngine:
         )
 
     async def _post(self, path: str, body: Mapping[str, object]) -> Row:
-        """Returns the server's answer. ValueError for a request that the server refuses."""
+        """Returns the server's answer. Raises ValueError for a request that the server refuses."""
         assert self._session is not None, "start() comes first"
         async with self._session.post(f"{self._server.spec.url}{path}", json=body) as response:
             if response.status in (400, 404, 422):

@@ -49,14 +49,14 @@ class TokenBudget:
         return min(self._most, left + (time.monotonic() - at) * self._rate)
 
     def require_possible(self, tokens: int) -> None:
-        """Refusal for a request that can never be served."""
+        """Raises Refusal for a request that can never be served."""
         if tokens > self._most:
             raise Refusal(
                 400, f"a request must have at most {self._most:.0f} tokens, got {tokens}; send fewer datums"
             )
 
     def take(self, tenant: str, tokens: int) -> None:
-        """Counts the tokens of a request. Refusal if the budget is used up."""
+        """Counts the tokens of a request. Raises Refusal if the budget is used up."""
         left = self._current(tenant)
         if left < tokens:
             wait_s = (tokens - left) / self._rate

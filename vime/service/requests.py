@@ -127,7 +127,7 @@ async def create_model(service: TenantService, tenant: str, request: web.Request
 
 
 def _require_adam(optimizer: Row) -> None:
-    """Refusal for another optimizer than the service's."""
+    """Raises Refusal for another optimizer than the service's."""
     if (kind := optimizer.get("type", "adamw")) != "adamw":
         raise Refusal(400, f"the optimizer must be adamw, got {str(kind)[:40]}; leave the optimizer out")
 

@@ -172,7 +172,7 @@ class TenantService:
         return request
 
     def accept_training(self, model: Row, seq: int, kind: str, body: bytes, tokens: int = 0) -> str:
-        """As `accept`, for the next requests of a model."""
+        """Accepts one of the next requests of a model, as `accept` does."""
         ahead = seq - model["next_seq"]
         known = self.store.get("requests", model["tenant"], f"{model['id']}:{seq}")
         if known is None and not 0 <= ahead <= self.limits.queue_length:
@@ -193,7 +193,7 @@ class TenantService:
         return request
 
     async def make_way(self, tenant: str) -> None:
-        """Refusal if the tenant has too many models. Ends a model whose client is away first."""
+        """Ends a model whose client is away if the tenant has too many models. Raises Refusal without such a model."""
         models = self.store.find("models", tenant, status=ACTIVE)
         if len(models) < self.limits.models_per_tenant:
             return
@@ -268,7 +268,7 @@ class TenantService:
 
 
 def read_json(body: bytes) -> dict[str, object]:
-    """Returns the object of a body. Refusal for other bodies."""
+    """Returns the object of a body. Raises Refusal for other bodies."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(read := json.loads(body or b"{}"), dict):
             return read

@@ -74,7 +74,7 @@ class AdamBody(msgspec.Struct, frozen=True):
     grad_clip_norm: float = 0.0
 
     def checked(self) -> AdamParams:
-        """Returns the parameters. ValueError for values with which Adam is not defined."""
+        """Returns the parameters. Raises ValueError for values with which Adam is not defined."""
         for name in self.__struct_fields__:
             if not math.isfinite(value := getattr(self, name)) or value < 0:
                 raise ValueError(
@@ -145,7 +145,7 @@ class SampleBody(msgspec.Struct, frozen=True):
 
 
 def check_ids(ids: Sequence[float], vocabulary: int, name: str) -> None:
-    """ValueError for ids that the base does not have. On a GPU, such an id would end every tenant's process."""
+    """Raises ValueError for ids that the base does not have. On a GPU, such an id would end every tenant's process."""
     if len(ids) and not (min(ids) >= 0 and max(ids) < vocabulary):
         raise ValueError(
             f"{name} must be ids of 0 to {vocabulary - 1}, got {min(ids):.0f} to {max(ids):.0f}; "

@@ -83,9 +83,9 @@ class SglangEngineClient(RouterClient):
         parts: AnswerParts | None = None,
         images: ImageInputs | None = None,
     ) -> GenerateResult:
-        """Sample one completion of `token_ids`, see `slime.protocols.RolloutEngine`.
+        """Samples one completion of `token_ids`, see `slime.protocols.RolloutEngine`.
 
-        The log-probs are in nats, after temperature. SGLang does not count top-p, top-k and min-p in. The same seed
+        The log-probs are in nats, after temperature. SGLang computes them without top-p, top-k and min-p. The same seed
         gives the same sample on the same weights if SGLang runs with --enable-deterministic-inference. Otherwise SGLang
         ignores the seed. The text keeps the stop string unless `no_stop_trim` is False. Faults: see
         `VllmEngineClient.generate`.
@@ -117,7 +117,8 @@ class SglangEngineClient(RouterClient):
         deadline_s: float,
         images: ImageInputs | None = None,
     ) -> ScoreResult:
-        """Log-probs of given tokens, see `slime.protocols.RolloutEngine`. Faults: see `VllmEngineClient.generate`."""
+        """Returns log-probs of given tokens, see `slime.protocols.RolloutEngine`. Faults: see
+        `VllmEngineClient.generate`."""
         check_no_images(images)
         check_start(start, token_ids)
         asked = {
@@ -192,7 +193,7 @@ def check_no_images(images: ImageInputs | None) -> None:
 
 
 def request_params(sampling_params: dict[str, object]) -> dict[str, object]:
-    """`sampling_params` of a request. For a parameter that is None, the engine uses its neutral default."""
+    """Returns the `sampling_params` of a request. For a parameter that is None, the engine uses its neutral default."""
     if unknown := sampling_params.keys() - PARAMETERS - {_DROPPED}:
         raise ValueError(f"sampling parameters must be among {sorted(PARAMETERS)}, got {sorted(unknown)}")
     params = {name: value for name, value in checked(sampling_params).items() if name != _DROPPED}
@@ -238,7 +239,8 @@ def parse_result(answer: Answer) -> GenerateResult:
 
 
 def parse_scores(answer: Answer, token_ids: list[int], top_k: int) -> ScoreResult:
-    """The log-probs of `token_ids`, the last ones of the prompt. `Transient` and errors: see `parse_result`."""
+    """Returns the log-probs of `token_ids`, the last tokens of the prompt. `Transient` and errors: see
+    `parse_result`."""
     meta, count = answer.meta_info, len(token_ids)
     if meta.finish_reason.get("type") == "abort":
         raise Transient(f"the engine gave the request up: {meta.finish_reason}")
@@ -263,7 +265,7 @@ def _values(rows: list[_Row]) -> npt.NDArray[np.float32]:
 
 
 def _versions(meta: _Meta) -> list[int]:
-    """The versions that the tokens come from, oldest first."""
+    """Returns the versions that the tokens come from, oldest first."""
     return [parse_version(span["version"]) for span in meta.weight_versions or ()] or [
         parse_version(meta.weight_version)
     ]

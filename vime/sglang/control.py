@@ -31,7 +31,7 @@ class SglangControl:
         self._paused = False
 
     def pause(self, mode: PauseMode = "keep", *, drops_cache: bool = True) -> None:
-        """Stop generating. Running requests wait without their keys and values (keep: SGLang's retract), or end with
+        """Stops generation. Running requests wait without their keys and values (keep: SGLang's retract), or end with
         the tokens that they have (abort)."""
         assert drops_cache, "check_weights requires --flush-cache-interval 1"
         if mode not in _MODES:
@@ -47,7 +47,8 @@ class SglangControl:
         self._folder = None
 
     def update_weights(self, message: dict[str, Any]) -> None:
-        """Note the folder of the update, a `slime.protocols.WeightUpdate.message` of the file channel."""
+        """Stores the folder of the update. `message` is a `slime.protocols.WeightUpdate.message` of the file
+        channel."""
         if message["channel"] != CHANNEL:
             raise ValueError(
                 f"--update-weight-transport must be {CHANNEL} with SGLang's engines, got {message['channel']}; leave "
@@ -56,7 +57,7 @@ class SglangControl:
         self._folder = str(Path(message["info"]["path"]).parent)
 
     def finish_weight_update(self, version: int) -> None:
-        """Load the folder as `version`. A paused server stays paused."""
+        """Loads the folder as `version`. A paused server stays paused."""
         assert self._folder is not None, "a folder comes first"
         asked = {
             "model_path": self._folder,
@@ -69,7 +70,7 @@ class SglangControl:
             raise ControlError(f"engine {self.url} must load {self._folder}, got {answer.decode()}")
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached keys and values. Running requests compute theirs again when they continue."""
+        """Drops all cached keys and values. Running requests compute theirs again when they continue."""
         self._post("/flush_cache", {}, timeout_s=_SLOW_S)
 
     def sleep(self, level: int, mode: PauseMode = "keep") -> None:
@@ -82,26 +83,27 @@ class SglangControl:
         raise NotImplementedError("--prefill-num-servers is refused with SGLang's servers")
 
     def weight_version(self) -> int:
-        """Version of the live weights; -1 means the weights of the checkpoint."""
+        """Returns the version of the live weights; -1 means the weights of the checkpoint."""
         _, answer = request(self.url, self._run_key, "GET", "/model_info", timeout_s=_QUICK_S)
         return parse_version(json.loads(answer)["weight_version"])
 
     def is_healthy(self, timeout_s: float) -> bool:
-        """Whether /health answers 200 within `timeout_s`. SGLang generates a token for it when it is idle."""
+        """Returns whether /health answers 200 within `timeout_s`. An idle SGLang server generates a token for this
+        answer."""
         return answers(self.url, self._run_key, "/health", timeout_s=timeout_s)
 
     def model(self) -> str:
-        """The folder of the checkpoint that the server was started with."""
+        """Returns the folder of the checkpoint that the server was started with."""
         _, answer = request(self.url, self._run_key, "GET", "/model_info", timeout_s=_QUICK_S)
         return str(json.loads(answer)["model_path"])
 
     def load(self) -> None:
-        """Not said: SGLang's servers count requests only with --enable-metrics."""
+        """Returns None, because SGLang's servers count requests only with --enable-metrics."""
 
     def _post(self, path: str, body: object, *, timeout_s: float = _QUICK_S) -> bytes:
         return request(self.url, self._run_key, "POST", path, body, timeout_s=timeout_s)[1]
 
 
 def parse_version(version: str | int) -> int:
-    """A version as SGLang spells it; that of the checkpoint is -1."""
+    """Returns the number of a version that SGLang spells. The checkpoint's version is -1."""
     return CHECKPOINT_VERSION if version == UNNAMED else int(version)

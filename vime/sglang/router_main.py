@@ -19,7 +19,7 @@ from vime.pool.process import hold_port
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve until terminated. `argv` is what sglang-router's own command line takes."""
+    """Serves until terminated. `argv` has the arguments of sglang-router's own command line."""
     run_key = os.environ[KEY_VARIABLE]
     parser = argparse.ArgumentParser(allow_abbrev=False)
     RouterArgs.add_cli_args(parser, use_router_prefix=False)

@@ -24,7 +24,7 @@ MODULE = "sglang.launch_server"
 
 
 def hide(secret: str) -> None:
-    """Replace `secret` in all that this process logs."""
+    """Hides `secret` in all log lines of this process."""
     make = logging.getLogRecordFactory()
 
     def hidden(*args: object, **kwargs: object) -> logging.LogRecord:
@@ -51,7 +51,8 @@ class Proving:
 
 
 def with_proof(load: Callable[[uvicorn.Config], None]) -> Callable[[uvicorn.Config], None]:
-    """uvicorn's `Config.load`, which puts the loaded app into `Proving` with the key of the environment."""
+    """Returns uvicorn's `Config.load`, which then puts the loaded app into `Proving` with the key of the
+    environment."""
     run_key = os.environ[KEY_VARIABLE]
 
     def loaded(config: uvicorn.Config) -> None:
@@ -62,7 +63,7 @@ def with_proof(load: Callable[[uvicorn.Config], None]) -> Callable[[uvicorn.Conf
 
 
 def main() -> None:
-    """Serve until terminated."""
+    """Serves until terminated."""
     run_key = os.environ[KEY_VARIABLE]
     bridges.apply(PROOF)
     hide(run_key)

@@ -61,7 +61,8 @@ RENAMED = {"sglang_router_policy": "router_policy"}
 
 @functools.cache
 def router_parser() -> argparse.ArgumentParser:
-    """sglang-router's parser without address and workers. ValueError when sglang-router is not installed."""
+    """Returns sglang-router's parser without address and workers. Raises ValueError if sglang-router is not
+    installed."""
     try:
         from sglang_router.router_args import RouterArgs
     except ImportError as error:
@@ -106,8 +107,8 @@ SGLANG = _AsTheyStand()
 
 
 def translate(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
-    """slime's flags of the router under the router's own names, and those of --sglang-config. ValueError for flags of
-    vLLM."""
+    """Returns slime's flags of the router under the router's own names, and those of --sglang-config, with notes.
+    Raises ValueError for flags of vLLM."""
     _require_sglangs(groups)
     made, notes = config_file.expand(groups, lambda frozen_groups: translate(frozen_groups)[0])
     _require_sglangs(made)
@@ -134,7 +135,7 @@ def _require_sglangs(groups: list[FlagGroup]) -> None:
 
 
 def check_concurrency(config: Config) -> None:
-    """--sglang-server-concurrency is a number of requests."""
+    """Raises ValueError unless --sglang-server-concurrency is a positive number of requests."""
     if config.engine.server_concurrency <= 0:
         raise FlagError(
             "--sglang-server-concurrency",
@@ -145,7 +146,7 @@ def check_concurrency(config: Config) -> None:
 
 
 def check_prefill(config: Config) -> None:
-    """SGLang's engines read their prompts themselves."""
+    """Raises ValueError for --prefill-num-servers, because SGLang's engines compute their prompts themselves."""
     if config.engine.prefill_num_servers:
         raise FlagError(
             "--prefill-num-servers",
@@ -156,7 +157,7 @@ def check_prefill(config: Config) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """Weights reach SGLang through files only, and only while the trainer has other GPUs."""
+    """Raises ValueError unless whole weights reach SGLang through files, while the trainer has other GPUs."""
     if not config.num_engines:
         return
     transport = config.weight_update.update_weight_transport
@@ -199,7 +200,7 @@ def check_weights(config: Config) -> None:
 
 
 def check_engines(config: Config) -> None:
-    """ValueError for a setting that SGLang's engines do not support in this project."""
+    """Raises ValueError for a setting that SGLang's engines do not support in this project."""
     if config.off_policy.replay_kept_tokens:
         raise FlagError(
             "--replay-kept-tokens",
@@ -231,7 +232,7 @@ def check_engines(config: Config) -> None:
 
 
 def require_installed(config: Config) -> None:
-    """ValueError unless SGLang, for engines that the run starts, and sglang-router are installed."""
+    """Raises ValueError unless SGLang, for engines that the run starts, and sglang-router are installed."""
     if not config.num_engines:
         return
     needed = {"sglang_router": "sglang-router"}

@@ -238,7 +238,8 @@ def compare(
     wanted: Numbers,
     limit: float,
 ) -> tuple[float, float]:
-    """Returns the largest differences of log-probs and gradients on some ranks. AssertionError if one is too large."""
+    """Returns the largest differences of log-probs and gradients on some ranks. Raises AssertionError if one is too
+    large."""
     weights = found["weights"]
     if odd := other_names(hf, weights, stored):
         raise AssertionError(
@@ -286,8 +287,8 @@ def _relative(mine: Tensor, theirs: Tensor) -> float:
 
 
 def check_plan(folder: Path, hf: Hf, names: Collection[str]) -> int:
-    """Returns the elements of the matrices in the plan. AssertionError if the files have another number. `names` are
-    those of the trainer's tensors in the weight table."""
+    """Returns the elements of the matrices in the plan. Raises AssertionError if the files have another number. `names`
+    are those of the trainer's tensors in the weight table."""
     tensors = (tensor for name, tensor in read_table_tensors(folder, hf).items() if name in names)
     count = sum(tensor.numel() for tensor in tensors if tensor.dim() > 1 and 1 not in tensor.shape)
     planned = Shape.of(hf).params

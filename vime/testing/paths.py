@@ -12,8 +12,8 @@ from slime.records.errors import FlagError
 def function_path(function: Hook | str, name: str) -> str:
     """Returns the dotted path of a function of a module. A path stays as it is.
 
-    ValueError for a function that no module has, such as one that another function has defined. `name` is the name of
-    the function's argument in the error.
+    Raises ValueError for a function that no module has, such as one that another function has defined. `name` is the
+    name of the function's argument in the error.
     """
     if isinstance(function, str):
         return function

@@ -11,7 +11,7 @@ from slime.hooks import Hook
 
 
 def run_ranks(work: Hook, ranks: int, values: tuple[object, ...]) -> None:
-    """Calls `work(rank, *values)` in `ranks` new processes, and waits for them. RuntimeError if one fails."""
+    """Calls `work(rank, *values)` in `ranks` new processes, and waits for them. Raises RuntimeError if one fails."""
     try:
         multiprocessing.start_processes(
             _enter, args=(list(sys.path), work, values), nprocs=ranks, start_method="spawn"

@@ -21,7 +21,8 @@ PARSER = "vime.vllm.chat_parser.make_parser"
 
 
 def make_state(router_url: str, flags: Namespace, tokenizer: PreTrainedTokenizerBase) -> GenerateState:
-    """Returns a state with the flags of a program. A missing flag has its default. ValueError without VIME_RUN_KEY."""
+    """Returns a state with the flags of a program. A missing flag has its default. Raises ValueError without
+    VIME_RUN_KEY."""
     config = Config.from_args(flags)
     engine_flags = {name: value for name, value in vars(flags).items() if name.startswith("vllm_")}
     config = replace(

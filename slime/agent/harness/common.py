@@ -129,7 +129,8 @@ async def install(sb: Sandbox, program: str, archive: str) -> None:
 
 
 async def install_npm_cli(sb: Sandbox, *, node_runtime: Path, npm_package: Path, check_cmd: str) -> None:
-    """Installs Node and an npm package from files of this host, and runs `check_cmd`. RuntimeError if one fails."""
+    """Installs Node and an npm package from files of this host, and runs `check_cmd`. Raises RuntimeError if one
+    fails."""
     await install_node22(sb, node_runtime)
     await _install_package(sb, npm_package, check_cmd)
 

@@ -55,7 +55,7 @@ class Way:
 
 
 def code_folder(namespaces: bool) -> str:
-    """The folder on sys.path from which the sandbox's process imports `slime.agent.init`."""
+    """Returns the folder on sys.path from which the sandbox's process imports `slime.agent.init`."""
     return _CODE if namespaces else os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
 
 
@@ -88,13 +88,14 @@ def command(view: View, as_root: bool) -> list[str]:
 
 
 def _parents(path: str) -> list[str]:
-    """Folders above `path`. bwrap makes them, too, but closes them to other users if `path` is closed to them."""
+    """Returns the arguments for the folders above `path`. bwrap makes them, too, but closes them to other users if
+    `path` is closed to them."""
     parts = path.split("/")[1:-1]
     return [word for end in range(1, len(parts) + 1) for word in ("--dir", "/" + "/".join(parts[:end]))]
 
 
 def _host(covered: list[str]) -> list[str]:
-    """The system's folders, with an empty folder or file over each covered path."""
+    """Returns the arguments for the system's folders, with an empty folder or file over each covered path."""
     words = []
     for path in SYSTEM:
         if os.path.islink(path):
@@ -126,7 +127,7 @@ def python(code: str) -> list[str]:
 
 @functools.cache
 def way(user: bool) -> Way:
-    """Tries bwrap once. `user`: this process is root and has a user for each sandbox."""
+    """Tries bwrap once. `user` means that this process is root and has a user for each sandbox."""
     if not shutil.which("bwrap"):
         return Way(refused=f"bwrap is not installed: {INSTALL}")
     refused = ""

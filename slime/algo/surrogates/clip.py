@@ -48,7 +48,8 @@ CLIPS = frozenset({"eps_clip", "eps_clip_high", "eps_clip_c"})
 
 
 def below_one(c: Config) -> None:
-    """ValueError for a lower clip at or below a ratio of 0, which never acts. Only CISPO works without a lower clip."""
+    """Raises ValueError for a lower clip at or below a ratio of 0, which never acts. Only CISPO works without a lower
+    clip."""
     if c.algorithm.eps_clip >= 1:
         raise FlagError(
             "--eps-clip",

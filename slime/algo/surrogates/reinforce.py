@@ -78,7 +78,7 @@ def _centred(c: Config, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> t
 
 
 def _whole_distribution(c: Config) -> None:
-    """ValueError unless engine and trainer compute probabilities of the whole vocabulary and a weight is for one
+    """Raises ValueError unless engine and trainer compute probabilities of the whole vocabulary and a weight is for one
     token."""
     rollout, off_policy = c.rollout, c.off_policy
     if c.algorithm.pg_loss_type not in (None, REINFORCE_LOSS.name):

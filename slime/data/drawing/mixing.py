@@ -39,7 +39,8 @@ def data_sets(data: DataConfig) -> list[DataSet]:
     """Returns the data sets of --prompt-data, in order. A value is `NAME=PATH`, or a path, whose name is the file's
     name.
 
-    A single path without NAME= gets no name. ValueError for a name that occurs twice, and for weights that do not fit.
+    A single path without NAME= gets no name. Raises ValueError for a name that occurs twice, and for weights that do
+    not fit.
     """
     values = [data.prompt_data] if isinstance(data.prompt_data, str) else data.prompt_data or []
     sets = [_split(value) for value in values]
@@ -129,7 +130,7 @@ class Order:
 
     @property
     def visits(self) -> int:
-        """Number of prompts so far, including those that were left out."""
+        """Returns the number of prompts so far, including those that were left out."""
         return self.epoch * self.size + self.position
 
     def next(self, passes_over: Callable[[int, int], bool]) -> int:

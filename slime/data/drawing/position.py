@@ -26,7 +26,7 @@ def state_path(root: str, rollout_id: int) -> Path:
 
 
 def write_state(path: Path, state: Mapping[str, object]) -> None:
-    """Writes a state of plain values in one atomic step. ValueError for other values, and for a full disk."""
+    """Writes a state of plain values in one atomic step. Raises ValueError for other values, and for a full disk."""
     text = json.dumps({**state, _SUM: _digest(state)}, default=_refuse)
     scratch = path.with_suffix(f".{os.getpid()}.tmp")
     with DiskSpaceGuard("--save", path.parent, "the data position"):
@@ -39,7 +39,7 @@ def write_state(path: Path, state: Mapping[str, object]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Returns the saved state. ValueError for a damaged file."""
+    """Returns the saved state. Raises ValueError for a damaged file."""
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         problem = None if isinstance(state, dict) else f"it is {type(state).__name__}"

@@ -33,8 +33,8 @@ def what_to_do(file: Path) -> str:
 
 
 def require_commas(file: Path, starts: Sequence[tuple[int, Sequence[str]]]) -> None:
-    """ValueError for a CSV with one column whose fields have another separator than a comma. `starts` are the header
-    and the first line."""
+    """Raises ValueError for a CSV with one column whose fields have another separator than a comma. `starts` are the
+    header and the first line."""
     (_, header), *rest = starts or [(0, ())]
     for sign, name in _SEPARATORS.items():
         times = header[0].count(sign) if len(header) == 1 else 0

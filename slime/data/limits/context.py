@@ -88,8 +88,8 @@ def find_lowest(*limits: int | None) -> int | None:
 
 
 def check_prompt_lengths(rows: PromptRows, context: ContextLimits, limit_flag: str) -> None:
-    """ValueError if a prompt has `context.tokens` tokens or more. Logs a warning if a prompt leaves less room than a
-    response may need, because generation cuts such a response.
+    """Raises ValueError if a prompt has `context.tokens` tokens or more. Logs a warning if a prompt leaves less room
+    than a response may need, because generation cuts such a response.
 
     Renders all message lists, and tokenises only the texts that may reach the limit.
     """

@@ -34,7 +34,7 @@ class MediaCheck:
     limit_flag: str = ""
 
     def check(self, prompt: Prompt, where: RowLocation) -> None:
-        """ValueError with file and line for an image that the model or an engine cannot use."""
+        """Raises ValueError with file and line for an image that the model or an engine cannot use."""
         for kind, found, most in (
             ("image", prompt.images, self.most_images),
             ("video", prompt.videos, self.most_videos),
@@ -97,8 +97,8 @@ class MediaCheck:
 
 
 def check_for(c: Config) -> MediaCheck | None:
-    """Returns the checks for the images of the policy. None without --multimodal-keys or without a checkpoint.
-    ValueError for a model of text."""
+    """Returns the checks for the images of the policy. Returns None without --multimodal-keys or without a checkpoint.
+    Raises ValueError for a model of text."""
     checkpoint, facts = c.rollout.hf_checkpoint, c.engine.engine_facts
     if not c.data.multimodal_keys or not checkpoint:
         return None

@@ -39,7 +39,7 @@ class RowMedia:
         self.videos: list[object] = []
 
     def require_files(self) -> None:
-        """ValueError with file and line for an image of the columns whose file does not exist."""
+        """Raises ValueError with file and line for an image of the columns whose file does not exist."""
         for number, value in enumerate(self._values.get("image", ())):
             try:
                 require_file(value, self._folder)
@@ -81,7 +81,7 @@ class RowMedia:
                 self._next(kind)
 
     def require_all_used(self) -> None:
-        """ValueError unless the messages have named all values of the columns."""
+        """Raises ValueError unless the messages have named all values of the columns."""
         for kind, values in self._values.items():
             if (used := self._used[kind]) < len(values):
                 raise self._wrong_number(

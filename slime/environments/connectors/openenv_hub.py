@@ -124,7 +124,7 @@ class Connector:
         return json.dumps({key: value for key, value in observation.items() if key not in hidden})
 
     def _action(self, text: str) -> Object:
-        """Returns the action of an answer's text. ValueError for a text without an action."""
+        """Returns the action of an answer's text. Raises ValueError for a text without an action."""
         required = self._schema.get("required") or []
         try:
             value = json.loads(text)

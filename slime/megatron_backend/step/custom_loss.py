@@ -113,8 +113,8 @@ def policy_loss_function(
     """Returns loss and metrics of the policy loss (--pg-loss-type, --use-kl-loss, --use-tis and others), for a custom
     loss that adds terms to it. The arguments are those of --custom-loss-function-path.
 
-    ValueError for a loss that reads whole sequences on context-parallel ranks, because a custom loss has only the
-    tokens of its rank.
+    Raises ValueError for a loss that reads whole sequences on context-parallel ranks, because a custom loss has only
+    the tokens of its rank.
     """
     config = Config.from_args(args)
     off_policy, ratio = config.off_policy, surrogate_for(config.algorithm).ratio

@@ -38,7 +38,8 @@ def add_switches(inner: nn.Module) -> dict[str, Switch]:
 
 
 def make_lora(inner: nn.Module, spec: TenantSpec, most_rank: int) -> Lora:
-    """Returns the adapters that a tenant asks for. ValueError for a rank that is not served, or for no module."""
+    """Returns the adapters that a tenant asks for. Raises ValueError for a rank that is not served, or for no
+    module."""
     if not 1 <= spec.rank <= most_rank:
         raise ValueError(
             f"the rank must be 1 to {most_rank}, the largest of this service, got {spec.rank}; choose a smaller one"
@@ -92,7 +93,7 @@ class Tenant:
 
     def step(self, params: AdamParams) -> dict[str, float]:
         """Runs Adam with decoupled weight decay, and clears the gradients. Returns the norm of the gradients before
-        clipping. ValueError if it is not finite; the values stay as they were."""
+        clipping. Raises ValueError if it is not finite; the values stay as they were."""
         gradients = self.gradients or [torch.zeros_like(m) for m in self.masters]
         self.gradients = None
         norm = torch.stack(torch._foreach_norm(gradients)).norm()

@@ -76,11 +76,11 @@ _ANSWER_FORM = {"math": "\\boxed{{{}}}", "deepscaler": "</think>\\boxed{{{}}}", 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> Reward:
     """Returns the reward of a sample. Does not set `sample.reward`.
 
-    The first setting that is present selects the reward: `sample.custom_rm_path`, `--custom-rm-path` (each
-    `(args, sample, **kwargs) -> float | dict`, async or plain; a plain function runs in a thread),
-    `sample.metadata["rm_type"]`, `--rm-type`. A type with several names is their weighted sum, see `several`.
-    ValueError for wrong settings, labels and reward values, and after --reward-deadline-s. RuntimeError, chained, for
-    any other error of the reward, including SystemExit. Every error names the sample.
+    The first setting that is present selects the reward: `sample.custom_rm_path`, `--custom-rm-path` (each `(args,
+    sample, **kwargs) -> float | dict`, async or plain; a plain function runs in a thread),
+    `sample.metadata["rm_type"]`, `--rm-type`. A type with several names is their weighted sum, see `several`. Raises
+    ValueError for wrong settings, labels and reward values, and after --reward-deadline-s. Raises RuntimeError,
+    chained, for any other error of the reward, including SystemExit. Every error names the sample.
     """
     return await score(find_context(args), sample, **kwargs)
 
@@ -295,7 +295,7 @@ class FailedReward(RewardError, RuntimeError):
 
 @contextlib.contextmanager
 def _naming(sample: Sample, name: object, of: str = "") -> Iterator[None]:
-    """Border with reward code, which may raise any error: adds the sample and the reward's name to the error."""
+    """Adds the sample and the reward's name to the error of a block with reward code, which may raise any error."""
     try:
         yield
     except BaseException as error:
@@ -325,7 +325,7 @@ def _shortened(response: str) -> str:
 
 
 def check_flags(flags: RewardConfig) -> None:
-    """ValueError for a wrong --rm-type or --rm-weights, and for a missing flag that the reward needs."""
+    """Raises ValueError for a wrong --rm-type or --rm-weights, and for a missing flag that the reward needs."""
     names, weights = reward_names(flags.rm_type), flags.rm_weights
     if weights is not None and (len(weights) != len(names) or len(names) < 2):
         raise FlagError(
@@ -348,8 +348,8 @@ def check_flags(flags: RewardConfig) -> None:
 
 
 def check_names(names: list[str], flag: str) -> None:
-    """ValueError for a duplicate name, and for a name that is neither a built-in reward nor a function's path. `flag`
-    is the source of the names in the message."""
+    """Raises ValueError for a duplicate name, and for a name that is neither a built-in reward nor a function's path.
+    `flag` is the source of the names in the message."""
     if not names:
         raise ValueError(unknown_type(None, flag))
     for name in names:

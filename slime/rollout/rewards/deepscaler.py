@@ -26,6 +26,6 @@ def get_deepscaler_rule_based_reward(response: str, label: object) -> float:
 
 
 def deepscaler_reward(response: str, label: object, metadata: Metadata) -> float:
-    """Returns 1.0 or 0.0. ValueError if the label has no answer."""
+    """Returns 1.0 or 0.0. Raises ValueError if the label has no answer."""
     expected_answer(label)
     return get_deepscaler_rule_based_reward(response, label)

@@ -39,13 +39,13 @@ def f1_score(prediction: str | None, ground_truth: object) -> tuple[float, float
 
 
 def check_label(label: object, metadata: Metadata) -> None:
-    """ValueError if the label has no word."""
+    """Raises ValueError if the label has no word."""
     usable = isinstance(label, str | int | float) and not isinstance(label, bool) and label == label
     if not usable or not normalize_answer(str(label)):
         raise ValueError(f"label must hold a word for --rm-type f1, got {label!r:.80}; check --label-key")
 
 
 def f1_reward(response: str, label: object, metadata: Metadata) -> float:
-    """Returns the F1 in [0, 1]. ValueError if the label has no word."""
+    """Returns the F1 in [0, 1]. Raises ValueError if the label has no word."""
     check_label(label, metadata)
     return f1_score(without_special_text(response), label)[0]

@@ -127,7 +127,7 @@ def _may_be_answer(match: re.Match[str], text: str) -> bool:
 
 
 def _kind(match: re.Match[str], text: str, alone: bool) -> str | None:
-    """Returns "stated", "line" (the letter is alone on a line) or "mentioned"; None for a denied letter."""
+    """Returns "stated", "line" (the letter is alone on a line) or "mentioned", or None for a denied letter."""
     letter, after = match[1], text[match.end() : match.end() + 80]
     before = text[max(0, match.start() - 200) : match.start()]
     clause = _CLAUSE.split(before)[-1]
@@ -177,7 +177,7 @@ def _correct_letter(label: object, metadata: Metadata, options: dict[str, str]) 
 def compute_gpqa_reward(response: str | None, label: object, metadata: Metadata | None = None) -> float:
     """Returns 1.0 for the right letter, 0.0 for another letter.
 
-    A response without a letter gets 1.0 if it contains the text of the right choice and of no other choice.
+    A response without a letter gets 1.0 if it contains the text of the right choice and of no other choice. Raises
     ValueError if neither the label nor the metadata gives the right choice.
     """
     metadata = metadata or {}
@@ -203,7 +203,7 @@ def compute_gpqa_reward(response: str | None, label: object, metadata: Metadata 
 
 
 def check_label(label: object, metadata: Metadata) -> None:
-    """ValueError unless the label or the metadata gives the right choice."""
+    """Raises ValueError unless the label or the metadata gives the right choice."""
     options = _options(metadata)
     stated = label if label is not None else metadata.get("correct_answer")
     known = metadata.get("choices") or metadata.get("valid_letters")

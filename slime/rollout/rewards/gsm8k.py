@@ -89,7 +89,7 @@ def _is_unit(word: str) -> bool:
 
 
 def label_number(label: object) -> Fraction:
-    """Returns a label's number. ValueError if the label is not exactly one number, with or without a unit."""
+    """Returns a label's number. Raises ValueError if the label is not exactly one number, with or without a unit."""
     text = expected_answer(label)
     found = quantity(tidy(text))
     if found is None or found.base != 10 or found.form not in ("whole", "decimal", "power"):
@@ -103,7 +103,7 @@ def label_number(label: object) -> Fraction:
 def gsm8k_reward(response: str, label: object, metadata: Metadata) -> float:
     """Returns 1.0 if response and label have the same final number, else 0.0.
 
-    `label` is a number or a solution that ends in "#### 18". ValueError if the label is not one number.
+    `label` is a number or a solution that ends in "#### 18". Raises ValueError if the label is not one number.
     """
     gold = label_number(label)
     return float(final_number(response) == gold)

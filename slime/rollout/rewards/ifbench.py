@@ -17,8 +17,8 @@ _DATA = "punkt punkt_tab averaged_perceptron_tagger_eng stopwords"
 def ifbench_reward(response: str, label: object, metadata: Metadata | None = None) -> float:
     """Returns 1.0 if the response, without its thinking, follows all instructions (strict), otherwise 0.0.
 
-    ValueError for metadata without instructions, and for an instruction that IFBench does not have. RuntimeError if a
-    check needs data of NLTK that is not installed.
+    Raises ValueError for metadata without instructions, and for an instruction that IFBench does not have. Raises
+    RuntimeError if a check needs data of NLTK that is not installed.
     """
     try:
         from if_verifiable.common import evaluate_instructions
@@ -44,7 +44,7 @@ def ifbench_reward(response: str, label: object, metadata: Metadata | None = Non
 
 
 def check_metadata(label: object, metadata: Metadata) -> None:
-    """ValueError for metadata that no response can match, see `ifbench_reward`."""
+    """Raises ValueError for metadata that no response can match, see `ifbench_reward`."""
     ifbench_reward("", label, metadata)
 
 

@@ -98,7 +98,7 @@ class MathChecker:
         """Returns SymPy's verdict; with `decimal`, to a relative 1e-6. If the comparison exceeds a limit or ends its
         process twice, the verdict is "different", with the cause.
 
-        RuntimeError if the child cannot start (math-verify is not installed).
+        Raises RuntimeError if the child cannot start (math-verify is not installed).
         """
         with self._slots:
             for attempt in (1, 2):

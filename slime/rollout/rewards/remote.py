@@ -27,8 +27,8 @@ class _ServerBusy(Exception):
 async def remote_reward(c: Config, sample: Sample) -> Reward:
     """Posts {"prompt", "response", "label", "metadata"} as JSON. The reply (a number or object) is the reward.
 
-    Connection errors and status 408, 425, 429 and 5xx are logged and retried with growing pauses. TimeoutError after
-    `--rollout-deadline-s` seconds. Any other status, or a reply that is not JSON, raises ValueError without a
+    Connection errors and status 408, 425, 429 and 5xx are logged and retried with growing pauses. Raises TimeoutError
+    after `--rollout-deadline-s` seconds. Any other status, or a reply that is not JSON, raises ValueError without a
     retry. At most 64 requests are open at a time. The deadline starts when the request is one of the 64.
     """
     url = URL(c.reward.rm_url or "")

@@ -26,8 +26,8 @@ def add(flags: RewardConfig, sample: Sample, rewards: Mapping[str, Reward]) -> f
 
     A reward that does not apply to the response (`NOT_SCORED`) is no part of the sum.
 
-    --rm-weights gives the weight of a name, also for names in a prompt's `rm_type`; the default is 1. ValueError for a
-    record without the entry --reward-key.
+    --rm-weights gives the weight of a name, also for names in a prompt's `rm_type`; the default is 1. Raises ValueError
+    for a record without the entry --reward-key.
     """
     weights = dict(zip(reward_names(flags.rm_type), flags.rm_weights or (), strict=False))
     values = {name: _number(name, reward, flags.reward_key) for name, reward in rewards.items()}

@@ -67,7 +67,7 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(s: str) -> str:
-    """Returns the content of a box. ValueError without a box."""
+    """Returns the content of a box. Raises ValueError without a box."""
     answer = extract_answer(s)
     if answer is None:
         raise ValueError(f"s must have a box such as \\boxed{{5}}, got {s!r:.80}; pass the text of the box")
@@ -77,8 +77,8 @@ def remove_boxed(s: str) -> str:
 def expected_answer(label: object) -> str:
     """Returns the answer in a label: its boxed part, the part after GSM8K's `####`, or the whole label.
 
-    A number is written without an exponent. ValueError if the label has no answer, because its reward could never be
-    above 0.
+    A number is written without an exponent. Raises ValueError if the label has no answer, because its reward could
+    never be above 0.
     """
     if isinstance(label, numbers.Real) and not isinstance(label, bool):
         return _number_text(label)

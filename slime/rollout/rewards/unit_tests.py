@@ -47,9 +47,9 @@ _PARTS = ("__init__", "wire", "peer")
 async def code_reward(c: Config, sample: Sample) -> float:
     """Returns 1.0 if the program of the response passes every test of the label, else 0.0.
 
-    The program is the last fenced block of Python, or the whole response without such a block. ValueError for a label
-    without tests, SandboxError if no sandbox starts. One program per CPU core runs at a time. If the sandbox fails
-    while the program runs, the program runs once more; a program whose sandbox fails twice gets 0.0.
+    The program is the last fenced block of Python, or the whole response without such a block. Raises ValueError for a
+    label without tests, and SandboxError if no sandbox starts. One program per CPU core runs at a time. If the sandbox
+    fails while the program runs, the program runs once more; a program whose sandbox fails twice gets 0.0.
     """
     tests = parse_tests(sample.label, sample.metadata if isinstance(sample.metadata, dict) else {})
     program = extract_program(sample.response)
@@ -123,7 +123,8 @@ def extract_program(response: str) -> str:
 
 
 def parse_tests(label: object, metadata: Metadata) -> list[str] | Pairs:
-    """Returns statements, or inputs with their outputs. ValueError if the label is neither or has a syntax error."""
+    """Returns statements, or inputs with their outputs. Raises ValueError if the label is neither or has a syntax
+    error."""
     value = label
     if isinstance(label, str) and label.lstrip().startswith("{"):
         try:

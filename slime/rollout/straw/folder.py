@@ -100,7 +100,8 @@ def write_plain(path: Path, fields: Mapping[str, object]) -> None:
 
 
 def read_plain(path: Path) -> Plain | None:
-    """Returns the content of a file of the queue. None without a complete file: a network disk may show a part."""
+    """Returns the content of a file of the queue. Returns None without a complete file: a network disk may show a
+    part."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -38,7 +38,7 @@ class GroupTask:
         return replace(self, samples=made.samples, version=min(self.version, made.version))
 
     def text(self) -> bytes:
-        """Returns the task's record. ValueError for a sample whose values are not plain."""
+        """Returns the task's record. Raises ValueError for a sample whose values are not plain."""
         head = {name: getattr(self, name) for name in ("number", "prompts", "version", "rollout")}
         return _join(sample_text(head), original=self.original, samples=self.samples)
 
@@ -63,7 +63,7 @@ class GroupAnswer:
     """The reason of --failed-samples; None for an error that ends the run."""
 
     def text(self) -> bytes:
-        """Returns the answer's record. ValueError for a sample whose values are not plain."""
+        """Returns the answer's record. Raises ValueError for a sample whose values are not plain."""
         head = {"timed_out": dict(self.timed_out), "error": self.error, "reason": self.reason}
         return _join(sample_text(head), samples=self.samples)
 
@@ -74,7 +74,8 @@ class GroupAnswer:
 
 
 def snapshot_record(text: bytes) -> Record | None:
-    """Returns the record of `Snapshots.restore` for a task. None for an answer, which `add_answer` joins with it."""
+    """Returns the record of `Snapshots.restore` for a task. Returns None for an answer, which `add_answer` joins with
+    it."""
     fields = json.loads(text)
     return {name: fields[name] for name in ("prompts", "version", "samples")}
 

@@ -28,7 +28,8 @@ class RolloutHost(QueuedWork):
     """One rollout host, by its name in the queue."""
 
     def __init__(self, state: GenerateState, name: str, ended: int = 0) -> None:
-        """`ended`: the start of the run that had ended when this process began; the host waits for a later one."""
+        """Makes a host that waits for a later start of the run than `ended`, which had ended when this process
+        began."""
         self.state, self.name, self.ended = state, name, ended
         self.folder: QueueFolder = folder_for(state.config)
         self.worker: QueueWorker | None = None
@@ -58,8 +59,8 @@ class RolloutHost(QueuedWork):
         return counts
 
     async def _next_start(self, after: int) -> int:
-        """Waits for the next start of the run, and returns its number. Returns 0 if the run has ended. ValueError if no
-        run starts, or for a run that samples in another way."""
+        """Waits for the next start of the run, and returns its number. Returns 0 if the run has ended. Raises
+        ValueError if no run starts, or for a run that samples in another way."""
         flags, loop = self.state.config, asyncio.get_running_loop()
         end = loop.time() + flags.fault_tolerance.engine_start_timeout_s
         while True:
@@ -84,4 +85,4 @@ class RolloutHost(QueuedWork):
             await self.worker.leave()
 
     async def close(self) -> None:
-        """`serve` has closed the files."""
+        """Does nothing, because `serve` has closed the files."""

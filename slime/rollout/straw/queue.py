@@ -51,7 +51,7 @@ class RolloutQueue(RemoteGroups):
 
     async def finish(self, entry: StreamGroup, rollout_id: int) -> SampleGroup:
         """Returns the group with its responses and rewards, from any host. Samples are ABORTED if the rollout ends
-        first. HostError for a group without samples."""
+        first. Raises HostError for a group without samples."""
         task = GroupTask.from_entry(entry, rollout_id)
         while True:
             found = await self._ask(task)

@@ -20,7 +20,7 @@ class Drops:
         """Number of groups in a row that were dropped."""
 
     def count(self, reason: str) -> None:
-        """Counts a group. RuntimeError if too many groups in a row were dropped."""
+        """Counts a group. Raises RuntimeError if too many groups in a row were dropped."""
         self.metrics.on_dynamic_filter_drop(reason)
         self.barren += 1
         if (concern := dropped_groups(self.rollout_id, self.barren, self.target)) is not None:

@@ -56,7 +56,7 @@ class Failures:
         """Maps the number of a group to the failure for which the stream drops it."""
 
     def note(self, state: GenerateState, sample: Sample, reason: str, error: Exception, end: str) -> None:
-        """Counts a failed sample and records it in the journal. `end`: kept, replaced or dropped."""
+        """Counts a failed sample and records it in the journal. `end` is "kept", "replaced" or "dropped"."""
         self.counts.update((reason, end))
         if self.counts[reason] == 1:
             logger.warning(
@@ -74,7 +74,8 @@ class Failures:
 
 
 def find_reason(error: BaseException) -> str | None:
-    """Returns the reason of the error, or of an error that has led to it. None for a fault of the user's code."""
+    """Returns the reason of the error, or of an error that has led to it. Returns None for a fault of the user's
+    code."""
     seen: BaseException | None = error
     while seen is not None:
         if (reason := getattr(seen, _ATTRIBUTE, None)) is not None:

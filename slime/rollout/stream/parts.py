@@ -40,8 +40,8 @@ class AnswersSoFar:
         parts.append(part)
 
     def read(self, stream: str) -> GenerateResult | None:
-        """Returns the tokens of a running request so far, as if it were aborted now. None without tokens. The text is
-        empty, because it may end inside of a character."""
+        """Returns the tokens of a running request so far, as if it were aborted now. Returns None without tokens. The
+        text is empty, because it may end inside of a character."""
         if not (parts := self.found.get(stream)):
             return None
         names = set.intersection(*(set(part.columns) for part in parts))

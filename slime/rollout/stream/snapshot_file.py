@@ -72,7 +72,7 @@ class SnapshotFile:
 
     @property
     def lines(self) -> Mapping[int, Line]:
-        """The groups of the file."""
+        """Returns the groups of the file."""
         return {} if self._now is None else self._now[1]
 
     def load(self) -> SnapshotHeader | None:
@@ -165,7 +165,7 @@ class SnapshotFile:
 
 
 def encode(record: Mapping[str, object]) -> bytes:
-    """Returns the line of a record. ValueError for a value that is not plain."""
+    """Returns the line of a record. Raises ValueError for a value that is not plain."""
     return join([json.dumps(record, default=_refuse)])
 
 
@@ -176,7 +176,7 @@ def join(parts: Iterable[str]) -> bytes:
 
 
 def sample_text(sample: Mapping[str, object]) -> str:
-    """Returns the JSON text of a sample's plain values. ValueError for a value that is not plain."""
+    """Returns the JSON text of a sample's plain values. Raises ValueError for a value that is not plain."""
     return json.dumps(sample, default=_refuse)
 
 

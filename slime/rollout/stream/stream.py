@@ -62,8 +62,8 @@ async def generate_rollout_async(
 
     The result is deterministic if the engine is, no request is aborted and no rollout runs ahead. With
     --over-sampling-batch-size above --rollout-batch-size, the groups that finish first are used. An error of a reward,
-    filter or generate function names the sample. RuntimeError if the filter drops every group. TimeoutError if a whole
-    batch of groups in a row (at least 8) passes --rollout-deadline-s.
+    filter or generate function names the sample. Raises RuntimeError if the filter drops every group. Raises
+    TimeoutError if a whole batch of groups in a row (at least 8) passes --rollout-deadline-s.
     """
     stream = state.part(Stream, lambda: Stream(state, data_source))
     if stream.data_source is not data_source:

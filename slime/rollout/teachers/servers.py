@@ -51,7 +51,7 @@ class _Teacher:
             )
 
     def _result(self, rows: list[Row], top: list[list[Row]], wanted: list[int], top_k: int) -> ScoreResult:
-        """Returns the last rows, those of the tokens `wanted`. ValueError if the server scored other tokens."""
+        """Returns the last rows, those of the tokens `wanted`. Raises ValueError if the server scored other tokens."""
         rows = rows[-len(wanted) :]
         if [token for _, token in rows] != wanted:
             raise ValueError(

@@ -53,7 +53,8 @@ class SampleSpans:
     def around(
         self, sample: Sample, rollout_id: int | None, evaluation: bool
     ) -> Iterator[Callable[[Result], None]]:
-        """Context in which the sample is generated and scored. The block calls the yielded function with the result."""
+        """Records the generation and scoring of the sample in this context. The block calls the yielded function with
+        the result."""
         began_ns, began, made = time.time_ns(), time.perf_counter(), list[Sample]()
 
         def done(result: Result) -> None:
@@ -73,7 +74,8 @@ class SampleSpans:
     def inside(
         self, name: str, attributes: Attributes, *, record_error: bool = True
     ) -> Iterator[OpenSpan | None]:
-        """Context of a span `name` of a plug-in, below the span that is open in this task. None without an endpoint."""
+        """Opens a span `name` of a plug-in, below the span that is open in this task. Yields None without an
+        endpoint."""
         if self._provider is None:
             yield None
             return
@@ -106,7 +108,7 @@ class SampleSpans:
 
     @contextmanager
     def _current(self, began_ns: int) -> Iterator[Span | None]:
-        """Context in which a new span "sample" is the parent of other spans. The caller ends the span."""
+        """Makes a new span "sample" the parent of other spans in this context. The caller ends the span."""
         if self._provider is None:
             yield None
             return

@@ -30,8 +30,7 @@ def wait_for(gate: str) -> None:
 
 @contextlib.contextmanager
 def allow_other_memory_use() -> Iterator[None]:
-    """Context for a worker's `sleep`, in which other processes on the GPU may take more memory than the worker
-    frees."""
+    """Lets other processes on the GPU take more memory during a worker's `sleep` than the worker frees."""
     try:
         yield
     except AssertionError as error:

@@ -135,7 +135,7 @@ class Tester(Peer):
             raise
 
     def builtin_class(self, name: str) -> type:
-        """Returns a builtin class. TypeError for a class that would catch the tests' failed assertions."""
+        """Returns a builtin class. Raises TypeError for a class that would catch the tests' failed assertions."""
         found = super().builtin_class(name)
         if found in _CATCHING:
             raise TypeError(f"a program must raise its own errors, got {name}; extend the class")
