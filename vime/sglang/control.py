@@ -74,10 +74,10 @@ class SglangControl:
         self._post("/flush_cache", {}, timeout_s=_SLOW_S)
 
     def sleep(self, level: int, mode: PauseMode = "keep") -> None:
-        raise NotImplementedError("a SGLang server that shares a GPU with the trainer is refused at start-up")
+        raise NotImplementedError("an SGLang server cannot share a GPU with the trainer: such flags are errors")
 
     def wake(self, tags: Sequence[str] = ()) -> None:
-        raise NotImplementedError("a SGLang server that shares a GPU with the trainer is refused at start-up")
+        raise NotImplementedError("an SGLang server cannot share a GPU with the trainer: such flags are errors")
 
     def use_prefill_engines(self, urls: Sequence[str]) -> None:
         raise NotImplementedError("--prefill-num-servers is refused with SGLang's servers")

@@ -206,14 +206,14 @@ def check_engines(config: Config) -> None:
             "--replay-kept-tokens",
             "go with --rollout-backend vllm",
             "sglang",
-            "its answers do not say what top-p kept: leave the flag out",
+            "its answers do not have the tokens that top-p kept: leave the flag out",
         )
     if config.algorithm.use_score_centering:
         raise FlagError(
             "--use-score-centering",
             "go with --rollout-backend vllm",
             "sglang",
-            "its client does not ask for the likeliest tokens: leave the flag out",
+            "its answers do not have the likeliest tokens: leave the flag out",
         )
     if config.off_policy.use_rollout_routing_replay:
         raise FlagError(
