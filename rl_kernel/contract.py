@@ -137,7 +137,8 @@ TRAIN_ROLLOUT: Mapping[str, Tolerance] = {
 
 
 def max_error(actual: Tensor, truth: Tensor) -> float:
-    """Returns the largest absolute difference, computed in float64; 0 for empty tensors. A NaN counts as infinity."""
+    """Returns the largest absolute difference, computed in float64, or 0 for empty tensors. A NaN counts as
+    infinity."""
     if truth.numel() == 0:
         return 0.0
     difference = (actual.double() - truth.double()).abs().max()

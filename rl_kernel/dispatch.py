@@ -88,7 +88,7 @@ def _refuse(operator: str, reason: str) -> NoReturn:
 
 @cache
 def machine_refusal(device_type: str) -> str | None:
-    """Returns the reason why Triton kernels cannot run on tensors of this device type; None if they can."""
+    """Returns the reason why Triton kernels cannot run on tensors of this device type, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device_type != "cuda":
@@ -106,7 +106,7 @@ def interpreted() -> bool:
 
 
 def float64_refusal(*tensors: torch.Tensor | None) -> str | None:
-    """Returns the reason why the kernels, which compute in float32, cannot take float64 inputs; None if no input is
+    """Returns the reason why the kernels, which compute in float32, cannot take float64 inputs, or None if no input is
     float64."""
     doubles = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
     return "float64 inputs are computed by the reference only" if doubles else None

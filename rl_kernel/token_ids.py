@@ -76,7 +76,7 @@ def largest(logits: Tensor, group: ProcessGroup | None) -> Tensor:
 def ids_log_probs(
     ids: Tensor | None, parts: Sequence[Tensor | None], lse: Tensor, shard: VocabShard
 ) -> Tensor | None:
-    """Returns the log-probs of the ids [N, K] from the logits of this process's tiles and the log-sum-exp [N]; None
+    """Returns the log-probs of the ids [N, K] from the logits of this process's tiles and the log-sum-exp [N], or None
     without ids. Runs one all-reduce."""
     if ids is None:
         return None

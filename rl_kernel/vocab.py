@@ -53,7 +53,7 @@ class VocabShard:
 
     @property
     def real(self) -> int:
-        """Returns the number of columns of this shard that are not padding; 0 if the whole shard is padding."""
+        """Returns the number of columns of this shard that are not padding, or 0 if the whole shard is padding."""
         if self.vocab_size is None:
             return self.stored
         return min(max(self.vocab_size - self.start, 0), self.stored)

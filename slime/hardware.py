@@ -42,8 +42,7 @@ class Hardware:
 def _card(
     name: str, device: str, memory_gib: float, bf16_flops: float, memory_bytes_s: float, *, has_fp8: bool
 ) -> Hardware:
-    """Returns the entry of a PCIe card with compute capability 8.6 or 8.9, for hosts with one card and a network of 10
-    Gbit/s."""
+    """Returns a PCIe card of compute capability 8.6 or 8.9, with one card per host and a network of 10 Gbit/s."""
     sizes = (memory_gib, bf16_flops, memory_bytes_s, 0, 1.25e9, 1, 1)
     return Hardware(name, (device,), *sizes, shared_kib=99, has_fp8=has_fp8)
 
@@ -194,5 +193,5 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def find_hardware(device: str) -> Hardware | None:
-    """Returns the entry of the GPU with this driver name, or None if the table does not have the GPU."""
+    """Returns the entry of the GPU with this driver name, or None if the table does not have it."""
     return next((gpu for gpu in HARDWARE.values() if device in gpu.devices), None)

@@ -45,11 +45,11 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
     A file is read once per process. Its folder becomes the last entry of `sys.path`, so that the file can import files
     from its folder.
 
-    Errors contain `flag` as the user typed it ("--custom-rm-path"). Raises ValueError if the path has neither form, or
-    if the name is not callable. Raises MissingHookError if the file or module does not exist (a module must be on
-    PYTHONPATH), or does not have the name. An exception inside the user's module is chained to a ValueError with the
-    flag, so that the user can distinguish a faulty hook from a missing hook. If the user's module imports a name below
-    `slime` or `vime` that does not exist, the error has the closest existing name.
+    Errors contain `flag` as the user typed it ("--custom-rm-path"). Raises ValueError if the path has neither form or
+    the name is not callable. Raises MissingHookError if the file or module does not exist (a module must be on
+    PYTHONPATH) or has no such name. An exception inside the user's module is chained to a ValueError with the flag, so
+    that a faulty hook differs from a missing hook. If the user's module imports a name that does not exist below
+    `slime` or `vime`, the error has the closest name that exists.
     """
     file, name = file_and_name(path)
     if isinstance(path, str) and path.removesuffix(":").endswith(".py"):
@@ -96,7 +96,7 @@ def load_function(path: str, flag: str = "hook path") -> Hook:
 
 
 def _without_name(file: Path, path: str, flag: str) -> ValueError:
-    """Returns the error of a path that has a file and no function's name. The file is not run."""
+    """Returns the error for a file's path without a function's name. The file is parsed, but does not run."""
     if not file.is_file():
         return MissingHookError(f"{flag} must name a file that exists, got {path!r}; check the path")
     names = list[str]()
@@ -108,7 +108,7 @@ def _without_name(file: Path, path: str, flag: str) -> ValueError:
 
 
 def _suggest_functions(prefix: str, names: Sequence[str]) -> str:
-    """Returns a text such as "write a.py:score or a.py:other", or "" if no name is public."""
+    """Returns "write a.py:score or a.py:other", or "" if all names are private."""
     public = [f"{prefix}{name}" for name in names if not name.startswith("_")]
     more = f" (and {len(public) - _LISTED} more)" if len(public) > _LISTED else ""
     return f"write {' or '.join(public[:_LISTED])}{more}" if public else ""
@@ -124,7 +124,7 @@ def _functions(module: ModuleType) -> list[str]:
 
 
 def _find_callable(module: ModuleType, name: str, path: str, flag: str) -> Hook:
-    """Returns the function or class `name` of the loaded module. Raises errors as `load_function` does."""
+    """Returns the function or class `name` of the loaded module. Raises the errors of `load_function`."""
     file, _ = file_and_name(path)
     module_name, joint = (module.__name__, ".") if file is None else (str(file), ":")
     if not hasattr(module, name):
@@ -157,14 +157,14 @@ def file_and_name(path: object) -> tuple[Path | None, str]:
 
 
 def absolute(path: str) -> str:
-    """Returns a hook's path with an absolute file name, so that it is valid in any folder. A dotted path stays."""
+    """Returns a path of the same hook for any folder: a relative file becomes absolute, and a dotted path stays."""
     file, name = file_and_name(path)
     return path if file is None else f"{os.path.abspath(file.expanduser())}:{name}"
 
 
 def _load_module(file: Path) -> ModuleType:
-    """Returns the module of a file. The module's name has a hash of the file's path, so that the module hides no
-    installed module."""
+    """Returns the module of a file. The module's name holds a hash of the file's path, so that it hides no installed
+    module."""
     real_path = os.path.realpath(file)
     name = f"{file.stem}_{hashlib.sha256(os.fsencode(real_path)).hexdigest()[:12]}"
     with _reading:
@@ -185,8 +185,8 @@ def _load_module(file: Path) -> ModuleType:
 
 
 def nearest(module_name: str) -> str | None:
-    """Returns the advice for a missing module below `slime` or `vime`: its replacement, or "did you mean ...?" with the
-    closest module of slime. Returns None for any other module."""
+    """Returns the remedy for a missing module below `slime` or `vime`, else None. The remedy names a replacement, the
+    closest module of slime, or the docs page of hooks."""
     root, _, rest = module_name.partition(".")
     if root not in ("slime", "vime") or not rest:
         return None
@@ -213,7 +213,8 @@ def _add_its_folder(module_name: str, name: str) -> str:
 
 
 def _near_import(error: ImportError) -> str | None:
-    """Returns the advice for a plug-in's failed import: the closest module, or the closest name in the module."""
+    """Returns the remedy for a plug-in's failed import, with the closest module or the closest name, or None without a
+    remedy."""
     if isinstance(error, ModuleNotFoundError):
         return nearest(error.name or "")
     found = re.match(r"cannot import name '(\w+)'", str(error))
@@ -242,6 +243,6 @@ class SingletonMeta(type):
 
     @staticmethod
     def clear_all_instances() -> None:
-        """Removes all objects, so that the next calls create new objects."""
+        """Drops all objects, so that the next calls make new ones."""
         with SingletonMeta._lock:
             SingletonMeta._instances.clear()

@@ -5,8 +5,8 @@
     |-- generate without end, at most max_staleness rollouts ahead ---     max_staleness = 0: generation waits for
               |-- train i ------|-- train i+1 ------                       the new weights
 
-Synchronous training is the asynchronous case with max_staleness 0. The loop does not depend on Ray, Megatron or an
-engine. It uses a rollout manager, a trainer and an engine pool that implement slime.protocols.
+Synchronous training is the asynchronous case with max_staleness 0. The loop imports neither Ray nor Megatron nor an
+engine. It gets a rollout manager, a trainer and an engine pool that implement slime.protocols.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def run(
     report: Reporter,
     stop: Event | None = None,
 ) -> int:
-    """Trains from the trainer's start rollout to `config.num_rollout`. Returns the first rollout that was not trained.
-    Raises the first error of a part.
+    """Trains from the trainer's start rollout to `config.num_rollout`, and returns the first rollout that was not
+    trained. Raises the first error of any part.
 
-    If `stop` is set meanwhile, the run finishes its training step, saves a checkpoint and ends. It discards a rollout
-    or an evaluation that is not complete.
+    If `stop` is set meanwhile, the run ends with a checkpoint of its last step. A training step goes on to its end. A
+    rollout or an evaluation that has begun is given up.
     """
     loop = _Loop(config, rollout, trainer, engines, report, share_devices(config, engines), stop or Event())
     start = trainer.start_rollout_id
@@ -66,7 +66,7 @@ def run(
 
 
 def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, report: Reporter) -> None:
-    """Runs rollouts and evaluations and reports their metrics, without training (--debug-rollout-only)."""
+    """Runs --debug-rollout-only: rollouts, evaluations and their metrics, without training."""
     start = config.data.start_rollout_id or 0
     if evaluates_first(config, start):
         evaluate(rollout, None, engines.check_health, report, start)
@@ -79,7 +79,7 @@ def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, r
 
 
 HeldOutLosses = Callable[[int, dict[str, list[object]]], dict[str, float]]
-"""Computes the metrics of held-out sets: (number of trained rollouts, held-out sets) -> metrics."""
+"""(number of trained rollouts, held-out sets) -> metrics of the sets."""
 
 
 def evaluate(
@@ -89,8 +89,8 @@ def evaluate(
     report: Reporter,
     count: int,
 ) -> None:
-    """Evaluates the weights after `count` rollouts. `losses` computes the metrics of held-out sets, and is None without
-    a trainer. `slime.system.waiting.wait` describes `check`."""
+    """Evaluates the weights after `count` rollouts. `losses` computes the trainer's losses, and is None without a
+    trainer. `slime.system.waiting.wait` calls `check`."""
     with report.events.phase("eval", rollout=count):
         evaluated = wait(rollout.evaluate(count), check)
         if evaluated.held_out and losses is not None:
@@ -100,20 +100,19 @@ def evaluate(
 
 
 def due(interval: int | None, count: int) -> bool:
-    """Returns whether work that runs every `interval` rollouts (None: never) is due after `count` rollouts."""
+    """Returns True if an action with this interval in rollouts (None: never) is due after `count` rollouts."""
     return interval is not None and count % interval == 0
 
 
 def saves_after(config: Config, rollout_id: int) -> bool:
-    """Returns whether the run saves a checkpoint after rollout `rollout_id`. It saves one every --save-interval
-    rollouts, and one after the last rollout."""
+    """Returns True if a checkpoint follows the rollout: every --save-interval rollouts and after the last rollout."""
     if config.checkpoint.save is None:
         return False
     return due(config.checkpoint.save_interval, rollout_id + 1) or rollout_id + 1 == config.data.num_rollout
 
 
 def evaluates_first(config: Config, start: int) -> bool:
-    """Returns whether an evaluation precedes rollout `start`. With --num-rollout 0, the run is only this evaluation.
+    """Returns True if an evaluation precedes rollout `start`. A run with --num-rollout 0 only makes this evaluation.
     --skip-eval-before-train leaves out the evaluation of the untrained model."""
     if config.data.num_rollout == 0:
         return config.evaluation.eval_interval is not None
@@ -122,7 +121,7 @@ def evaluates_first(config: Config, start: int) -> bool:
 
 
 class _Stopped(Exception):
-    """The run was asked to end during work that it can discard."""
+    """The run was asked to end during work that it can leave out."""
 
 
 @dataclass
@@ -137,7 +136,7 @@ class _Loop:
     turns: DeviceSharing
     stop: Event
     recovery: Recovery = field(init=False)
-    """Wraps each call of the trainer, because a lost trainer may have to start again."""
+    """It runs every call of the trainer, because the trainer may have to start again."""
     ahead: deque[Future[RolloutBatch]] = field(default_factory=deque)
     """Rollouts that are being generated, in order."""
     trained: int = 0
@@ -145,11 +144,11 @@ class _Loop:
     saved: int = 0
     """The first rollout that is not in the newest checkpoint."""
     published: int = 0
-    """The weight version that the engines serve."""
+    """The version of the engines' weights."""
 
     @contextmanager
     def until_stopped(self) -> Iterator[None]:
-        """Ends the block early if the run was asked to end, and saves the trained steps."""
+        """Lets the block end early, and then saves the last trained step."""
         try:
             yield
         except _Stopped:
@@ -165,7 +164,7 @@ class _Loop:
             self.ahead.append(self.rollout.generate(i, saves, self.published))
 
     def batch(self, rollout_id: int) -> RolloutBatch:
-        """Waits for the data of rollout `rollout_id` and returns it."""
+        """Returns the data of rollout `rollout_id`."""
         bar = self.report.bar(f"rollout {rollout_id}", "sample", self.rollout.progress)
         with self.report.timers.measure("train_wait"), bar as tick:
             return wait(self.ahead.popleft(), self._check, tick)
@@ -196,7 +195,7 @@ class _Loop:
         self.recovery.run(f"publishing weights {version}", lambda: self.publish_now(version))
 
     def publish_now(self, version: int) -> None:
-        """Publishes the weights. A lost trainer is an error, and is not started again."""
+        """Publishes the weights without a restart of the trainer."""
         self.report.sent(self.engines.publish(version))
         self.published = version
 
@@ -206,8 +205,8 @@ class _Loop:
     def save(self, rollout_id: int) -> None:
         """Saves a checkpoint if one is due, or if the run was asked to end.
 
-        The checkpoint follows the step's log line. So a run that is killed between both repeats the step and its line,
-        and no line is missing.
+        The checkpoint follows the step's log line. A run that is killed between the two repeats the step and its line,
+        so no line is missing.
         """
         self.trained = rollout_id + 1
         if saves_after(self.config, rollout_id) or self.stop.is_set():
@@ -237,14 +236,14 @@ class _Loop:
                 self.recovery.run("writing files", lambda: self._wait(self.trainer.finish_save()))
 
     def evaluate_at_start(self, start: int) -> None:
-        """Evaluates before the first rollout, if the configuration asks for it."""
+        """Evaluates before the first rollout."""
         self._heed_stop()
         if evaluates_first(self.config, start):
             evaluate(self.rollout, self._held_out, self._check, self.report, start)
 
     def evaluate(self, count: int) -> None:
-        """Evaluates the weights after `count` rollouts, every --eval-interval rollouts. If --update-weights-interval
-        left the engines with older weights, they get the newest weights first."""
+        """Evaluates the weights after `count` rollouts, every --eval-interval rollouts. Engines that still have older
+        weights (--update-weights-interval) get these weights first."""
         self._heed_stop()
         if not due(self.config.evaluation.eval_interval, count):
             return
@@ -257,8 +256,8 @@ class _Loop:
         evaluate(self.rollout, self._held_out, self._check, self.report, count)
 
     def _held_out(self, count: int, sets: dict[str, list[object]]) -> dict[str, float]:
-        """Returns the metrics of held-out sets. Colocated engines sleep meanwhile, because the trainer's passes need
-        device memory."""
+        """Returns the losses of held-out sets. Colocated engines sleep meanwhile, because the trainer needs device
+        memory."""
 
         def evaluate() -> dict[str, float]:
             self.turns.begin()
@@ -276,7 +275,7 @@ class _Loop:
             raise _Stopped
 
     def _check(self) -> None:
-        """Checks the run during a wait for work that the run can discard. Raises `_Stopped` or the error of a part."""
+        """Raises an error of the engines or the trainer, or `_Stopped`, during work that the run can leave out."""
         self._heed_stop()
         self.report.heed()
         self.engines.check_health()

@@ -32,9 +32,8 @@ _STAND_IN = "\ue000"
 
 
 def tool_rule(tool: object) -> str | None:
-    """Returns the rule that a tool's description breaks, as the end of "a tool must ...", or None for a valid
-    description. A valid description is a name, a function, or an object with a function. A null field counts as
-    absent."""
+    """Returns the rule that a tool's description breaks, as the end of "a tool must ...", or None for a good
+    description: a name, a function, or an object with a function. A null field counts as absent."""
     if isinstance(tool, str) and tool:
         return None
     if not isinstance(tool, dict):
@@ -50,7 +49,7 @@ def tool_rule(tool: object) -> str | None:
 
 
 def parameters_rule(parameters: object) -> str | None:
-    """Returns the rule that a tool's parameters break, as `tool_rule` does, or None."""
+    """Returns the rule that a tool's parameters break, in the form of `tool_rule`, or None."""
     if parameters is None:
         return None
     if not isinstance(parameters, dict):
@@ -61,8 +60,8 @@ def parameters_rule(parameters: object) -> str | None:
 
 
 def tool_schemas(tools: Tools | None) -> Tools | None:
-    """Returns the tools for a chat template. A name becomes a function with that name, because transformers accepts
-    objects only. Raises ValueError if the tools are no list of descriptions."""
+    """Returns the tools for a chat template. A name becomes a function of that name, because transformers takes objects
+    only. Raises ValueError for tools that are no list of descriptions."""
     if tools is not None and not isinstance(tools, list | tuple):
         raise ValueError(
             f"tools must be a list of descriptions of tools, got {tools!r:.80}; correct the tools of the sample"
@@ -76,7 +75,7 @@ def tool_schemas(tools: Tools | None) -> Tools | None:
 
 
 def get_response_lengths(loss_masks: list[list[int]]) -> list[int]:
-    """Returns, per mask, the number of tokens from the first trained token to the end, or 0 without a trained token."""
+    """Returns each mask's number of tokens from the first trained token to the end, or 0 without trained tokens."""
     return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
 
 
@@ -141,8 +140,8 @@ class MultiTurnLossMaskGenerator:
         tools: Tools | None,
         template_kwargs: dict[str, object] | None,
     ) -> str:
-        """Returns the rendered `text` with other characters for each end marker inside a message, so that only the
-        template's own markers end turns."""
+        """Returns the rendered `text` with other characters where a message holds the text of a marker, so that only
+        the template ends turns."""
         for end in self._ends:
             hidden = cast("list[Message]", _replaced(messages, end, _STAND_IN * len(end)))
             if hidden == messages:
@@ -157,7 +156,7 @@ class MultiTurnLossMaskGenerator:
         return text
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
-        """Returns the result of the function `get_response_lengths`."""
+        """Calls the module's function of the same name."""
         return get_response_lengths(loss_masks)
 
     def _turn_start(
@@ -167,7 +166,7 @@ class MultiTurnLossMaskGenerator:
         tools: Tools | None,
         template_kwargs: dict[str, object] | None,
     ) -> int:
-        """Returns the number of characters at the beginning of `text` that are the prompt of the turn after
+        """Returns the number of characters of `text` that are the model's prompt for the turn after the messages
         `before`."""
         if not before:
             raise ValueError("messages must begin with a system or user turn, got an assistant turn first")
@@ -196,7 +195,7 @@ class MultiTurnLossMaskGenerator:
 
 
 def _replaced(value: object, text: str, other: str) -> object:
-    """Returns a copy of messages with each `text` replaced by `other`."""
+    """Returns a copy of messages with `other` in the place of `text`."""
     if isinstance(value, str):
         return value.replace(text, other)
     if isinstance(value, dict):

@@ -83,12 +83,12 @@ class Decision:
 
     @property
     def short(self) -> str:
-        """The line without the contract's hash."""
+        """Returns the decision's line without the contract's hash."""
         return f"{self.operator:<19} {self.chosen:<10} {self.reason}".rstrip()
 
 
 def loss_head(config: Config) -> tuple[Head, str]:
-    """Returns the head of the training loss, and the reason why the head is not the one-pass operator ("" if it is).
+    """Returns the head of the training loss, and the reason why it is not the one-pass operator ("" if it is).
 
     A loss that needs whole sequences cannot be computed block by block of tokens. A provider comes before every
     operator. The head is NATIVE with --rlk-fast off, for a custom loss, and when --rl-kernel-ops has no operator for
@@ -118,7 +118,7 @@ def loss_head(config: Config) -> tuple[Head, str]:
 
 
 def bitwise(config: Config) -> tuple[str, ...]:
-    """Returns the names from BITWISE_OPERATORS whose rl_kernel.invariant operators both trainer and engine use."""
+    """Returns the names in BITWISE_OPERATORS of the rl_kernel.invariant operators that trainer and engine share."""
     return tuple(config.kernels.rlk_bitwise_operators) if config.kernels.rlk_bitwise else ()
 
 
@@ -146,7 +146,7 @@ def require_promise(side: str, device: torch.device, dtype: torch.dtype) -> None
 
 
 def pass_head(config: Config) -> Head:
-    """Returns the head for log-probs without a gradient: those of the old policy and of the reference model."""
+    """Returns the head for the log-probs of the old policy and of the reference model, which need no gradient."""
     if config.kernels.selected_logprob_provider:
         return PROVIDER
     if "head" in bitwise(config):
@@ -158,7 +158,7 @@ def pass_head(config: Config) -> Head:
 
 
 def whole_sequences(config: Config) -> str:
-    """Returns the reason why the loss of a token needs more than that token's log-prob, or "" if it does not."""
+    """Returns the reason why a token's loss needs more than the token's log-prob, or "" if the log-prob is enough."""
     if loss_for(config.algorithm).pairs:
         return f"--loss-type {config.algorithm.loss_type} looks at whole sequences"
     if not loss_for(config.algorithm).surrogate:
@@ -182,8 +182,8 @@ def whole_sequences(config: Config) -> str:
 
 
 def called(config: Config) -> set[str]:
-    """Returns the names of the operators that this configuration calls. Calls that a hook adds or replaces are not
-    considered."""
+    """Returns the names of the operators that this configuration calls. Calls that a hook adds or replaces are
+    ignored."""
     found = {"group_advantage"} if _rates_groups(config) else set[str]()
     if config.debug.debug_rollout_only:
         return found
@@ -201,15 +201,15 @@ def _rates_groups(config: Config) -> bool:
 
 
 def _own_activation(config: Config) -> bool:
-    """Returns whether the activation is the operator `swiglu`. With Transformer Engine, Megatron's own activation runs
-    instead. With --rlk-bitwise, the engine's activation may run instead."""
+    """Returns False if another activation runs: Megatron's with Transformer Engine, or the engine's with
+    --rlk-bitwise."""
     local = config.megatron.overrides.get("transformer_impl", "local") == "local"
     return bool(local and "activation" not in bitwise(config))
 
 
 def _has_experts(config: Config) -> bool:
-    """Returns whether config.json has experts. Returns False without a checkpoint, because most rules run before the
-    checkpoint exists."""
+    """Returns whether config.json names experts. Most rules run before a checkpoint exists, and then the result is
+    False."""
     directory = config.rollout.hf_checkpoint
     if directory is None or not Path(directory, "config.json").is_file():
         return False
@@ -267,10 +267,9 @@ def _filters_by_reward(config: Config) -> bool:
 
 
 def decide(config: Config, device_type: str) -> list[Decision]:
-    """Returns one decision per operator, for tensors on `device_type`.
+    """Returns one decision per operator, for tensors of `device_type`.
 
-    Raises:
-        Refused: with --rlk-fast strict, if an operator that the configuration calls cannot run fast.
+    Raises Refused with --rlk-fast strict if an operator that the configuration calls cannot run fast.
     """
     from rl_kernel.contract import contract_id
     from rl_kernel.dispatch import Refused
@@ -309,7 +308,7 @@ def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool
 
 
 def headline(config: Config) -> str:
-    """Returns the line that is printed above the decisions."""
+    """Returns the line above the decisions."""
     head, reason = loss_head(config)
     if head == VALUES:
         return f"--rlk-fast {config.kernels.rlk_fast}, {reason}"
@@ -348,12 +347,12 @@ def _has_kernels() -> bool:
 def step_metrics() -> dict[str, float]:
     """Returns the metrics of the operators in this process since the last call of this function.
 
-    `rl_kernel/compile_ms` is the time in which Triton compiled kernels. The metric is absent if Triton compiled no
-    kernel. With --rlk-fast off, there are no other metrics. `rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms`
-    are per operator. `rl_kernel/fast` is the share of fast runs among the calls that the mode wants to be fast. It is
-    the mean over operators, so that a fallback of a rarely called operator is visible: layers call their operators
-    hundreds of times per step, and the head is called once per micro-batch. Operators of the host, operators outside
-    --rl-kernel-ops and the native path do not count.
+    `rl_kernel/compile_ms` is the time in which Triton compiled kernels, absent if it compiled none. With --rlk-fast off
+    there are no other metrics. `rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` are per operator.
+    `rl_kernel/fast` is the share of fast runs among the calls that the mode wants to be fast. The share is the mean
+    over operators, so that a fallback of any operator shows: a layer calls its operators hundreds of times per step,
+    and the head is called once per micro-batch. Operators of the host, operators outside --rl-kernel-ops and the native
+    path do not count.
 
     The function reads timing events of the device. The caller must call it at the end of a step, when the step's
     metrics have arrived.

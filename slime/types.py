@@ -182,7 +182,7 @@ class Sample:
 
     @property
     def effective_response_length(self) -> int:
-        """Number of response tokens that are trained on."""
+        """Returns the number of response tokens that are trained on."""
         return sum(self.loss_mask) if self.loss_mask is not None else self.response_length
 
     def append_response_tokens(
@@ -293,7 +293,8 @@ class Sample:
 
     @property
     def known_experts(self) -> int:
-        """Number of leading tokens whose experts are known. The next request asks for the rows after these tokens."""
+        """Returns the number of leading tokens whose experts are known. The next request asks for the rows after these
+        tokens."""
         return 0 if self.rollout_routed_experts is None else len(self.rollout_routed_experts)
 
     def append_routed_experts(self, rows: np.ndarray) -> None:
@@ -304,8 +305,8 @@ class Sample:
     def check(self, *, require_log_probs: bool = True, require_experts: bool = False) -> None:
         """Checks the sample. This runs once, before samples are passed from the rollout to the trainer.
 
-        ValueError, with group and sample, if lengths disagree, a log-prob is missing or not finite, or no token is
-        trained on although `remove_sample` is not set. With `require_experts`, the experts of each token except the
+        Raises ValueError, with group and sample, if lengths disagree, a log-prob is missing or not finite, or no token
+        is trained on although `remove_sample` is not set. With `require_experts`, the experts of each token except the
         last must be present. slime.data.routed_experts compares the experts with the model.
         """
         who = f"sample {self.index} of group {self.group_index}"

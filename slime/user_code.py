@@ -45,8 +45,7 @@ _last_warning_s = float("-inf")
 
 
 def is_cancelled(error: BaseException) -> bool:
-    """Returns whether `error` cancels the current task. Code that turns other exceptions into an error must raise a
-    cancellation unchanged.
+    """Returns True if `error` is the cancellation of the current task, which no border may turn into another error.
 
     All other exceptions are errors, also a SystemExit of a user's function, which would end the event loop and hang the
     run.
@@ -68,15 +67,14 @@ def find_location_in(trace: str) -> str | None:
 
 
 def add_location(message: str, trace: str) -> str:
-    """Returns an error's message with the location in the user's code that raised the error, in one line."""
+    """Returns an error's message in one line, with the place in the user's code that raised the error."""
     found = find_location_in(trace)
     return message if found is None or found in message else f"{message} (at {found})"
 
 
 def remedy(error: BaseException, *, generates: bool = False) -> str:
-    """Returns advice if the error of a user's function comes from its environment: a request without the run's key, or
-    a signal in a thread. Returns "" for other errors. `generates` is true if the function sends requests to the run's
-    router."""
+    """Returns the remedy for an error that a user's function has because of the place where it runs, else "".
+    `generates` means that the function sends its requests to the run's router."""
     if any(_refuses(value, generates) for value in _seen(error)):
         return (
             "; the router refused a request without the run's key (401): send it with slime.utils.http_utils.post, "
@@ -91,7 +89,7 @@ def remedy(error: BaseException, *, generates: bool = False) -> str:
 
 
 def _seen(error: BaseException) -> Iterator[object]:
-    """Yields the error, its causes, their HTTP responses, and the local values of the user's code."""
+    """Yields the error and the errors that it comes from, their responses, and the local values of the user's code."""
     known: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in known:
@@ -104,8 +102,8 @@ def _seen(error: BaseException) -> Iterator[object]:
 
 
 def _refuses(value: object, generates: bool) -> bool:
-    """Returns whether a value shows that a server rejected a request without the run's key. The value contains the
-    server's text, or, if `generates` is true, it is an object of an HTTP client with status 401."""
+    """Returns True if a value is the reply of a run's server to a request without the key. With `generates`, also
+    returns True if an HTTP client's object has status 401."""
     if isinstance(value, str | bytes | dict | BaseException):
         text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
         if NO_KEY in text:
@@ -120,8 +118,8 @@ def _is_user_file(file: str) -> bool:
 
 
 def find_location(error: BaseException) -> str | None:
-    """Returns the file and line in the user's code that raised `error`, or that called the function that raised it.
-    Returns None if no user code is in the traceback."""
+    """Returns the file and line of the user's code that raised `error`, or that called the code that raised it. Returns
+    None for an error of this project's own code."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
@@ -131,14 +129,14 @@ def find_location(error: BaseException) -> str | None:
 
 
 def _short(file: str) -> str:
-    """Returns the path relative to the current folder if the file is below that folder, otherwise the path itself."""
+    """Returns the path from the current folder if the file is below this folder, else the path as it is."""
     near = os.path.relpath(file)
     return file if near.startswith("..") else near
 
 
 @contextlib.contextmanager
 def slow_is_logged(what: str, limit_s: float | None) -> Iterator[None]:
-    """Logs a warning if the block takes longer than SLOW_REWARD_S. `limit_s` is --reward-deadline-s."""
+    """Logs a warning if the block is not done after SLOW_REWARD_S. `limit_s` is the value of --reward-deadline-s."""
     key = object()
     _running[key] = what
     timer = asyncio.get_running_loop().call_later(SLOW_REWARD_S, _warn, what, limit_s)
@@ -166,7 +164,7 @@ _CALLS: WeakKeyDictionary[asyncio.Task[object], str] = WeakKeyDictionary()
 
 @contextlib.contextmanager
 def calling(function: str) -> Iterator[None]:
-    """Records that the current task runs a user's function inside this block. `function` is the function's flag and
+    """Records that the current task runs a user's function in this block. `function` is the function's flag and
     path."""
     task = asyncio.current_task()
     if task is None:
@@ -184,8 +182,8 @@ def calling(function: str) -> Iterator[None]:
 
 
 def blocking_call(task: asyncio.Task[object], frame: FrameType | None) -> tuple[str, str] | None:
-    """Returns the user's function that `task` runs, and the file and line that the function has reached. Returns None
-    if the task runs no user's function. `frame` is the innermost frame of the loop's thread."""
+    """Returns the user's function that `task` runs, and the file and line that it has reached. Returns None for a task
+    that runs no user's function. `frame` is the innermost one of the loop's thread."""
     function = _CALLS.get(task)
     reached = None
     while frame is not None:
@@ -197,8 +195,8 @@ def blocking_call(task: asyncio.Task[object], frame: FrameType | None) -> tuple[
 
 @contextlib.contextmanager
 def blamed(what: str, sample: Sample) -> Iterator[None]:
-    """Calls a user's function in the block. Each error becomes a RuntimeError with the function's name `what` and the
-    sample, chained to the original error."""
+    """Adds the sample and the name of a user's function, `what`, to any error of the block. Raises RuntimeError,
+    chained."""
     try:
         with calling(what):
             yield

@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -174,8 +175,10 @@ def held() -> dict[str, int]:
     }
 
 
-def reset_switch() -> None:
-    """Undoes the settings of rl_kernel that a trainer of this process has made."""
+def reset_globals() -> None:
+    """Undoes the settings of rl_kernel that a trainer of this process has made, and removes urllib's opener, which has
+    the proxies of its first use."""
+    urllib.request.install_opener(None)  # type: ignore[arg-type]  # urlopen makes a new one
     if "rl_kernel.mode" in sys.modules:  # otherwise the import of torch would take seconds
         from rl_kernel.mode import configure
         from rl_kernel.telemetry import set_timing
@@ -204,16 +207,16 @@ def nothing_left() -> Iterator[None]:
 
     The counts are not checked on a GPU host: CUDA and NCCL have threads for the life of a process.
 
-    The file ends with the environment variables that it began with, and begins with the default switch of rl_kernel.
-    Megatron sets variables, on which runs print notes, and a trainer in this process sets the switch. Without this, a
-    test could fail because of a file that ran before it.
+    The file ends with the environment variables that it began with, and begins with default settings of this process
+    (`reset_globals`). Megatron sets variables, on which runs print notes. Without this, a test could fail because of a
+    file that ran before it.
 
     The file begins with the objects of earlier files frozen. Megatron collects at each checkpoint, and a process that
     has run the house tests has two million objects, so each of these collections took a second.
     """
     gc.collect()
     gc.freeze()
-    reset_switch()
+    reset_globals()
     before, runs, end = held(), unnamed_runs(), None
     environment = dict(os.environ)
     yield

@@ -49,7 +49,7 @@ def served_engines(config: Config) -> Iterator[ServedEngines]:
 
 
 def make_pools(config: Config, placed: Placement, source: WeightSource | None) -> ServedModels:
-    """Returns every model's engines, not started yet. `source`: the trainer, if the run has one."""
+    """Returns every model's engines, not started yet. `source` is the trainer, if the run has one."""
     policy: EnginePool = NoEngines()
     frozen: dict[str, EnginePool] = {}
     for engines in served_engines(config):
@@ -84,8 +84,8 @@ def parse_config(argv: Sequence[str], rules: Sequence[Rule] = (), *, download: b
     """Returns the resolved, validated configuration of a command line and of vime.switch's variables. Raises ValueError
     for an invalid one.
 
-    `rules` are more checks, whose errors are in the same report. `download`: fetch --hf-checkpoint and --ref-load if
-    they name models of the Hugging Face hub.
+    `rules` are more checks, whose errors are in the same report. With `download`, the function fetches --hf-checkpoint
+    and --ref-load if they name models of the Hugging Face hub.
     """
     config = parse_args(
         argv, BACKENDS, _from_environment, (_check_variables, check_served, *rules), download=download

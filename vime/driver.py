@@ -79,8 +79,7 @@ run this share earlier."""
 
 @dataclass(frozen=True)
 class HostWork:
-    """The work of a rollout host, which does not train. Its engines get weights from `source`, and the driver calls
-    `serve` after their start."""
+    """The work of a rollout host: the source of its engines' weights, and the function that runs after its start."""
 
     source: WeightSource
     serve: Callable[[Config, rollout_actor.RolloutGroup, EnginePool], None]
@@ -251,7 +250,7 @@ def run(config: Config, argv: Sequence[str], host: HostWork | None = None) -> No
 
 
 def _describe_trainer(config: Config, trainer: trainers.Trainers) -> None:
-    """Prints the trainer's decisions, memory and remarks from its start."""
+    """Prints the trainer's decisions at its start."""
     print(f"operators: {headline(config)}")
     for decision in trainer.decisions:
         print(f"  {decision if config.logging.verbose else decision.short}")

@@ -12,7 +12,7 @@ _chosen = "torch"
 
 
 def products_refusal(name: str, device: torch.device) -> str | None:
-    """Returns the reason why a library cannot multiply on a device; None if it can. With `torch`, Triton multiplies
+    """Returns the reason why a library cannot multiply on a device, or None if it can. With `torch`, Triton multiplies
     where cuBLAS has no product."""
     if name == "torch":
         return None

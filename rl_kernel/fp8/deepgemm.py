@@ -29,7 +29,7 @@ _ALIGNED = 16
 
 @cache
 def deepgemm_refusal(device: torch.device) -> str | None:
-    """Returns the reason why DeepGEMM cannot run on a device; None if it can."""
+    """Returns the reason why DeepGEMM cannot run on a device, or None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return "DeepGEMM's products run on GPUs of compute capability 9.0"
     if importlib.util.find_spec("deep_gemm") is None:

@@ -28,7 +28,7 @@ _LEAST_CAPABILITY = (8, 9)
 
 @cache
 def refusal(device: torch.device) -> str | None:
-    """Returns the reason why the layers cannot run on a device; None if they can."""
+    """Returns the reason why the layers cannot run on a device, or None if they can."""
     if device.type == "cpu":
         return None
     if device.type != "cuda":

@@ -18,7 +18,7 @@ _LEAST_CUDA = (12, 9)
 
 @cache
 def library_refusal(device: torch.device) -> str | None:
-    """Returns the reason why torch's products cannot run on a device; None if they can."""
+    """Returns the reason why torch's products cannot run on a device, or None if they can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return "torch's products with such scales run on GPUs of compute capability 9.0"
     version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])

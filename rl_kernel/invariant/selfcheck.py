@@ -124,7 +124,7 @@ def _packed_queries(draw: Callable[..., Tensor]) -> Rows:
 
 
 def refusal(device: torch.device | str) -> str | None:
-    """Returns the reason why the operators cannot run on this device; None if they can."""
+    """Returns the reason why the operators cannot run on this device, or None if they can."""
     device = torch.device(device)
     if device.type == "cpu":
         return None

@@ -56,7 +56,7 @@ def parse_model_output(
     """Returns the parts of an answer. The names are those of vLLM's parsers. Without a name, only tool calls in XML
     (`parse_xml_tool_uses`) are found, and reasoning is not.
 
-    `tools_schema`: the tools of the request in OpenAI's form; without tools there are no calls. `tokenizer` defaults to
+    `tools_schema` has the request's tools in OpenAI's form. Without tools there are no calls. `tokenizer` defaults to
     the tokenizer of the run in this process.
     """
     schema = tools_schema or []

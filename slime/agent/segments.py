@@ -89,7 +89,7 @@ class TokenRow:
 
     @property
     def last_answer(self) -> int:
-        """Position at which the newest answer begins."""
+        """Returns the index at which the newest answer begins."""
         return self._answers[-1][0]
 
     def shared(self, prompt_ids: Sequence[int]) -> int:
@@ -123,7 +123,7 @@ class TokenRow:
         self.log_probs += [0.0] * len(ids) if log_probs is None else log_probs
 
     def segment(self, metadata: Metadata, most_tokens: int = 0) -> TokenSegment:
-        """Returns the row as a segment. If `most_tokens` is not 0, the segment is cut to this number of tokens."""
+        """Returns the row as a segment, cut to `most_tokens` tokens if that is not 0."""
         start, end = self.prompt_length, most_tokens or len(self.tokens)
         mask = self.loss_mask[start:end]
         log_probs = self.log_probs[start:end] if self._has_log_probs else []

@@ -53,7 +53,7 @@ class _Node:
 
     @property
     def path(self) -> list[_Node]:
-        """The turns from the first turn of the conversation to this turn."""
+        """Returns the turns from the first turn of the conversation to this turn."""
         found, node = [self], self.parent
         while node is not None:
             found.append(node)
@@ -83,7 +83,7 @@ class TrajectoryManager:
         return sid in self._nodes
 
     def turn_count(self, sid: str) -> int:
-        """Returns the number of recorded turns of the session."""
+        """Returns the number of turns that were recorded for the session."""
         return self._counts.get(sid, 0)
 
     def record_turn(
@@ -140,7 +140,7 @@ class TrajectoryManager:
         extra_metadata: Metadata | None = None,
         max_sample_tokens: int = 0,
     ) -> list[Sample]:
-        """Returns the samples of a session and forgets the session; [] for an unknown name.
+        """Returns the samples of a session and forgets the session. Returns [] for an unknown name.
 
         The samples have the facts of `base_sample`, the whole `reward`, and the metadata `truncated`, `use_tool` and
         `ill_formed`. `max_sample_tokens` cuts longer samples; 0 means no limit.

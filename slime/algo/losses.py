@@ -65,7 +65,7 @@ class Loss:
 
     @property
     def inputs(self) -> str:
-        """Flags that a run on given responses needs first."""
+        """Returns the flags that a run on given responses needs first."""
         return f"--rollout-function-path {self.rollout} --debug-train-only"
 
 
@@ -94,7 +94,7 @@ def _rewards(c: Config, t: TokenColumns) -> Losses:
 
 
 def _no_tokens_ahead(c: Config) -> None:
-    """Raises ValueError for multi-token prediction: a model with a value head predicts no tokens."""
+    """Raises ValueError for multi-token prediction, because a model with a value head predicts no tokens."""
     if c.algorithm.enable_mtp_training:
         raise FlagError(
             "--enable-mtp-training",

@@ -78,24 +78,24 @@ class TokenColumns:
 
     @property
     def mask(self) -> Tensor:
-        """1 for each token that is trained on, else 0."""
+        """Returns 1 for each token that is trained on, else 0."""
         return self["loss_masks"]
 
     @property
     def denominators(self) -> Tensor:
-        """The number by which each token's loss is divided."""
+        """Returns the number by which each token's loss is divided."""
         return self["loss_denominators"]
 
     @property
     def old_log_probs(self) -> Tensor:
-        """The log-probs before this rollout's first step. Without the column, the policy has not changed since then,
-        and its detached log-probs are the same."""
+        """Returns the log-probs before this rollout's first step. Without the column, the policy has not changed since
+        then, and its detached log-probs are the same."""
         old = self.get("old_log_probs")
         return self.log_probs.detach() if old is None else old
 
     @cached_property
     def weights(self) -> Tensor:
-        """Each token's weight in a mean over the step."""
+        """Returns each token's weight in a mean over the step."""
         return self.mask / self.denominators
 
     def mean(self, per_token: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ COMMON = "common_state"
 
 
 def installed() -> str | None:
-    """Returns the installed version of megatron-core, or None without it. Does not import megatron-core."""
+    """Returns the installed version of megatron-core, or None without it. Does not import it."""
     try:
         return metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
@@ -73,7 +73,7 @@ def is_too_old(version: str) -> bool:
 
 
 def check(version: str) -> str | None:
-    """Returns a remark on a version that was never run, or None. Raises ValueError for a version that is too old."""
+    """Raises ValueError for a version that is too old. Returns a remark on a version that was never run, else None."""
     numbers = _numbers(version)
     if is_too_old(version):
         raise ValueError(
@@ -95,14 +95,14 @@ def _text(numbers: tuple[int, int]) -> str:
 
 
 def muon_settings(core: OptimizerConfig) -> tuple[bool, str]:
-    """Returns whether Muon uses Nesterov's momentum, and the name of its coefficients. `core`: an OptimizerConfig."""
+    """Returns whether Muon uses Nesterov's momentum, and the name of its coefficients. `core` is an OptimizerConfig."""
     if hasattr(core, "muon_use_nesterov"):
         return core.muon_use_nesterov, "quintic"
     return core.muon_nesterov, core.muon_coefficient_type
 
 
 def prediction_parts(layer: object, **parts: object) -> MultiTokenPredictionLayerSubmodules:
-    """Returns the submodules of a multi-token prediction layer. `layer` is the spec of its decoder layer."""
+    """Returns the submodules of a layer of multi-token prediction. `layer` is the spec of the layer's decoder layer."""
     from megatron.core.transformer.multi_token_prediction import (
         MultiTokenPredictionLayerSubmodules as Submodules,
     )
@@ -112,8 +112,7 @@ def prediction_parts(layer: object, **parts: object) -> MultiTokenPredictionLaye
 
 
 def prediction_inputs(tokens: Tensor, embedded: Tensor, state: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns a tuple in the form of `MultiTokenPredictionLayer._get_embeddings`, with None as the positions and as the
-    padding mask."""
+    """Returns the result of `MultiTokenPredictionLayer._get_embeddings`, without positions and padding mask."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
     newer = "padding_mask" in inspect.signature(MultiTokenPredictionLayer._get_embeddings).parameters
@@ -121,12 +120,12 @@ def prediction_inputs(tokens: Tensor, embedded: Tensor, state: Tensor) -> tuple[
 
 
 def stored_name(name: str) -> str:
-    """Returns the name that a live model's parameter has in checkpoints and weight tables."""
+    """Returns the name that a parameter of the live model has in checkpoints and weight tables."""
     return name.replace(".mtp_model_layer.", ".transformer_layer.")
 
 
 def common_records(state: dict[str, Any]) -> Any:
-    """Removes the records without tensors from the state that a save strategy gets, and returns them. Returns None if
+    """Takes the records without tensors out of the state that a save strategy gets, and returns them. Returns None if
     megatron-core has saved them itself."""
     item = state.pop(COMMON, None)
     return None if item is None else item.data

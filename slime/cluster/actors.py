@@ -183,7 +183,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="life")
     def live(self) -> None:
-        """Never returns. The call fails when this process dies, so a caller that waits for the call notices the
+        """Blocks until this process dies. The call fails then, so a caller that waits for the call notices the
         death."""
         threading.Event().wait()
 

@@ -59,8 +59,8 @@ def first_failure_or_all(
     *,
     check: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Waits for the calls (reference -> name of the actor) and returns their results in order. `liveness`: calls that
-    end only with their actor.
+    """Waits for the calls (reference -> name of the actor) and returns their results in order. `liveness` has calls
+    that end only with their actor.
 
     The first call that fails raises ActorError at once, because its peers may still wait for it in a collective. If a
     peer died, the ActorError names that peer. Its death breaks the collective, and the other ranks may report the

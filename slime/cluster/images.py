@@ -80,7 +80,7 @@ def localize(data: TrainData, fetch: Fetch, store: Callable[[], MediaStore]) -> 
 
 
 def read_files(paths: Sequence[str]) -> list[bytes]:
-    """Returns the content of files of this host. ValueError that names the file and the host."""
+    """Returns the content of files of this host. Raises ValueError that names the file and the host."""
     try:
         return [Path(path).read_bytes() for path in paths]
     except OSError as error:

@@ -104,8 +104,7 @@ class MemoryWatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Records the block as the phase `name`. After the first weights, GENERATING is the phase between two other
-        phases."""
+        """Records a phase for the block. After the first weights, GENERATING is the phase between two other phases."""
         self._begin(name)
         try:
             yield

@@ -70,8 +70,8 @@ def choose_cpus(
 ) -> tuple[set[int], str]:
     """Returns (CPUs to bind to, a line that names them and the reason). Without CPUs, the process is not bound.
 
-    `buses`: PCI addresses of the process's GPUs. The result is the union of their CPUs. `mode` is --numa-binding.
-    `allowed`: CPUs that the process may use now. A container or a scheduler may limit them.
+    `buses` has the PCI addresses of the process's GPUs. The result is the union of their CPUs. `mode` is
+    --numa-binding. `allowed` has the CPUs that the process may use now. A container or a scheduler may limit them.
     """
     if mode == "off":
         return set(), "not bound (--numa-binding off)"
@@ -104,7 +104,7 @@ def bind(cpus: Collection[int]) -> None:
 
 @contextlib.contextmanager
 def children_on(cpus: Collection[int]) -> Iterator[None]:
-    """Makes the processes that this thread starts in the block, and their child processes, run on `cpus`.
+    """Lets processes that this thread starts in this context, and their children, run on `cpus`.
 
     Without CPUs, they run on all CPUs of this thread. After the block, the thread itself is bound as before.
     """

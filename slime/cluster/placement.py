@@ -259,8 +259,8 @@ def reserve_engine(config: Config, model: str) -> Placement:
 
 
 def _require_domains(config: Config, indices: _DeviceIndices, domains: Sequence[Hashable]) -> None:
-    """Calls `_require_one_domain` for the tensor-parallel groups of trainers and the policy's engines. `domains`: one
-    per GPU, in order."""
+    """Calls `_require_one_domain` for the tensor-parallel groups of trainers and the policy's engines. `domains` has
+    one entry per GPU, in order."""
     for ranks in indices.groups:
         size = config.megatron.tensor_model_parallel_size
         _require_one_domain("--tensor-model-parallel-size", size, [domains[index] for index in ranks])
@@ -335,8 +335,8 @@ def _ordered(gpus: list[Gpu], blocks: list[int], domain_size: int | None) -> tup
 
 
 def _require_one_domain(flag: str, size: int, domains: Sequence[Hashable]) -> None:
-    """Raises ValueError if NVLink does not connect the GPUs of a tensor-parallel group. `domains`: one per GPU, by
-    rank."""
+    """Raises ValueError if NVLink does not connect the GPUs of a tensor-parallel group. `domains` has one entry per
+    GPU, by rank."""
     index = first_straddling(domains, size)
     if index is None:
         return

@@ -122,8 +122,8 @@ def require_listening(address: str) -> None:
 
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
-    """Sets the environment variables of Ray's processes and their child processes in the block. They are not set
-    outside of the block, because other child processes of this process may be the user's scripts.
+    """Sets the environment for the start of Ray's processes and their children. The environment is restored after the
+    block, because this process's own children may be the user's scripts.
 
     Ray's processes get no run key. Trainers and rewards do not need the key, and a process that sends requests gets the
     key in a message.

@@ -277,8 +277,8 @@ def wait_built(
     rollout: RolloutGroup,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Returns when every rank has its model and the rollout manager has its data. The first failure ends the wait.
-    `check`: see `first_failure_or_all`."""
+    """Returns when every rank has its model and the rollout manager has its data. The first failure ends the wait. For
+    `check`, see `first_failure_or_all`."""
     ranks = {} if trainer is None else trainer.building
     answers = first_failure_or_all(config, {**ranks, **rollout.building}, check=check)
     if trainer is not None:

@@ -14,8 +14,8 @@ CORES_PER_CPU_DEVICE = 0.5
 
 
 def needed(config: Config, of_policy: int) -> str:
-    """Lists the parts that need the devices, and the flags with their numbers. `of_policy`: devices of the policy's
-    engines."""
+    """Lists the parts that need the devices, and the flags with their numbers. `of_policy` is the number of devices of
+    the policy's engines."""
     groups = () if config.debug.debug_rollout_only else build_groups(config)
     ranks = ", ".join(
         f"{group.ranks} {group.name} ranks (--{group.flags}-num-nodes x --{group.flags}-num-gpus-per-node)"

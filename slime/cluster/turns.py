@@ -19,13 +19,13 @@ class DeviceSharing(Protocol):
         ...
 
     def end(self, timers: Timers | None = None) -> bool:
-        """Gives the devices back to the engines. Returns True if the engines dropped their weights, so that they serve
-        only after the next update. With `timers`, the time counts as `wake_up`."""
+        """Gives the devices back to the engines. Returns True if the engines dropped their weights, and serve after the
+        next update. With `timers`, the time counts as `wake_up`."""
         ...
 
 
 def share_devices(config: Config, engines: EnginePool) -> DeviceSharing:
-    """Returns the `DeviceSharing` of the configuration: `SharedDevices` with --colocate, else `SeparateDevices`."""
+    """Returns the rule by which the trainer and these engines share devices."""
     return SharedDevices(engines) if config.cluster.colocate else SeparateDevices()
 
 

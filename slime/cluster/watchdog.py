@@ -41,8 +41,8 @@ class Watchdog:
         self._order(_DONE)
 
     def kill_all(self, *, remove: bool = False) -> None:
-        """Kills the processes that the driver has started, and returns when none is left. `remove`: also removes its
-        directories."""
+        """Kills the processes that the driver has started, and returns when none is left. With `remove`, the function
+        also removes its directories."""
         self._order(b"" if remove else _KILL)
 
     def _order(self, order: bytes) -> None:
@@ -52,8 +52,8 @@ class Watchdog:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the watchdog. `argv`: pid of the driver, directories to remove. Standard input is a pipe that the driver
-    holds open."""
+    """Runs the watchdog. `argv` has the driver's pid and the directories to remove. Standard input is a pipe that the
+    driver holds open."""
     driver, directories = int(argv[0]), argv[1:]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # systemd and Slurm signal every process of a job

@@ -125,8 +125,8 @@ def check_call(
 ) -> None:
     """Raises ValueError if `function` does not fit `call`.
 
-    `flag` is spelled as the user typed it. `scores`: the function is a reward, which may have been written for another
-    trainer.
+    `flag` is spelled as the user typed it. `scores` means that the function is a reward, which may have been written
+    for another trainer.
     """
     if inspect.isclass(function) and not call.may_be_class:
         raise FlagError(

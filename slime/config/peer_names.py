@@ -39,7 +39,7 @@ class PeerName:
 
     @property
     def shown(self) -> str:
-        """The flags for the page, without a value."""
+        """Returns the flags for the page, without a value."""
         return _FIELD.sub("", self.flags)
 
     def ours(self, value: str = "") -> str:

@@ -33,12 +33,12 @@ class ProblemsError(ValueError):
 
 
 def split_problems(error: ValueError) -> tuple[ValueError, ...]:
-    """Returns the problems of a report, or a tuple with the error if it is no report."""
+    """Returns the problems of a report, or a tuple of the error alone."""
     return error.problems if isinstance(error, ProblemsError) else (error,)
 
 
 def renamed(error: ValueError, spelling: Callable[[str], str]) -> ValueError:
-    """Returns the error, or each problem of a report, with its flags as `spelling` returns them."""
+    """Returns the error, or a report with each problem, with its flags as `spelling` returns them."""
     if isinstance(error, ProblemsError):
         return ProblemsError(tuple(renamed(problem, spelling) for problem in error.problems))
     return error.renamed(spelling) if isinstance(error, FlagError) else error
@@ -67,8 +67,8 @@ class Problems:
     ) -> T | None:
         """Returns the result of `rule(*args)`, or None if it raises ValueError.
 
-        `origin`: the source of the value. `causes`: the flags whose later problems are left out if this rule finds a
-        problem, instead of the flags that the problem names.
+        `origin` is the source of the value. `causes` has the flags whose later problems are left out if this rule finds
+        a problem, instead of the flags that the problem names.
         """
         try:
             return rule(*args)
@@ -84,8 +84,7 @@ class Problems:
         return None
 
     def add(self, *problems: ValueError, origin: str = "") -> list[ValueError]:
-        """Collects the problems that no earlier problem may have caused. Returns these problems as they are
-        reported."""
+        """Collects problems. Returns those that no earlier problem may have caused, in the form of the report."""
         added = [problem for problem in problems if not _flags(problem) & self._named]
         if origin:
             added = [with_prefix(problem, f"{origin}: ") for problem in added]

@@ -144,8 +144,8 @@ class Config:
     if not TYPE_CHECKING:  # an unknown attribute stays an error of the type checker
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raises AttributeError. The error for a flag names the flag's section, because code that was written for
-            `args` reads flags without a section."""
+            """Raises AttributeError. For a flag the error names the section, because code that was written for `args`
+            reads flags without a section."""
             section = SECTION_OF.get(name)
             if section is None:
                 raise AttributeError(f"'Config' object has no attribute {name!r}", name=name, obj=self)
@@ -161,12 +161,12 @@ class Config:
 
     @property
     def world_size(self) -> int:
-        """Number of trainer ranks."""
+        """Returns the number of trainer ranks."""
         return self.cluster.actor_num_nodes * self.cluster.actor_num_gpus_per_node
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of groups of trainer ranks that get different samples."""
+        """Returns the number of groups of trainer ranks that get different samples."""
         m = self.megatron
         return self.world_size // (
             m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
@@ -174,37 +174,39 @@ class Config:
 
     @property
     def num_engines(self) -> int:
-        """Number of rollout engines. 0 if only the trainer runs, and for a rule before --rollout-num-gpus is known."""
+        """Returns the number of rollout engines, or 0 if only the trainer runs or --rollout-num-gpus is not known
+        yet."""
         return (self.cluster.rollout_num_gpus or 0) // self.cluster.rollout_num_gpus_per_engine
 
     @property
     def nodes_per_engine(self) -> int:
-        """Number of nodes per engine. 1 if an engine fits on one node."""
+        """Returns the number of nodes per engine, or 1 if an engine fits on one node."""
         return -(-self.cluster.rollout_num_gpus_per_engine // self.cluster.num_gpus_per_node)
 
     @property
     def engine_tensor_parallel(self) -> int:
-        """Tensor-parallel size of an engine: its GPUs divided by its pipeline stages and data-parallel copies."""
+        """Returns an engine's tensor-parallel size: its GPUs divided by its pipeline stages and data-parallel
+        copies."""
         facts = self.engine.engine_facts
         other = facts.pipeline_parallel_size * facts.data_parallel_size
         return self.cluster.rollout_num_gpus_per_engine // other or 1
 
     @property
     def rollouts(self) -> int:
-        """Value of --num-rollout. With --num-epoch, it is set only after `with_values(num_rollout=...)`."""
+        """Returns the value of --num-rollout. With --num-epoch, it is set only after `with_values(num_rollout=...)`."""
         if self.data.num_rollout is None:
             raise FlagError("num_rollout", "be known to count the steps", "None", "read the data first")
         return self.data.num_rollout
 
     @property
     def rollouts_ahead(self) -> int:
-        """Number of rollouts that generation may run ahead of training. Between two weight updates, the weights get
-        older, so the number is smaller."""
+        """Returns the number of rollouts that generation may run ahead of training. Rare weight updates make the number
+        smaller, because the weights get older between two updates."""
         return self.rollout.max_staleness + 1 - self.weight_update.update_weights_interval
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps of the run; see `rollouts`."""
+        """Returns the run's number of optimizer steps, with the errors of `rollouts`."""
         return self.rollouts * self.data.num_steps_per_rollout
 
     def with_values(self, **values: object) -> Config:
@@ -247,7 +249,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, data: Values) -> Config:
-        """Returns the object from the result of `to_dict`. Raises ValueError for a key that is not a field."""
+        """Returns the configuration that `to_dict` has written. Raises ValueError for a key that is not a field."""
         try:
             sections = {name: SECTIONS[name](**data[name]) for name in SECTIONS}
             return cls(**sections, notes=tuple(data.get("notes", ())))

@@ -82,7 +82,7 @@ class Column:
 
     @property
     def stage(self) -> Stage:
-        """The stage of a trainer rank after which the column exists."""
+        """Returns the stage of a trainer rank after which the column exists."""
         return _STAGE_OF.get(self.origin, "sent")
 
     def on(self, config: Config) -> bool:
@@ -285,7 +285,7 @@ def wanted(config: Config, known: Callable[[EngineColumn], int]) -> dict[str, in
 def check_answer(
     sample: Sample, result: GenerateResult, asked: Mapping[str, int], params: SamplingParams
 ) -> None:
-    """Raises ValueError, with the sample's name, for an answer whose columns are not those of the request."""
+    """Raises ValueError, with the sample's name, if an answer's columns are not those that the request asked for."""
     for column in ENGINE_COLUMNS:
         if column.name in asked:
             column.check(sample, result, asked[column.name], params)

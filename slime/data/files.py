@@ -61,12 +61,12 @@ class FileSource:
 
     @property
     def suffix(self) -> str:
-        """The suffix of the files, or "" for a dataset of the hub."""
+        """Returns the suffix of the files, or "" for a dataset of the hub."""
         return self.files[0].suffix if self.files else ""
 
     @property
     def is_json(self) -> bool:
-        """True if a row of the table is JSON text."""
+        """Returns True if a row of the table is JSON text."""
         return self.suffix in (".jsonl", ".json")
 
     def row(self, stored: Row, where: RowLocation) -> Row | None:

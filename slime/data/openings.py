@@ -62,8 +62,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def openings(self) -> list[str]:
-        """Texts with which a rendered conversation begins: the text before the first user's or system's message, and
-        the first special token."""
+        """Returns the texts with which a rendered conversation begins: the text before the first user's or system's
+        message, and the first special token."""
         found = set()
         for messages in ([_USER], [_SYSTEM, *_PROBE]):
             before, mark, _ = self._render(messages, None).partition(_MARK)
@@ -74,7 +74,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def reads_tools(self) -> bool:
-        """True if the model reads the tools of a conversation, or if the template cannot render a conversation."""
+        """Returns True if the model reads a conversation's tools, or if the template cannot render a conversation."""
         text = self._render(_PROBE, _TOOL)
         return not text or text != self._render(_PROBE, None)
 

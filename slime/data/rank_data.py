@@ -31,7 +31,7 @@ class RankData(dict[str, Any]):
 
     @property
     def samples(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
         return len(self["tokens"])
 
     @property
@@ -41,7 +41,7 @@ class RankData(dict[str, Any]):
 
     @property
     def micro_batches(self) -> list[list[int]]:
-        """The samples per micro-batch, for every optimizer step in order."""
+        """Returns the samples per micro-batch, for every optimizer step in order."""
         batches: list[list[int]] = self["micro_batch_indices"]
         return batches
 
@@ -55,25 +55,25 @@ class RankData(dict[str, Any]):
 
     @property
     def step_sizes(self) -> list[int]:
-        """Number of micro-batches per optimizer step."""
+        """Returns the number of micro-batches per optimizer step."""
         sizes: list[int] = self["num_microbatches"]
         return sizes
 
     @property
     def counted_micro_batches(self) -> int:
-        """Number of micro-batches of a held-out set that count. These are the first micro-batches."""
+        """Returns the number of a held-out set's micro-batches that count. These are the first micro-batches."""
         count: int = self["counted_micro_batches"]
         return count
 
     @property
     def global_batch_sizes(self) -> list[int]:
-        """Number of rollouts per optimizer step, over all ranks."""
+        """Returns the number of rollouts per optimizer step, over all ranks."""
         sizes: list[int] = self["global_batch_sizes"]
         return sizes
 
     @property
     def normalisers(self) -> list[float]:
-        """The last factor of `loss_denominators` per optimizer step: the number of rollouts or tokens over all
+        """Returns the last factor of `loss_denominators` per optimizer step: the number of rollouts or tokens over all
         ranks."""
         values: list[float] = self["normalisers"]
         return values

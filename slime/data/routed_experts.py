@@ -37,8 +37,8 @@ ENGINE = EngineColumn(
 
 
 def check_column(data: TrainData, hf_config: Hf) -> None:
-    """Raises ValueError for the first sample whose record is not [N - 1, L, K] with different experts of the model for
-    each token.
+    """Raises ValueError for the first sample whose record is not [N - 1, L, K] with different experts of the model per
+    token.
 
     The engine leaves zeros for a token without a record, so the first two experts of such a token are equal. With one
     expert per token, this check is impossible, and `slime.rules` makes the flag an error.

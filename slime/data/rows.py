@@ -76,7 +76,7 @@ class RowColumns:
 
     @property
     def used(self) -> set[str]:
-        """The columns that the flags name."""
+        """Returns the columns that the flags name."""
         keys = (self.input_key, self.label_key, self.metadata_key, self.tool_key)
         media = map(str, self.multimodal_keys.values())
         return {key for key in (*keys, self.chosen_key, self.rejected_key, *media) if key is not None}

@@ -121,8 +121,8 @@ _TEXTS_AT_A_TIME = 1024
 
 
 def prompt_lengths(texts: list[str], raw: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the number of tokens per text. `raw` is true for a text that no chat template made, so that the text gets
-    the tokenizer's BOS."""
+    """Returns the number of tokens of each text. A text with `raw` has no chat template, so it gets the tokenizer's
+    BOS."""
     opening = opening_ids(tokenizer)
     lengths: list[int] = []
     for start in range(0, len(texts), _TEXTS_AT_A_TIME):

@@ -52,7 +52,8 @@ ENGINE = EngineColumn(
 
 
 def read_rollout_top(sample: Sample) -> Top:
-    """Returns the sampler's ids and log-probs. ValueError, with the sample's name, for a trained token without ids."""
+    """Returns the sampler's ids and log-probs. Raises ValueError, with the sample's name, for a trained token without
+    ids."""
     flag = "--use-score-centering"
     return _checked(
         sample, sample.rollout_topk_token_ids, sample.rollout_topk_log_probs, "rollout_topk", flag
@@ -60,7 +61,7 @@ def read_rollout_top(sample: Sample) -> Top:
 
 
 def read_teacher_top(sample: Sample) -> Top | None:
-    """Returns ids and log-probs of a served teacher, or None if the sample has no such ids. ValueError as in
+    """Returns ids and log-probs of a served teacher, or None if the sample has no such ids. Raises ValueError as in
     `read_rollout_top`."""
     if sample.teacher_top is None:
         return None

@@ -50,8 +50,8 @@ def _packed(column: object) -> object:
 
 
 def unpack_columns(data: TrainData) -> RankData:
-    """Returns the data from which `pack_columns` made `data`. The tensors of a column share one new array, and callers
-    may write to them."""
+    """Returns the columns from before `pack_columns`. The tensors of a column share one new array, and callers may
+    write to them."""
     return RankData(
         {
             name: list(torch.split(torch.from_numpy(column.values.copy()), column.lengths))

@@ -149,7 +149,9 @@ class EnvironmentProcess:
     def end(self) -> None:
         """Ends the process and those that it has started, at once."""
         with self._lock:
-            if self._process.poll() is None:  # also if `_read` is just collecting the status of a process that ended
+            if (
+                self._process.poll() is None
+            ):  # also if `_read` is just collecting the status of a process that ended
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -216,7 +218,8 @@ def living(environment: Environment) -> EnvironmentProcess | None:
 
 
 def get_process(environment: Environment, flag: str = "--environment") -> EnvironmentProcess:
-    """Returns the process of an environment, and starts it if it does not run. ValueError: see EnvironmentProcess."""
+    """Returns the process of an environment, and starts it if it does not run. Raises the ValueError of
+    EnvironmentProcess."""
     with _starting:
         if (process := living(environment)) is None:
             process = _processes[os.getpid(), environment.text] = EnvironmentProcess(environment, flag)

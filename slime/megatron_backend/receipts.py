@@ -89,7 +89,7 @@ class ReceiptRecorder:
             data.fill(TRAINED, self._log_probs)
 
     def finish(self, rollout_id: int, data: RankData, steps: list[dict[str, float]]) -> None:
-        """Writes the record of a trained rollout. `steps`: the metrics per optimizer step."""
+        """Writes the record of a trained rollout. `steps` has the metrics per optimizer step."""
         began = time.perf_counter()
         results = digest_results(data)
         self.seconds += time.perf_counter() - began
@@ -141,7 +141,7 @@ def iter_named_state(
 
 
 def _iter_optimizer(optimizer: MegatronOptimizer, names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields main weights and moments. `names`: the names of weights, by the identity of their parameters."""
+    """Yields main weights and moments. `names` has the names of weights, by the identity of their parameters."""
     for place, chained in enumerate(optimizer.chained_optimizers):
         inner = chained.optimizer
         groups = [] if inner is None else inner.param_groups  # None on a rank without a parameter

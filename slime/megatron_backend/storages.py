@@ -54,8 +54,8 @@ def iter_gradients(models: list[nn.Module]) -> Iterator[Tensor]:
 
 
 def iter_states(optimizer: MegatronOptimizer, *, counts: bool = False) -> Iterator[Tensor]:
-    """Yields main weights and moments, in an order that a load does not change. `counts`: also step counts, which are
-    single numbers."""
+    """Yields main weights and moments, in an order that a load does not change. With `counts`, it also yields step
+    counts, which are single numbers."""
     for chained in optimizer.chained_optimizers:
         inner = chained.optimizer
         for group in [] if inner is None else inner.param_groups:  # None on a rank without a parameter

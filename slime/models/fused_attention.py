@@ -17,7 +17,8 @@ batches with too much padding use another kernel."""
 
 
 def find_model_obstacle(size: int, window: int | None, cap: float | None, *, sinks: bool) -> str | None:
-    """Returns why cuDNN's kernels were not written for a layer, or None. `size`: dimensions of a head."""
+    """Returns why cuDNN's kernels were not written for a layer, or None. `size` is the number of dimensions of a
+    head."""
     if size > MOST_DIM or size % 8:
         return f"heads have {size} dimensions, not a multiple of 8 up to {MOST_DIM}"
     parts = {

@@ -166,10 +166,10 @@ _KEY_SCALE_BYTES = 4
 
 
 def read_sparse(hf: Hf, sparse: Sequence[bool], *, interleaved: bool, shared: Sequence[bool]) -> Decoder:
-    """Returns the decoder of a family with sparse latent attention. `sparse` marks the layers with experts,
-    and `shared` the layers that see the tokens which an earlier layer selected. `interleaved`: the indexer rotates
-    neighbouring dimensions, as the attention does. Each layer of multi-token prediction has its own indexer. Raises
-    ValueError for a missing or wrong setting."""
+    """Returns the decoder of a family with sparse latent attention. `sparse` marks the layers with experts, and
+    `shared` the layers that see the tokens which an earlier layer selected. `interleaved` means that the indexer
+    rotates neighbouring dimensions, as the attention does. Each layer of multi-token prediction has its own indexer.
+    Raises ValueError for a missing or wrong setting."""
     need(hf, "q_lora_rank", "index_topk", "index_head_dim", "index_n_heads")
     decoder = read_latent(hf, sparse)
     if shared[0]:

@@ -162,10 +162,9 @@ def read_rope(
 ) -> Rope:
     """Returns the rotary embedding in config.json (or in `record`, for a model with several).
 
-    `fraction` is the rotated part of a head if config.json does not have it. `whole` is true if the family rotates
-    whole heads only. If `alternating` is not empty, the axes of image positions alternate, and `alternating` is the
-    default of `sections` in config.json. Raises ValueError for an unknown kind or setting, a missing setting, or an odd
-    part of a head.
+    `fraction` is the rotated part of a head if config.json does not have it. `whole` means that the family rotates
+    whole heads only. `alternating` means that the axes of image positions alternate, with these `sections` if
+    config.json has none. Raises ValueError for an unknown kind or setting, a missing setting, or an odd part of a head.
     """
     settings = dict(rope_record(hf) if record is None else record)
     kind = settings.get("rope_type", settings.get("type", "default"))

@@ -9,8 +9,8 @@ __all__ = ["configure_logger", "log"]
 
 
 def configure_logger(prefix: str = "") -> None:
-    """Prints logged lines from INFO on, for a user's program. Does nothing if logging is already configured, as in a
-    run's process, which has a log file. The lines have `prefix` after the time."""
+    """Prints logged lines from INFO on, for a program of the user. Does nothing in a process of a run, which has its
+    log file, and where logging is set up. `prefix` comes after the time."""
     form = f"%(asctime)s{prefix} %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form)
 

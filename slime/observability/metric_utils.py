@@ -41,6 +41,6 @@ def compute_pass_rate(
 
 
 def compute_rollout_step(args: object, rollout_id: int) -> int:
-    """Returns `rollout_id`, the step of rollout/step and eval/step. `args` is not read, because the W&B tracker itself
-    applies --wandb-always-use-train-step."""
+    """Returns the step of rollout/step and eval/step: `rollout_id`. --wandb-always-use-train-step changes it on its way
+    to W&B, so `args` is not read."""
     return rollout_id

@@ -10,10 +10,10 @@ __all__ = ["compute_metrics_from_samples", "compute_perf_metrics_from_samples"]
 
 
 def compute_metrics_from_samples(args: object, samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns the metrics of `sample_metrics`: lengths, truncation, repetition, groups with equal rewards and more.
+    """Computes lengths, truncation, repetition, groups of one reward and more: see `sample_metrics`.
 
-    `samples` is a list with at least one sample. Flags that `args` lacks have their defaults. As in slime, --reward-key
-    chooses the reward.
+    `samples` is one list of at least one sample. Flags that `args` lacks have their defaults. As in slime, the reward
+    is that of --reward-key.
     """
     c = Config.from_args(args)
     return sample_metrics(c.logging, c.reward.reward_key, group_samples(_some(samples)))
@@ -22,7 +22,7 @@ def compute_metrics_from_samples(args: object, samples: Sequence[Sample]) -> dic
 def compute_perf_metrics_from_samples(
     args: object, samples: Sequence[Sample], rollout_time: float
 ) -> dict[str, float]:
-    """Returns the tokens per second, see `perf_metrics`. `rollout_time` is in seconds."""
+    """Computes tokens per second, as `perf_metrics` does. `rollout_time` is in seconds."""
     gpus = Config.from_args(args).cluster.rollout_num_gpus
     return perf_metrics(gpus, list(_some(samples)), rollout_time)
 

@@ -49,7 +49,7 @@ class OwnServers:
         self._known = self._first = {_origin(url) for url in self.urls}
 
     async def headers_for(self, session: aiohttp.ClientSession, url: str) -> Mapping[str, str]:
-        """Returns `headers` if `url` belongs to one of the run's servers, otherwise no headers."""
+        """Returns `headers` if `url` is one of the run's servers, else an empty mapping."""
         origin = _origin(url)
         if origin not in self._known and self.worker_path and urlsplit(url).path.startswith(self.worker_path):
             timeout = aiohttp.ClientTimeout(total=_LOOK_S)
@@ -60,7 +60,7 @@ class OwnServers:
         return self.headers if origin in self._known else {}
 
     def key_for(self, request: aiohttp.ClientRequest) -> RunKey | None:
-        """Returns the run's key if the request has it, otherwise None."""
+        """Returns the run's key if the request has it, else None."""
         value = self.headers.get("Authorization")
         if value is None or request.headers.get("Authorization") != value:
             return None
@@ -77,8 +77,8 @@ _own: tuple[OwnServers, ...] = ()
 
 
 def set_own_servers(*own: OwnServers) -> None:
-    """Makes later requests of this process to `own` (one entry per model of the run) carry the model's key. All
-    libraries of this process then reach these servers without a proxy."""
+    """Sets the run's servers, one for each model. From now on, requests of this process to `own` carry the model's key,
+    and any library reaches `own` directly."""
     global _own
     _own = own
     urls = [url for each in own for url in each.urls]
@@ -86,16 +86,15 @@ def set_own_servers(*own: OwnServers) -> None:
 
 
 def bypass_proxy(environ: MutableMapping[str, str], hosts: Iterable[str]) -> None:
-    """Adds `hosts` to no_proxy, so that requests to them use no proxy. Sets both spellings of the variable, because
-    libraries differ in the spelling that they read."""
+    """Lets requests to `hosts` go there directly, also with http_proxy. Libraries read one spelling or the other."""
     known = (environ.get("no_proxy") or environ.get("NO_PROXY") or "").split(",")
     listed = list(dict.fromkeys([*(host.strip() for host in known if host.strip()), *hosts]))
     environ["no_proxy"] = environ["NO_PROXY"] = ",".join(listed)
 
 
 def get_host_info() -> tuple[str, str]:
-    """Returns (name, IPv4 address) of this host, for a server that a plug-in starts. The address is that of the
-    interface with the route to other networks, or 127.0.0.1 on a host without such an interface. Sends no packet."""
+    """Returns this host's name and IPv4 address, for a server that a plug-in starts. The address belongs to the
+    interface that leads out, and is 127.0.0.1 on a host without one. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737): only the route is looked up
@@ -119,10 +118,9 @@ async def post(
 ) -> Json:
     """Sends `payload` as JSON in a POST request, and returns the JSON of the reply.
 
-    A request to the run's own router or engines gets the run's key, unless `headers` have a key. Connection errors and
-    the statuses 408, 425, 429 and 5xx are retried with growing pauses. Raises TimeoutError after `max_retries` retries
-    or `deadline_s` seconds. Raises ValueError without a retry for any other status than 2xx, and for a reply that is
-    not JSON.
+    A URL of the run's own router or engines gets the run's key, unless `headers` have one. Connection errors and status
+    408, 425, 429 and 5xx are retried with growing pauses. Raises TimeoutError after `max_retries` retries or
+    `deadline_s` seconds. Any other status than 2xx, or a reply that is not JSON, raises ValueError without a retry.
     """
     return await _request("POST", url, {"json": payload}, max_retries, headers, deadline_s)
 
@@ -135,8 +133,8 @@ async def get(
     *,
     deadline_s: float = 600.0,
 ) -> Json:
-    """Sends a GET request with `payload` as its query, and returns the JSON of the reply. The key, the retries and the
-    errors are those of `post`."""
+    """Sends a GET request with `payload` as its query, and returns the reply's JSON. Key, retries and errors are those
+    of `post`."""
     return await _request("GET", url, {"params": payload}, max_retries, headers, deadline_s)
 
 
@@ -156,7 +154,7 @@ async def _request(
 
 
 def _get_session() -> aiohttp.ClientSession:
-    """Returns the HTTP client of an event loop. Its connections stay open between requests."""
+    """Makes the HTTP client of an event loop, whose connections stay open between requests."""
     return aiohttp.ClientSession(connector=ProvenConnector(_find_key, limit=0, keepalive_timeout=60))
 
 
@@ -214,7 +212,7 @@ async def _once(
 
 
 def _shown(url: str) -> str:
-    """Returns the URL without its login and query, which may contain a key."""
+    """Returns the URL without login and query, which may hold a key."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 

@@ -65,8 +65,9 @@ def require_proof(
     """Raises NotProvenError unless the server of a connection from the address `own` to `peer` and `port` may get the
     key, which is not sent here.
 
-    `before`: the `listeners` of the port before the connection was made. `held`: a process of this run on the host of
-    `peer` has proved the server, and holds the port against other users; then only a server on this host is checked.
+    `before` has the `listeners` of the port before the connection was made. `held` means that a process of this run on
+    the host of `peer` has proved the server, and holds the port against other users. Then only a server on this host is
+    checked.
     """
     host = _plain(peer)
     stranger = "a server on another host"
@@ -105,8 +106,8 @@ def strangers_at(host: str, port: int) -> list[int]:
 
 
 def is_strangers(host: str, port: int, run_key: str) -> bool:
-    """Returns True if the server at an address of this host belongs to another user and does not have the key. False
-    for other hosts."""
+    """Returns True if the server at an address of this host belongs to another user and does not have the key. Returns
+    False for other hosts."""
     if not strangers_at(host, port):
         return False
     address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])

@@ -51,8 +51,7 @@ def _count_row(lora: Lora, family: Family, decoder: Decoder, row: Row, number: i
 
 
 def product_sizes(decoder: Decoder, layer: Layer, row: Row) -> tuple[int, list[int]] | None:
-    """Returns (inputs of a product, outputs per module); None for a product that the layer does not
-    have."""
+    """Returns (inputs of a product, outputs per module), or None for a product that the layer does not have."""
     path, hidden = row.megatron.split("decoder.layers.{i}.")[1].removesuffix(".weight"), decoder.hidden
     if path.startswith("self_attention."):
         return _list_attention_products(decoder, layer, row).get(path.removeprefix("self_attention."))

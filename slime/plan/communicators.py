@@ -41,7 +41,7 @@ class Communicator:
     use: Use
 
     def bytes(self, env: Mapping[str, object]) -> float:
-        """Returns the bytes on every GPU of the group. `env`: variables of NCCL that were given."""
+        """Returns the bytes on every GPU of the group. `env` has the variables of NCCL that were given."""
         most = min((int(str(env[name])) for name in _MOST if name in env), default=CHANNELS_OF_COLLECTIVES)
         channels, others = min(CHANNELS_OF_COLLECTIVES, most), self.ranks - 1
         peers = {"ring": 1, "tree": min(2, others), "exchange": others, "neighbours": min(2, others)}[

@@ -77,9 +77,9 @@ class HostSum:
 
 
 def host_sum(groups: Sequence[tuple[Config, Estimate, Collection[str]]], system: float = SYSTEM) -> HostSum:
-    """Returns the sum. `groups`: each group's configuration, its estimate, and the parts that
-    leave its devices; the policy's group comes first. `system`: bytes that the host uses without the run."""
-    items = [HostItem("system", system, "what the host uses without the run")]
+    """Returns the sum. `groups` has each group's configuration, its estimate, and the parts that leave its devices; the
+    policy's group comes first. `system` is the number of bytes that the host uses without the run."""
+    items = [HostItem("system", system, "used without the run")]
     for c, e, leaving in groups:
         items += _list_trainer_items(c, e, leaving)
     items += _list_run_items(groups[0][0], groups[0][1])

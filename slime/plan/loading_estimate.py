@@ -78,8 +78,8 @@ def stored_bytes(c: Config, hf: Hf) -> int:
 
 
 def mean_file_bytes(shape: Shape, plain: float, *, experts: bool) -> float:
-    """Returns the mean bytes of a parameter in the files, for the routed experts or for all other parameters. `plain`:
-    bytes of an element of a tensor that is not quantised."""
+    """Returns the mean bytes of a parameter in the files, for the routed experts or for all other parameters. `plain`
+    is the number of bytes of an element of a tensor that is not quantised."""
     whole = shape.count_params(shape.kinds, 1 if shape.tied else 2)
     found = count_quantized(shape)
     if found is None:

@@ -63,7 +63,8 @@ def choices(e: Estimate, allowed: Collection[str]) -> list[tuple[str, ...]]:
 
 
 def decide_residence(c: Config, e: Estimate, device_bytes: float | None) -> MemoryDecision:
-    """Decides which parts leave. `device_bytes`: memory of the GPU. If it is None (unknown), the result is no decision.
+    """Decides which parts leave. `device_bytes` is the memory of the GPU. If it is None (unknown), the result is no
+    decision.
 
     While engines generate: remaining state + buckets + the engine's memory + BESIDES_GENERATING <= memory of the GPU.
     The result is the set that fulfils this and moves the fewest bytes. --offload-train offloads all of

@@ -38,8 +38,8 @@ def rank_params(
     c: Config, shape: Shape, *, predicts: bool | None = None, head: bool = True, trained: bool = False
 ) -> Iterator[RankParams]:
     """Yields a record for all parameters except experts, then one for experts, of the stage with the most parameters on
-    a rank. `predicts`: include the layers of multi-token prediction (default: if the run trains them). `head`: include
-    the matrix of a vocabulary; a value head is too small to count. `trained`: exclude parameters that are frozen by
+    a rank. `predicts` includes the layers of multi-token prediction (default: if the run trains them). `head` includes
+    the matrix of a vocabulary; a value head is too small to count. `trained` excludes parameters that are frozen by
     name."""
     predicts = c.algorithm.enable_mtp_training if predicts is None else predicts
     params, ends, stage = stage_params(c, shape, predicts, head=head, trained=trained)
@@ -78,7 +78,7 @@ def stage_params(
 ) -> tuple[Params, int, str]:
     """Returns the parameters of the largest pipeline stage, those of its matrices of the vocabulary, and the stage's
     description. A tied head is a copy on the last stage. With `predicts`, the last stage has the layers of multi-token
-    prediction, and an embedding for them. Without `head`, it has no matrix of the vocabulary. `trained`: count the
+    prediction, and an embedding for them. Without `head`, it has no matrix of the vocabulary. `trained` counts the
     stage's trained parameters only, with all layers of multi-token prediction."""
     stages, vision = build_stages(c.megatron, shape.layers), run_tower(c, shape.hf)
     last = stages.ranks - 1

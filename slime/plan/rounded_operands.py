@@ -56,8 +56,8 @@ def has_own_recipe(overrides: Values) -> bool:
 
 
 def rounded_bytes(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:
-    """Returns the bytes of the rounded operands of the largest product in the backward, and the name of their form; 0
-    for products in the dtype of the weights.
+    """Returns the bytes of the rounded operands of the largest product in the backward, and the name of their form. The
+    bytes are 0 for products in the dtype of the weights.
 
     The first product of an MLP or of experts is the largest. Its output's gradient is rounded along both axes, its
     input along the columns, and its weight once. The operands of a product are freed before the next product. The rows

@@ -48,7 +48,7 @@ class Stages:
         return [layer for of_stage in self.get_rank_layers(rank) for layer in of_stage]
 
     def layout(self, predictions: int = 0) -> list[list[str]]:
-        """Returns the stages as Megatron's `pipeline_model_parallel_layout` spells them. `predictions`: number of
+        """Returns the stages as Megatron's `pipeline_model_parallel_layout` spells them. `predictions` is the number of
         layers of multi-token prediction, which the last stage has."""
         stages = [["decoder"] * count for of_virtual in self.counts for count in of_virtual]
         stages[0].insert(0, "embedding")

@@ -50,7 +50,7 @@ def trained_tower_params(selection: Selection, vision: Vision) -> int:
 
 def tower_memory(c: Config, vision: Vision, tokens: int, size: int) -> tuple[float, str]:
     """Returns the bytes that stay until the backward of a micro-batch of `tokens` image tokens ends, and the
-    arithmetic. `size`: bytes of a value of the model.
+    arithmetic. `size` is the number of bytes of a value of the model.
 
     The pixels are in float32. A frozen tower keeps no activations. A trained tower keeps, per block and patch, two norm
     inputs and outputs, queries, keys and values before and after the rotation, the output of the attention, and the

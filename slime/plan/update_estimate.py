@@ -41,10 +41,10 @@ def compute_update_bytes(c: Config, shape: Shape) -> tuple[float, str]:
 
 
 def update_lines(c: Config, shape: Shape, link: tuple[str, float] | None) -> Iterator[str]:
-    """Yields lines about the bytes and the time of an update, per rank, and the bottleneck. `link`: the name and the
-    bytes per second of the connection between trainer and engines, or between the node and a shared folder; None if
-    unknown. `c` is the configuration of the policy's group. Yields nothing if rank 0 sends all weights, and for shared
-    GPUs."""
+    """Yields lines about the bytes and the time of an update, per rank, and the bottleneck. `link` has the name and the
+    bytes per second of the connection between trainer and engines, or between the node and a shared folder. An unknown
+    `link` is None. `c` is the configuration of the policy's group. Yields nothing if rank 0 sends all weights, and for
+    shared GPUs."""
     channel = CHANNELS[c.weight_update.update_weight_transport]
     if not channel.sliced or not c.num_engines or sends_adapters(c):
         return
@@ -76,8 +76,8 @@ def update_lines(c: Config, shape: Shape, link: tuple[str, float] | None) -> Ite
 
 
 def _delta_lines(sent: float, whole: float, size: int) -> Iterator[str]:
-    """Yields lines about a delta. `sent`, `whole`: bytes of a rank's slices and of all weights; `size`: bytes of a
-    value."""
+    """Yields lines about a delta. `sent` and `whole` are the bytes of a rank's slices and of all weights. `size` is the
+    number of bytes of a value."""
     yield (
         f"this is its part of the first update, which is a file; a rank then keeps {amount(sent)} in host memory, and "
         f"an engine's host {amount(whole)} on its disk"

@@ -84,24 +84,24 @@ def mem_get_info(device_arg: Device = None) -> tuple[int, int]:
 
 
 def memory_allocated(device_arg: Device = None) -> int:
-    """Returns the bytes of the device's tensors; 0 on a CPU."""
+    """Returns the bytes of the device's tensors, or 0 on a CPU."""
     return torch.cuda.memory_allocated(device_arg) if device_type() == "cuda" else 0
 
 
 def memory_reserved(device_arg: Device = None) -> int:
-    """Returns the bytes that torch's allocator holds; 0 on a CPU."""
+    """Returns the bytes that torch's allocator holds, or 0 on a CPU."""
     return torch.cuda.memory_reserved(device_arg) if device_type() == "cuda" else 0
 
 
 def get_device_properties(device_arg: Device = None) -> object:
-    """Returns torch's properties of the device; None on a CPU."""
+    """Returns torch's properties of the device, or None on a CPU."""
     if device_type() == "cpu":
         return None
     return torch.cuda.get_device_properties(current_device() if device_arg is None else device_arg)
 
 
 def current_stream(device_arg: Device = None) -> torch.cuda.Stream | None:
-    """Returns the current stream; None on a CPU."""
+    """Returns the current stream, or None on a CPU."""
     return torch.cuda.current_stream(device_arg) if device_type() == "cuda" else None
 
 

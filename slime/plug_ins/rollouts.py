@@ -36,7 +36,7 @@ class AsyncLoop:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop, for asyncio.run_coroutine_threadsafe."""
+        """Returns the event loop, for asyncio.run_coroutine_threadsafe."""
 
         async def current() -> asyncio.AbstractEventLoop:
             return asyncio.get_running_loop()

@@ -72,7 +72,8 @@ class GenerateResult:
 
     @property
     def token_columns(self) -> dict[str, list[float]]:
-        """The columns with one number per token, as lists. They include `VERSIONS` if each token's version is known."""
+        """Returns the columns with one number per token, as lists. They include `VERSIONS` if each token's version is
+        known."""
         plain = {name: arrays[0] for name, arrays in self.columns.items() if len(arrays) == 1}
         found = {name: array.tolist() for name, array in plain.items() if array.ndim == 1}
         if VERSIONS not in found and len(self.weight_versions) == 1:
@@ -186,7 +187,8 @@ class EnginePool(Protocol):
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """Run-time values that hooks find in their `args` in addition to the flags, such as the router's address."""
+        """Returns run-time values that hooks find in their `args` in addition to the flags, such as the router's
+        address."""
         ...
 
     def client(self) -> RolloutEngine | None:

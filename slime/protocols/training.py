@@ -110,7 +110,7 @@ class TrainerHandle(Protocol):
 
     @property
     def start_rollout_id(self) -> int:
-        """The first rollout to train: 0, or the rollout after the loaded checkpoint."""
+        """Returns the first rollout to train: 0, or the rollout after the loaded checkpoint."""
         ...
 
     def train(self, rollout_id: int, rank_data: list[object]) -> Future[TrainResult]: ...

@@ -71,8 +71,8 @@ def describe(record: Record) -> str:
 
 
 def read_chain(run_dir: Path, name: str, public: str | None = None) -> list[Record]:
-    """Returns the records of a receipt after a check of hashes, order and signatures. `public`: the key that must have
-    signed; None accepts the key that the records name.
+    """Returns the records of a receipt after a check of hashes, order and signatures. `public` is the key that must
+    have signed; None accepts the key that the records name.
 
     Raises ValueError for the first record that breaks a rule.
     """

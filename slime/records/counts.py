@@ -15,7 +15,7 @@ class _Tally:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, int]) -> Self:
-        """Returns the counts from the result of `to_dict`. A count that `data` lacks is 0, and keys that are not counts
+        """Returns the counts that `to_dict` has written. A count that `data` lacks is 0, and keys that are not counts
         are left out."""
         return cls(**{f.name: data[f.name] for f in dataclasses.fields(cls) if f.name in data})
 
@@ -38,12 +38,12 @@ class SpeculationCounts(_Tally):
 
     @property
     def spec_accept_rate(self) -> float:
-        """Accepted tokens divided by drafted tokens, 0 without a draft."""
+        """Returns accepted tokens divided by drafted tokens, or 0 without a draft."""
         return self.spec_accept_token_num / max(self.spec_draft_token_num, 1)
 
     @property
     def spec_accept_length(self) -> float:
-        """Generated tokens divided by passes of the large model, 0 without a pass."""
+        """Returns generated tokens divided by passes of the large model, or 0 without a pass."""
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
 
@@ -75,5 +75,5 @@ class CacheCounts(_Tally):
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """Cached tokens divided by prompt tokens, 0 without a request."""
+        """Returns cached tokens divided by prompt tokens, or 0 without a request."""
         return self.cached_tokens / max(self.total_prompt_tokens, 1)

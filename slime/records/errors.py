@@ -32,7 +32,7 @@ class FlagError(ValueError):
 
     @property
     def finding(self) -> str:
-        """The text without prefix and advice."""
+        """Returns the text without prefix and advice."""
         got = "" if self.got == _NO_VALUE else f", got {self.got}"
         return f"{self.flag} must {self.rule}{got}"
 
@@ -79,5 +79,5 @@ _FLAG = re.compile(r"--[a-z][\w-]*")
 
 
 def replace_flags(text: str, spelled: Callable[[str], str]) -> str:
-    """Returns a text of this project with each of its flags as `spelled` returns it."""
+    """Returns a text of this project with each flag as `spelled` returns it."""
     return _FLAG.sub(lambda found: spelled(found[0]), text)

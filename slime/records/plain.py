@@ -27,7 +27,7 @@ def as_plain(value: object) -> object:
 
 
 def as_array(value: object) -> object:
-    """Returns the value from the result of `as_plain`."""
+    """Returns the value from which `as_plain` made `value`."""
     if isinstance(value, tuple | list) and any(isinstance(x, dict) and "base64" in x for x in value):
         return tuple(map(as_array, value))
     if not (isinstance(value, dict) and value.keys() == {"dtype", "shape", "base64"}):
@@ -67,8 +67,8 @@ def read_experts(
     meta_info: Mapping[str, object], tokens: int, layers: int | None = None, experts: int | None = None
 ) -> tuple[int, np.ndarray] | None:
     """Returns `before`, the number of tokens before the first row, and the experts [tokens - 1 - before, layers, K]
-    that an answer of /generate has with `return_routed_experts`. `tokens`: number of tokens of the sample with the
-    answer.
+    that an answer of /generate has with `return_routed_experts`. `tokens` is the number of tokens of the sample with
+    the answer.
 
     `layers` and `experts`, which is K, are for an answer without the `routed_experts_shape` that our engines add.
     Returns None if the answer has no experts, or if their shape is not known: then the plug-in fills the record.

@@ -16,7 +16,7 @@ from slime.roles.groups import build_groups
 def find_point(
     config: Config, saved: Collection[int], find_states: Callable[[str], Collection[StoredState]]
 ) -> RecoveryPoint | None:
-    """Returns the newest checkpoint that this run has written: in the hosts' memory, or in --save. `saved`: the
+    """Returns the newest checkpoint that this run has written: in the hosts' memory, or in --save. `saved` has the
     iterations of --save. `find_states` returns the states of a role in memory. None means that the ranks start as at
     the start of the run.
 

@@ -50,7 +50,7 @@ class RunContext:
 
     @property
     def run(self) -> GenerateState:
-        """The state of the run. Raises RuntimeError in a process without a run."""
+        """Returns the state of the run. Raises RuntimeError in a process without a run."""
         if self.state is None:
             raise NoRunError
         return self.state

@@ -146,8 +146,8 @@ _FALLBACKS = {
 def resolve_eval_datasets(c: Config, *, masked: bool | None = None) -> list[EvalDatasetConfig]:
     """Returns the datasets of --eval-config (a YAML file), or else of --eval-prompt-data (name path pairs), or else [].
 
-    The file holds `datasets`, a list or a mapping from names, and optionally `defaults`. Both are at the top
-    level or under `eval`. `masked`: see `read_eval_prompts`.
+    The file holds `datasets`, a list or a mapping from names, and optionally `defaults`. Both are at the top level or
+    under `eval`. For `masked`, see `read_eval_prompts`.
     """
     chosen = c.evaluation
     if chosen.eval_config is None:
@@ -232,7 +232,7 @@ def _resolved(c: Config, raw_config: list[Values], defaults: Values) -> list[Eva
 
 
 def _require_no_typing_error(where: str, settings: Values, known: frozenset[str]) -> None:
-    """Raises ValueError for an unknown key that is nearly the name of a setting. Users' functions read other unknown
+    """Raises ValueError for an unknown key that is nearly a setting's name. Users' functions read other unknown
     keys."""
     for key in settings:
         near = difflib.get_close_matches(str(key), known | sampling.RULES.keys(), n=1, cutoff=NEAR)
@@ -318,7 +318,7 @@ def read_eval_prompts(
     most_bytes: int | None = None,
 ) -> Prompts:
     """Returns the checked prompts of a dataset. Raises ValueError with file and line for a wrong prompt. `masked` reads
-    conversations or pairs, as training does (None: if `held_out`). `most_bytes`: see `load_prompts`."""
+    conversations or pairs, as training does (None: if `held_out`). For `most_bytes`, see `load_prompts`."""
     checkpoint, masked = c.rollout.hf_checkpoint, held_out(c) if masked is None else masked
     limit = (find_lowest if masked else prompt_limit)(config.max_prompt_len, config.max_context_len)
     if checkpoint and config.apply_chat_template_kwargs:

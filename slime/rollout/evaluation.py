@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def load_eval_datasets(
     state: GenerateState, *, masked: bool | None = None
 ) -> list[tuple[EvalDatasetConfig, Sequence[Prompt]]]:
-    """Returns the settings and prompts of every evaluation dataset. Each file is read once per run. `masked`: see
+    """Returns the settings and prompts of every evaluation dataset. Each file is read once per run. For `masked`, see
     `read_eval_prompts`.
 
     The rollout manager calls this at the start of a run, so that a bad file is an error at the start.

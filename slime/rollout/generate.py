@@ -62,10 +62,10 @@ def GenerateState(args: Namespace) -> state.GenerateState:
 async def generate(args: Namespace, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """Continues `sample` with one request, and sets its tokens, response, log-probs, status and weight versions.
 
-    A sample that already has a response continues after its last token. `max_new_tokens`, --rollout-max-context-len
-    and the engine's context bound the whole response; a sample with no tokens left becomes TRUNCATED without a
-    request. If the request passes --rollout-deadline-s, the sample keeps its earlier tokens and becomes ABORTED.
-    ValueError, with the sample's name, if the prompt leaves no room or the engine rejects it.
+    A sample that already has a response continues after its last token. `max_new_tokens`, --rollout-max-context-len and
+    the engine's context bound the whole response; a sample with no tokens left becomes TRUNCATED without a request. If
+    the request passes --rollout-deadline-s, the sample keeps its earlier tokens and becomes ABORTED. Raises ValueError,
+    with the sample's name, if the prompt leaves no room or the engine rejects it.
     """
     return await _continue(find_context(args), sample, sampling_params)
 

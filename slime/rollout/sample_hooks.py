@@ -34,7 +34,7 @@ async def apply_rollout_sample_hooks(
 
     A hook is `fn(args, sample, *, rollout_id, evaluation)`, plain or async. It also gets the other keywords. Keywords
     that the hook does not take are left out. The default of `rollout_id` is set by `set_current_rollout_id`. The hook
-    changes the sample in place or returns another sample. TypeError, as in slime, if it returns anything else.
+    changes the sample in place or returns another sample. Raises TypeError, as in slime, if it returns anything else.
     """
     return await run_sample_hooks(
         find_context(args), sample, rollout_id=rollout_id, evaluation=evaluation, **kwargs

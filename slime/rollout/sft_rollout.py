@@ -28,10 +28,10 @@ def generate_rollout(
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Returns `--rollout-batch-size` tokenised conversations, with the loss on the assistant's turns.
 
-    `Sample.prompt` is a list of messages (--input-key names the column, --apply-chat-template stays off). The
-    response starts at the first token of the first trained assistant turn and ends with the conversation. The loss mask
-    is 0 on the turns of other roles. With `evaluation`, returns all conversations of the held-out sets. ValueError,
-    with the sample's name, for a wrong conversation.
+    `Sample.prompt` is a list of messages (--input-key names the column, --apply-chat-template stays off). The response
+    starts at the first token of the first trained assistant turn and ends with the conversation. The loss mask is 0 on
+    the turns of other roles. With `evaluation`, returns all conversations of the held-out sets. Raises ValueError, with
+    the sample's name, for a wrong conversation.
     """
     context = find_context(args)
     generator = _generator(context)

@@ -182,17 +182,18 @@ class GenerateState:
 
     @functools.cached_property
     def context(self) -> tuple[int | None, str]:
-        """The engines' limit on prompt and response tokens together, and the name of the setting that limits them."""
+        """Returns the engines' limit on prompt and response tokens together, and the name of the setting that sets
+        it."""
         return longest_sequence(self.config)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop of `run`, or None before the first call."""
+        """Returns the event loop of `run`, or None before the first call."""
         return self._loop
 
     @property
     def concurrency(self) -> int:
-        """The limit on the number of samples in generation."""
+        """Returns the limit on the number of samples in generation."""
         return self.semaphore.limit
 
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
@@ -297,7 +298,7 @@ class GenerateState:
 
     @functools.cached_property
     def media(self) -> MediaProcessor | None:
-        """Processes the images and videos of prompts. None for a model of text."""
+        """Returns the processor of prompts' images and videos, or None for a model of text."""
         checkpoint = self.config.rollout.hf_checkpoint
         if not checkpoint:
             return None
@@ -306,7 +307,7 @@ class GenerateState:
 
     @property
     def processor(self) -> ProcessorMixin | None:
-        """The model's processor under slime's name."""
+        """Returns the model's processor under slime's name."""
         return None if self.media is None else self.media.processor
 
     async def encode_prompt(self, sample: Sample) -> list[int]:

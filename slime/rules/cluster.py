@@ -159,7 +159,7 @@ def check_offload(c: Config) -> None:
 
 
 def check_engines(c: Config) -> None:
-    """Raises ValueError unless the engines are whole, and use whole nodes if they are larger than a node."""
+    """Raises ValueError unless the flags describe whole engines on whole nodes."""
     if c.debug.debug_rollout_only and c.debug.debug_train_only:
         raise FlagError("--debug-rollout-only", "not be combined with --debug-train-only", "both")
     if c.debug.debug_train_only:

@@ -110,8 +110,8 @@ def check_optimizer_dtypes(c: Config) -> None:
 
 
 def check_transformer_engine(c: Config) -> None:
-    """Raises ValueError for settings that Transformer Engine's attention does not support with packed rows. The
-    trainers check its installation."""
+    """Raises ValueError for a setting that Transformer Engine's attention does not support with packed rows. Trainers
+    check its installation."""
     if c.megatron.overrides.get("transformer_impl") != "transformer_engine":
         return
     for flag, value, wanted in (

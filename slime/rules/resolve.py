@@ -298,8 +298,8 @@ def _variable_batches(c: argparse.Namespace, samples: int) -> None:
 
 
 def _evaluation(c: argparse.Namespace) -> None:
-    """Names a data set that has only a path, which is slime's older spelling. The name is the file's; slime's name is
-    always aime."""
+    """Names a data set that has only a path, which is slime's older spelling. The name is "aime" if the
+    file's name contains it, else the file's name."""
     if len(c.eval_prompt_data or []) == 1:
         stem = Path(c.eval_prompt_data[0].split("@[")[0]).stem
         name = "aime" if "aime" in stem.lower() else stem

@@ -65,7 +65,7 @@ class LiveAnswer:
     `answer`."""
 
     def __init__(self, ended: Callable[[], str | None] = lambda: None) -> None:
-        """`ended` returns the reason why the session has ended, or None."""
+        """Makes an answer without text. `ended` returns the reason why the session has ended, or None."""
         self._ended = ended
         self.id, self.created = secrets.token_hex(12), int(time.time())
         self.prompt_tokens = 0
@@ -78,7 +78,7 @@ class LiveAnswer:
         self._news = asyncio.Event()
 
     def follow(self, task: asyncio.Task[ModelAnswer]) -> None:
-        """Sets the task that returns the answer."""
+        """Sets the task that makes the answer."""
         self._task = task
         task.add_done_callback(lambda _: self._news.set())
 

@@ -26,8 +26,8 @@ def install(extra: str | None = None) -> str:
 
 
 def missing(error: ModuleNotFoundError, who: str) -> str | None:
-    """Returns the error message of the command `who`, which could not import a package. Returns None if the error has
-    another cause: a module of this project is missing, or an installed package lacks a part."""
+    """Returns the message for `who`, a command that could not import a package. Returns None if the error has another
+    cause: a module of this project is missing, or an installed package lacks a part."""
     top, _, rest = (error.name or "").partition(".")
     if not top or top in _OWN or (rest and _is_there(top)):
         return None

@@ -21,13 +21,13 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 
 def entries(environ: Mapping[str, str]) -> list[str]:
-    """Returns the folders of PYTHONPATH as absolute paths, without empty entries. `PYTHONPATH=/a:$PYTHONPATH` has an
-    empty entry if the variable was not set before. For Python it means the current folder, which no user intends."""
+    """Returns the folders of PYTHONPATH as absolute paths, without empty entries. To Python, an empty entry, as in
+    `PYTHONPATH=/a:$PYTHONPATH` with no earlier value, means the current folder, which no user intends."""
     return [os.path.abspath(entry) for entry in environ.get(VARIABLE, "").split(os.pathsep) if entry]
 
 
 def leave_current_folder(path: list[str], environ: MutableMapping[str, str]) -> None:
-    """Removes the current folder from `path` (sys.path), and the empty entries from PYTHONPATH.
+    """Removes the current folder from `path` (sys.path) and from an empty entry of PYTHONPATH.
 
     The folder of these packages and the folders in PYTHONPATH stay on the path.
     """
@@ -43,11 +43,10 @@ def leave_current_folder(path: list[str], environ: MutableMapping[str, str]) -> 
 
 
 def show_packages(environ: Mapping[str, str]) -> None:
-    """Restarts this process's command with ROOT on PYTHONPATH, if another folder hides one of these packages.
+    """Starts this process's command again with ROOT on PYTHONPATH, if another folder hides one of these packages.
 
-    If PYTHONPATH leads to a folder `vime` without __init__.py, such as a clone of the repository, Python imports this
-    folder as the package, and does not ask the finder of an editable install. A package with __init__.py in a folder of
-    the path has precedence over such a folder.
+    Python takes a folder `vime` without __init__.py on PYTHONPATH, such as a clone of the repository, for the package,
+    and does not call the finder of an editable install. A package in a folder of the path comes before such folders.
     """
     specs = map(find_spec, ("rl_kernel", "slime", "vime"))
     hidden = any(spec is not None and spec.origin is None for spec in specs)
@@ -57,13 +56,13 @@ def show_packages(environ: Mapping[str, str]) -> None:
 
 
 def get_worker_path(environ: Mapping[str, str]) -> list[str]:
-    """Returns the first folders of a worker's import path on any host: ROOT if these packages are not installed, and
-    the folders in PYTHONPATH."""
+    """Returns the first entries of a worker's path on any host: ROOT if these packages are not installed, and
+    PYTHONPATH."""
     installed = os.path.basename(ROOT) in ("site-packages", "dist-packages")
     return [*([] if installed else [ROOT]), *entries(environ)]
 
 
 def in_current_folder(module: str) -> bool:
-    """Returns whether the current folder has a module with this name that Python does not import."""
+    """Returns True if the current folder has this module, but is not on sys.path."""
     name = module.partition(".")[0]
     return os.getcwd() not in sys.path and (os.path.isfile(f"{name}.py") or os.path.isdir(name))

@@ -25,8 +25,8 @@ def uncollected(*, freeze: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refused(module: str) -> Iterator[None]:
-    """Makes `import module` raise ImportError inside the block, as if the module were not installed. A module that was
-    imported before is not affected. The importer must be able to work without the module."""
+    """Makes `import module` raise ImportError in this context, as if the module were not installed, unless it was
+    imported before. The context is for modules that their importer can do without."""
     if module in sys.modules:
         yield
         return
@@ -38,8 +38,8 @@ def refused(module: str) -> Iterator[None]:
 
 
 def is_installed(module: str) -> bool:
-    """Returns whether `import module` finds a package. A folder with this name without Python code does not count,
-    because wandb creates such a folder in the current folder of a run."""
+    """Returns whether `import module` finds a package. A folder of that name without Python code does not count: wandb
+    creates such a folder where it has run."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # The parent package is missing.

@@ -18,7 +18,7 @@ MISSING = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 def has_flock(folder: str | Path) -> bool:
-    """Returns whether flock works for files in this folder."""
+    """Returns whether flock works for files of this folder."""
     with tempfile.TemporaryFile(dir=folder) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -30,8 +30,7 @@ def has_flock(folder: str | Path) -> bool:
 
 
 def holder(file: str | Path) -> tuple[str, bool]:
-    """Returns a text about the process that created the lock file, and whether the process is on this host, so that its
-    state is known."""
+    """Returns a text about the process that made the lock file, and whether this host can see if that process runs."""
     from filelock._identity import host_name
 
     with contextlib.suppress(OSError, ValueError):

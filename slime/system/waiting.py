@@ -22,8 +22,8 @@ _logged_s: dict[str, float] = {}
 
 
 def log_unanswered(server: str, fault: object, limit: str) -> None:
-    """Logs that a request to `server` failed and is sent again until `limit` ends. Logs at most one line per server and
-    half minute, because all samples of a rollout may wait for the same server."""
+    """Logs that a request to `server` failed and is sent again until `limit` ends: once per server and half minute,
+    because all samples of a rollout may wait for the same server."""
     now_s = time.monotonic()
     if now_s - _logged_s.get(server, float("-inf")) >= _LOG_EVERY_S:
         _logged_s[server] = now_s
@@ -31,7 +31,8 @@ def log_unanswered(server: str, fault: object, limit: str) -> None:
 
 
 def wait(future: Future[T], check_health: Callable[[], None], tick: Callable[[], None] | None = None) -> T:
-    """Waits for the future and returns its result. Every half second, calls `check_health` and `tick`.
+    """Returns the future's result. `check_health` raises an error when an engine is lost. This error ends the run,
+    which would hang otherwise.
 
     `check_health` raises an error if an engine is lost. The error ends the run, which would hang otherwise. `tick`
     redraws a progress bar.
@@ -53,7 +54,7 @@ class Wait:
 
 @contextmanager
 def report_wait(what: str) -> Iterator[Wait]:
-    """Prints `what` and `Wait.on` on stderr if the block takes more than 12 s, and again every half minute."""
+    """Prints the block's work and the reason for its wait on stderr, after 12 s and then each half minute."""
     over, wait = threading.Event(), Wait()
 
     def say() -> None:

@@ -88,7 +88,7 @@ class Concern:
 
     @property
     def line(self) -> str:
-        """Text of the concern for the console."""
+        """Returns the text of the concern for the console."""
         if self.state == "ends":
             return f"{self.condition.name}: no longer so in rollout {self.rollout}"
         return f"{self.condition.name}: {self.text}; {self.condition.remedy}"
@@ -212,7 +212,7 @@ class Concerns:
     def observe(
         self, rollout: int, figures: Figures, texts: Mapping[str, str] = MappingProxyType({})
     ) -> list[Concern]:
-        """Returns the concerns that begin, end, or are printed again with this rollout. `texts`: values for the
+        """Returns the concerns that begin, end, or are printed again with this rollout. `texts` has values for the
         placeholders in some conditions' texts."""
         seen = dict(figures)
         if self.entropies:
@@ -277,7 +277,7 @@ class ConcernsOfOthers:
 def dropped_groups(rollout: int, dropped: int, batch: int) -> Concern | None:
     """Returns the concern that begins with a dropped group of a rollout, or None.
 
-    `dropped`: number of groups dropped in a row. `batch`: --rollout-batch-size.
+    `dropped` is the number of groups dropped in a row. `batch` is --rollout-batch-size.
     """
     figures = {"dropped": float(dropped), "batch": float(batch)}
     if not DROPPED.holds(figures) or dropped > IN_A_ROW * batch:

@@ -74,7 +74,7 @@ class Events:
 
     @contextmanager
     def phase(self, name: str, **fields: object) -> Iterator[None]:
-        """Records the begin and the end of a block. `fields`: device, rollout."""
+        """Records the begin and the end of a block. `fields` are device and rollout."""
         self.add("phase_begin", phase=name, **fields)
         began = time.perf_counter()
         try:

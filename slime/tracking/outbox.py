@@ -33,9 +33,9 @@ def begin() -> None:
 def log(args: object, metrics: Mapping[str, SupportsFloat], step_key: str) -> None:
     """Sends numbers to metrics.jsonl and to the trackers of this run, at the step `metrics[step_key]`.
 
-    `step_key`: rollout/step, train/step or eval/step. `args` exists for slime's signature and is not read. Every thread
-    of the rollout manager and of a trainer rank may call it. Raises ValueError for another step key, without a step,
-    for a value that is not one number, and in another process.
+    `step_key` is rollout/step, train/step or eval/step. `args` exists for slime's signature and is not read. Every
+    thread of the rollout manager and of a trainer rank may call it. Raises ValueError for another step key, without a
+    step, for a value that is not one number, and in another process.
     """
     key, numbers = as_step_key(step_key), as_floats(metrics)
     if key not in numbers:

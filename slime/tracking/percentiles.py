@@ -23,9 +23,9 @@ class StepFigures:
         """Returns perf/step_tokens_per_sec and perf/step_tokens_per_gpu_per_sec of a step, and _p50, _p90, _p99 of
         these and of perf/step_time over the counted steps (absent before the first counted step).
 
-        `tokens`: prompt and response tokens of the samples that the step trained on. With 0, only times are returned.
-        NN % of the steps do not exceed pNN (linear between neighbours). High percentiles of a time are the slow steps;
-        high percentiles of a throughput are the fast steps.
+        `tokens` is the number of prompt and response tokens of the samples that the step trained on. With 0, only times
+        are returned. NN % of the steps do not exceed pNN (linear between neighbours). High percentiles of a time are
+        the slow steps; high percentiles of a throughput are the fast steps.
         """
         figures = {"perf/step_time": step_time_s}
         if tokens:

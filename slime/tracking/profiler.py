@@ -34,9 +34,9 @@ class StepProfiler:
     def around(self, rollout_id: int, part: str = "") -> Iterator[None]:
         """Traces the block if `rollout_id` is selected, and writes the file if the block ends without an error.
 
-        `part`: name of a part of the rollout's training, for the name of the file. The profiler's own time to start,
-        stop and write is measured as `profile`. A trace holds the host's operators with the shapes of their tensors,
-        and every GPU kernel.
+        `part` is the name of a part of the rollout's training, for the name of the file. The profiler's own time to
+        start, stop and write is measured as `profile`. A trace holds the host's operators with the shapes of their
+        tensors, and every GPU kernel.
         """
         if rollout_id not in self._steps:
             yield

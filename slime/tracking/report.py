@@ -90,7 +90,7 @@ class Reporter:
 
     @contextmanager
     def running(self, rollout_id: int) -> Iterator[None]:
-        """Measures the block as a step of the loop: rollout `rollout_id`, its training and its update."""
+        """Records a step of the loop: rollout `rollout_id`, its training and its update."""
         self.spans.set_rollout(rollout_id)
         if self._watch is not None:
             self._watch.set_rollout(rollout_id)

@@ -75,7 +75,7 @@ def _not_readable(path: Path | str) -> ValueError:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raises ValueError if the block may not access a file of a run directory."""
+    """Raises ValueError in this context when access to a run directory is denied."""
     try:
         yield
     except PermissionError as error:

@@ -65,7 +65,8 @@ def record_warnings(events: Events | None = None) -> WarningEvents:
 
 @contextmanager
 def recorded(run_dir: str | Path, rollouts: int | None, session_id: str | None = None) -> Iterator[Events]:
-    """Records the run in its driver: the begin, the end or the error that ended the run, and the driver's warnings."""
+    """Records the run of this block in its driver: the begin, the end or the error that ended the run, and the driver's
+    warnings."""
     events, folder = Events("driver", str(run_dir)), Path(run_dir)
     pid = os.getpid()
     named = {} if session_id is None else {"session_id": session_id}

@@ -76,7 +76,7 @@ class RunSummary:
 
     @property
     def progress(self) -> float:
-        """Share of the rollouts that were trained."""
+        """Returns the share of the rollouts that were trained."""
         return (
             0.0 if self.rollout is None or not self.rollouts else min(1.0, (self.rollout + 1) / self.rollouts)
         )

@@ -261,8 +261,8 @@ def _is_trained(line: Line) -> bool:
 
 
 def choose_samples(groups: Sequence[SampleGroup], spreads: Sequence[float], keep: int) -> list[int]:
-    """Returns the indices in a rollout of at most `keep` samples in whole groups. `spreads`: the spread of each group's
-    rewards.
+    """Returns the indices in a rollout of at most `keep` samples in whole groups. `spreads` has the spread of each
+    group's rewards.
 
     The group with the largest spread comes first, then the first group in which each sample has ended. Other groups
     follow, as far from each other as the rollout allows. If the first group has more than `keep` samples, its first
@@ -310,7 +310,7 @@ def write_samples(
     """Writes the rollout's values of the samples at these indices.
 
     `text_of` returns the text of a token. `decode` returns the text of a prompt's tokens; without it, the tokens' texts
-    are joined. `reward_key`: the entry of a reward that is a record.
+    are joined. `reward_key` is the entry of a reward that is a record.
     """
     head = {"version": VERSION, "rollout": rollout, "of": len(samples)}
     written = decode or (lambda ids: "".join(map(text_of, ids)))

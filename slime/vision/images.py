@@ -57,7 +57,7 @@ class PromptImage(PIL.Image.Image):
 
     @property
     def digest(self) -> str:
-        """Digest of the encoded bytes, 32 hex digits."""
+        """Returns the digest of the encoded bytes, 32 hex digits."""
         return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
 
     def load(self) -> PIL._imaging.PixelAccess | None:

@@ -67,17 +67,17 @@ class ImageInputs:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """One digest per image and video."""
+        """Returns one digest per image and video."""
         return tuple(item.key for item in self.items)
 
     @property
     def grids(self) -> tuple[tuple[int, ...], ...]:
-        """One grid per image and video."""
+        """Returns one grid per image and video."""
         return tuple(item.grid for item in self.items)
 
     @property
     def bytes(self) -> int:
-        """The tensors' bytes."""
+        """Returns the number of bytes of the tensors."""
         return sum(item.bytes for item in self.items)
 
     def exist(self) -> bool:

@@ -32,7 +32,7 @@ def media_as_plain(value: object) -> object:
 
 
 def media_from_plain(value: object) -> object:
-    """Returns the media from the result of `media_as_plain`."""
+    """Returns the value from which `media_as_plain` made `value`."""
     if isinstance(value, list):
         return [media_from_plain(one) for one in value]
     if not isinstance(value, dict):

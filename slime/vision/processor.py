@@ -83,7 +83,7 @@ class MediaProcessor:
 
     @functools.cached_property
     def identity(self) -> str:
-        """Digest of the settings that change an image's tensors."""
+        """Returns the digest of the settings that change an image's tensors."""
         import transformers
 
         parts: list[object] = [transformers.__version__, type(self.processor).__qualname__]
@@ -94,14 +94,15 @@ class MediaProcessor:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def marker(self, kind: MediaKind) -> str | None:
-        """Returns the text that marks one image or video in a rendered prompt, or None if the model has no marker."""
+        """Returns the text that stands for one image or video in a rendered prompt, or None if the processor has
+        none."""
         return getattr(self.processor, f"{kind}_token", None)
 
     def expand(
         self, text: str, images: Sequence[object] = (), videos: Sequence[object] = ()
     ) -> tuple[str, ImageInputs]:
-        """Returns `text` with the processor's text for each marker, and the processed images. ValueError
-        unless the text has one marker per image and video."""
+        """Returns `text` with the processor's text for each marker, and the processed images. Raises ValueError unless
+        the text has one marker per image and video."""
         expansion = Expansion(self, images, videos)
         return expansion.expand(text), expansion.finish()
 
@@ -168,7 +169,7 @@ class MediaProcessor:
         return replaced["replacement"], tensors
 
     def _count(self, kind: MediaKind, ids: list[int]) -> int:
-        """Returns the number of ids that the model replaces by features."""
+        """Returns the number of the ids that the model replaces by features."""
         return sum(ids.count(one) for one in self._ids(kind))
 
     def _ids(self, kind: MediaKind) -> list[int]:
@@ -176,8 +177,8 @@ class MediaProcessor:
         return found
 
     def count_tokens(self, image: PromptImage) -> int:
-        """Returns the number of tokens that replace an image's marker in its prompt, computed from the image's size.
-        Raises ValueError for a size that the processor rejects."""
+        """Returns the number of tokens that an image adds to its prompt in the place of the marker, from the image's
+        size alone. Raises ValueError for a size that the processor does not accept."""
         width, height = image.size
         try:
             found = self._count_sizes(image_sizes=[(height, width)])
@@ -192,13 +193,13 @@ class MediaProcessor:
 
     @functools.cached_property
     def _count_sizes(self) -> Callable[..., Mapping[str, list[int]]]:
-        """The processor's function that counts tokens from sizes. vLLM calls it, too."""
+        """Returns the processor's function that counts tokens from sizes. vLLM calls it, too."""
         found: Callable[..., Mapping[str, list[int]]] = getattr(self.processor, "_get_num_multimodal_tokens")  # noqa: B009
         return found
 
     @functools.cached_property
     def _around(self) -> int:
-        """Number of ids in the text of an image in addition to the ids of the image."""
+        """Returns the number of ids in the text of an image in addition to the ids of the image."""
         import PIL.Image
 
         text, _ = self._call("image", PIL.Image.new("RGB", (_PROBE_PIXELS, _PROBE_PIXELS)))

@@ -29,7 +29,7 @@ def read_part_source(part: object) -> tuple[Literal["image", "video"] | None, ob
 
 
 def require_file(value: object, folder: Path | None) -> None:
-    """Raises ValueError if `value` names a file that does not exist. Returns at once for bytes, base64 texts and http
+    """Raises ValueError if `value` names a file that does not exist. Returns at once for bytes, base64 texts, http
     URLs."""
     if isinstance(value, Mapping):
         value = inner_source(value)

@@ -158,8 +158,8 @@ class WeightChannel(ABC):
     ) -> Iterator[WeightUpdate]:
         """Yields the parts of `version`. Part i is valid until part i + 2 is requested.
 
-        Collective over trainer ranks. The engines get the parts of rank 0. `compare`: the parts also have the data for
-        --check-weight-update-equal. `receivers`: name of an engine -> number of its workers.
+        Collective over trainer ranks. The engines get the parts of rank 0. `compare` means that the parts also have the
+        data for --check-weight-update-equal. `receivers` maps an engine's name to the number of its workers.
         """
 
     @classmethod

@@ -80,8 +80,8 @@ class FileChannel(WeightChannel):
     def publish(self, slices: Iterable[Slice], version: int, *, checksums: bool = False) -> WeightUpdate:
         """Writes all ranks' slices as `version` and returns the update that engines load. Collective.
 
-        The file gets its name when it is complete. A rank reads one slice at a time. `checksums`: the update holds
-        each slice's sha256 digest, and engines compare their live weights with the file.
+        The file gets its name when it is complete. A rank reads one slice at a time. `checksums` means that the update
+        holds each slice's sha256 digest, and engines compare their live weights with the file.
         """
         mine = list(slices)
         path = self.directory / f"{self.stem}-{version}" / FILE

@@ -61,7 +61,7 @@ class GroupAbandoned(RuntimeError):
 
 
 def found(directory: Path, ranks: dict[str, int], world: int, timeout_s: float) -> GroupInfo:
-    """Returns a new group, which no rank has joined. `ranks`: each engine's first rank, by its name."""
+    """Returns a new group, which no rank has joined. `ranks` has each engine's first rank by the engine's name."""
     store = str(directory / f"group-{uuid.uuid4().hex}")
     info = GroupInfo(store=store, world=world, ranks=ranks, timeout_s=timeout_s)
     _mark(info).touch()  # a host of a network disk would cache for a long time that the file does not exist

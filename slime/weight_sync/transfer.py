@@ -180,12 +180,12 @@ class WeightTransfer:
 
     @property
     def version(self) -> int | None:
-        """Returns the version of the last published weights; None before the first update."""
+        """Returns the version of the last published weights, or None before the first update."""
         return None if self._last is None else self._last.version
 
     @property
     def last(self) -> WeightUpdate:
-        """Returns the last published weights. AssertionError before the first update."""
+        """Returns the last published weights. Raises AssertionError before the first update."""
         assert self._last is not None
         return self._last
 
@@ -372,6 +372,6 @@ class WeightTransfer:
 
 
 def _release_engines(part: WeightUpdate, sent: Future[WeightUpdate | None]) -> None:
-    """Releases engines that wait for a trainer that has failed. A callback for the end of the trainer's sending."""
+    """Releases engines that wait for a failed trainer. This callback runs when the trainer's sending ends."""
     if not sent.cancelled() and sent.exception() is not None:
         find_channel(part).give_up(part.info)

@@ -147,7 +147,7 @@ def _copied(folder: Path, values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _run_dir(in_files: Mapping[str, Sequence[str]], values: Mapping[str, object]) -> Path:
-    """Returns the run directory: the one of the flags, else a new one. `in_files`: the flags of the files."""
+    """Returns the run directory: the one of the flags, else a new one. `in_files` has the flags of the files."""
     texts = {name: words[0] for name, words in in_files.items() if words}
     texts |= {name: str(value) for name, value in values.items() if name in ("run_dir", "hf_checkpoint")}
     return Path(texts.get("run_dir") or new_run_dir(texts.get("hf_checkpoint")))

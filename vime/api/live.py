@@ -71,7 +71,7 @@ class LiveRun(Run):
 
     @property
     def state(self) -> RunState:
-        """The state of the run: running, finished, failed or interrupted."""
+        """Returns the state of the run: running, finished, failed or interrupted."""
         code = self._process.poll()
         if code is None:
             return "running"
@@ -79,7 +79,7 @@ class LiveRun(Run):
 
     @property
     def output(self) -> str:
-        """The text that the run has printed."""
+        """Returns the text that the run has printed."""
         return self._out.text()
 
     def stop(self) -> None:
@@ -106,7 +106,7 @@ class LiveRun(Run):
         return self
 
     def follow(self) -> LiveRun:
-        """Waits as `wait` does. If the call is interrupted, stops the run and waits until its process has ended."""
+        """Waits as `wait` does, for a run that ends with the call: an interrupt stops the run in order."""
         try:
             return self.wait()
         except BaseException:

@@ -30,15 +30,15 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """The state of the run: running, finished, failed or interrupted. Raises ValueError for a directory without a
-        run."""
+        """Returns the run's state: running, finished, failed or interrupted. Raises ValueError for a directory without
+        a run."""
         return run_summary(self.dir).state
 
     @property
     def metrics(self) -> list[Metrics]:
-        """One dict per rollout, in order. It has the rollout's number as `rollout`, the metrics of generation and
-        training, and the scores of the evaluation after the rollout. A metric of several optimizer steps is their mean.
-        A value that is not finite is NaN."""
+        """Returns one dict per rollout, in order. It has the rollout's number as `rollout`, the metrics of generation
+        and training, and the scores of the evaluation after the rollout. A metric of several optimizer steps is their
+        mean. A value that is not finite is NaN."""
         rows, steps, last = dict[int, Metrics](), dict[int, list[Metrics]](), -1
         for key, step, values in self._lines():
             if key == "rollout/step":
@@ -55,8 +55,8 @@ class Run:
 
     @property
     def evaluations(self) -> list[Metrics]:
-        """One dict per evaluation, in order. Its `rollout` is the last rollout before the evaluation, and -1 for the
-        evaluation before training."""
+        """Returns one dict per evaluation, in order. Its `rollout` is the last rollout before the evaluation, and -1
+        for the evaluation before training."""
         found = dict[int, Metrics]()
         for key, step, values in self._lines():
             if key == "eval/step":
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def samples(self) -> list[SampleRecord]:
-        """The samples of the last rollout that the run directory has. --save-samples sets their number."""
+        """Returns the samples of the last rollout that the run directory has. --save-samples sets their number."""
         rollouts = sample_rollouts(self.dir)
         return self.samples_from(rollouts[-1]) if rollouts else []
 

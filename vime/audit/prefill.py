@@ -52,8 +52,8 @@ class PrefillEngine:
         self._server.stop()
 
     def log_probs(self, samples: list[Sample], *, side_by_side: bool) -> list[Tensor]:
-        """Returns one fp32 tensor [response length] per sample. `side_by_side`: many concurrent requests, else one by
-        one."""
+        """Returns one fp32 tensor [response length] per sample. With `side_by_side` it sends many concurrent requests,
+        else one request at a time."""
         return asyncio.run(self._scored(samples, _SIDE_BY_SIDE if side_by_side else 1))
 
     async def _scored(self, samples: list[Sample], at_once: int) -> list[Tensor]:

@@ -48,7 +48,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints one line per finding, or a list with --json. Returns 1 if a finding is a problem."""
+    """Prints one line per finding, or a list with --json. Returns 1 if there is a problem."""
     args = _parser().parse_args(argv)
     if args.patches:
         print("\n".join(patches.lines()))

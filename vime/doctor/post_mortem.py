@@ -167,7 +167,8 @@ def _save_folder(run_dir: Path) -> Path | None:
 
 
 def _newest(save: Path) -> int | None:
-    """Returns the checkpoint from which a run with --load would resume. None also for a record that cannot be read."""
+    """Returns the checkpoint from which a run with --load would resume. Returns None also for a record that cannot be
+    read."""
     with contextlib.suppress(OSError, ValueError):
         return latest(save)
     return None

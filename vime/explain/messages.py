@@ -38,11 +38,11 @@ class ErrorMessage:
 
     @cached_property
     def longest_part(self) -> str:
-        """The longest text between two values: a line without it cannot hold the message."""
+        """Returns the longest text between two values. A line without this text cannot hold the message."""
         return max(self.rule.split(HOLE), key=len)
 
     def is_in(self, text: str) -> bool:
-        """Returns whether the text contains the whole message with its values."""
+        """Returns True if the text holds the whole message with its values."""
         return self.longest_part in text and self.pattern.search(text) is not None
 
     @cached_property
@@ -53,11 +53,11 @@ class ErrorMessage:
 
     @cached_property
     def phrases(self) -> tuple[str, ...]:
-        """The words of the printed parts that have several words. One word is no proof."""
+        """Returns the words of the printed parts that have several words, because one word is no proof."""
         return tuple(phrase for part in self.quoted if " " in (phrase := " ".join(split_words(part))))
 
     def is_quoted_in(self, text: str) -> bool:
-        """Returns whether the text has a printed part of this symptom, or is a piece of such a part."""
+        """Returns True if the text has a printed part of this symptom, or is such a part."""
         if not self.phrases:
             return False
         wanted = " ".join(split_words(text))
@@ -65,7 +65,7 @@ class ErrorMessage:
 
     @cached_property
     def constant(self) -> int:
-        """Number of letters that do not belong to values."""
+        """Returns the number of letters that do not belong to values."""
         return len(re.findall(r"\w", self.rule))
 
 

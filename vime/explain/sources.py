@@ -52,12 +52,12 @@ class Message:
 
     @property
     def rule(self) -> str:
-        """The error text without its remedy."""
+        """Returns the error text without its remedy."""
         return self._parts()[0]
 
     @property
     def remedy(self) -> str:
-        """The remedy in the message itself, or an empty string."""
+        """Returns the remedy in the message itself, or an empty string."""
         return self._parts()[1]
 
     def _parts(self) -> tuple[str, str]:
@@ -88,7 +88,7 @@ def expression_text(node: ast.AST, constants: dict[str, str]) -> str | None:
 
 
 def _join_fields(call: ast.Call, constants: dict[str, str]) -> str:
-    """Returns the text of an error that has fields, as its class builds the text."""
+    """Returns the text of an error that has fields, as its class builds it."""
     arguments = dict(zip(("flag", "rule", "got", "advice"), call.args, strict=False))
     arguments |= {str(keyword.arg): keyword.value for keyword in call.keywords}
     fields = {name: expression_text(node, constants) or HOLE for name, node in arguments.items()}
@@ -155,7 +155,7 @@ def _texts(tree: ast.Module, constants: dict[str, str]) -> Iterator[str]:
 
 
 def raises_to_the_user(call: ast.Call) -> bool:
-    """Returns whether a raised call is an error for the user. AttributeError and similar errors show a bug."""
+    """Returns True if a raised call is an error for the user. AttributeError and similar errors show a bug."""
     name = getattr(call.func, "id", getattr(call.func, "attr", ""))
     return name in _WITH_FIELDS or (name.endswith("Error") and name not in _BUGS)
 
@@ -185,7 +185,7 @@ def find_note(message: Message, written: dict[str, str]) -> str:
 
 
 def fits(key: str, message: Message) -> bool:
-    """Returns whether a message contains a key. A key that begins with a value must be at the message's start."""
+    """Returns True if a message contains a key. A key that begins with a value must be at the start of the message."""
     return message.text.startswith(key) if key.startswith(HOLE) else key in message.text
 
 
@@ -222,7 +222,7 @@ def symptoms(root: Path = ROOT) -> list[list[object]]:
 
 
 def pages_exist(root: Path = ROOT) -> bool:
-    """Returns whether the files with handwritten remedies exist. A wheel does not contain them."""
+    """Returns True if the files with handwritten remedies exist. A wheel does not contain them."""
     return all((root / page).is_file() for page in (NOTES, SYMPTOMS))
 
 

@@ -59,7 +59,7 @@ _LORA = {"r": "lora-rank", "lora_alpha": "lora-alpha", "target_modules": "lora-t
 
 
 def import_script(script: Script, overrides: Sequence[Setting], out: Path) -> Imported:
-    """Returns the import of a script. `overrides`: the settings of its command line. `out`: the YAML file."""
+    """Returns the import of a script. `overrides` has the settings of its command line. `out` is the YAML file."""
     made = Imported(TRL, script.path.name)
     settings = {one.name: one for one in (*script.settings, *overrides)}
     if script.unread:
@@ -156,7 +156,7 @@ def _model(made: Imported, script: Script) -> None:
 
 
 def _rewards(made: Imported, script: Script, out: Path) -> None:
-    """Converts the rewards to a file that also has the statements that the rewards need."""
+    """Writes the rewards into a file with the statements that they need."""
     node = script.arguments.get("reward_funcs")
     if isinstance(node, ast.Name) and isinstance(script.constants.get(node.id), ast.List):
         node = script.constants[node.id]
@@ -210,8 +210,8 @@ _SETS = (_Set("train_dataset", "prompt-data", "train"), _Set("eval_dataset", "ev
 
 
 def _data(made: Imported, script: Script, settings: Mapping[str, Setting], out: Path) -> None:
-    """Adds a script with the needed statements that writes the data sets as files. A plain `load_dataset` becomes the
-    data set's name."""
+    """Turns the data sets into files that a script with the needed statements writes. A plain `load_dataset` becomes
+    the name of the data set."""
     writes, names, rewritten = list[str](), set[str](), list[_Set]()
     chat = _has_messages(script)
     for each in _SETS:
@@ -303,8 +303,7 @@ def _number(settings: Mapping[str, Setting], name: str, default: int) -> int:
 
 
 def _batches(made: Imported, settings: Mapping[str, Setting]) -> None:
-    """Converts TRL's batch sizes, which count completions per device. vime's flags count prompts per rollout and
-    samples per optimizer step."""
+    """Converts TRL's completions per device into vime's prompts per rollout and samples per optimizer step."""
     device, accumulated, devices, group = (_number(settings, name, v) for name, v in _BATCHES.items())
     step = device * accumulated * devices
     per_generation = _number(settings, "steps_per_generation", accumulated)

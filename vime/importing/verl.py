@@ -149,7 +149,7 @@ def _resolved(value: object, values: Mapping[str, object]) -> object:
 
 
 def import_settings(path: Path, found: Sequence[Setting], out: Path) -> Imported:
-    """Returns the import of verl's settings. `out`: the YAML file."""
+    """Returns the import of verl's settings. `out` is the YAML file."""
     made = Imported(VERL, path.name)
     settings = {one.name: one for one in found}
     _data(made, settings)
@@ -218,7 +218,8 @@ from slime.hooks import load_function
 
 
 def _own_rewards(made: Imported, settings: Mapping[str, Setting]) -> None:
-    """Converts verl's own reward, which verl chooses by each row's data source."""
+    """Adds the reward of the first file's data source, because verl's own rewards depend on the data source of each
+    row."""
     files = _value(settings, "data.train_files")
     first = files[0] if isinstance(files, list) and files else files
     source = _data_source(Path(str(first)).expanduser()) if first else None

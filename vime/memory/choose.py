@@ -79,7 +79,7 @@ class Chosen:
 def choose(c: Config, hf: Hf, machine: MachineSizes, user_flags: set[str]) -> list[Chosen]:
     """Returns the flags that make a run fit. The list is empty if the run fits unchanged.
 
-    `user_flags`: names of the flags that the user set. Raises ValueError if no choice fits.
+    `user_flags` has the names of the flags that the user set. Raises ValueError if no choice fits.
     """
     if machine.device is None or c.cluster.device != "cuda":
         return []

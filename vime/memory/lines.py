@@ -50,8 +50,8 @@ def trainer_memory(c: Config, hf: Hf, gpu_bytes: float | None) -> Iterator[str]:
 def describe_engine_memory(
     c: Config, hf: Hf, gpu_bytes: float | None, *, scores: bool = False
 ) -> Iterator[str]:
-    """Yields weights and KV cache, and, if the GPU's size is known, whether the GPU is large enough. `scores`: also the
-    logits of given tokens."""
+    """Yields weights and KV cache, and, if the GPU's size is known, whether the GPU is large enough. With `scores`,
+    also yields the logits of given tokens."""
     yield from memory_lines(engine_memory(c, Shape.of(hf)))
     if scores and c.cluster.device == "cuda" and c.engine.rollout_backend == "vllm":
         yield from memory_lines([scored_logits(c, Shape.of(hf))])

@@ -223,7 +223,7 @@ def transport(c: Config) -> str:
 
 
 def describe(c: Config, machine: MachineSizes | None = None, data: Sequence[str] | None = None) -> str:
-    """Returns the whole plan as text, for `machine` or for this machine. `data`: lines of `prompts`."""
+    """Returns the whole plan as text, for `machine` or for this machine. `data` has the lines of `prompts`."""
     machine = machine or machine_sizes(c)
     gpu_bytes = machine.device
     hf = checkpoint_config(c)

@@ -31,7 +31,7 @@ _TOO_LARGE = f"a body must have at most {LARGEST_BODY_BYTES} bytes, got more; se
 
 
 def health_prefix(run_key: str) -> str:
-    """Path under which a router may ask for /health: "/" + the first 32 hex digits of HMAC-SHA256(key, "health")."""
+    """Returns the path for /health without a key: "/" + the first 32 hex digits of HMAC-SHA256(key, "health")."""
     return "/" + hmac.new(run_key.encode(), b"health", hashlib.sha256).hexdigest()[:32]
 
 

@@ -1,10 +1,11 @@
-"""Engines that join and leave a pool while the run goes on (`vime engines add` and `remove`).
+"""Adds engines to a running pool, and removes them (`vime engines add` and `remove`).
 
-    add:     a free place -> a server -> the present weights -> the router -> it serves
-    remove:  out of the router -> its requests end -> out of the pool -> its server ends -> its devices are free
+    add:     take free devices -> start the server -> load the present weights -> register with the router
+    remove:  leave the router -> wait for its requests -> leave the pool -> end the server -> free the devices
 
-An engine that joins takes the same way as one that restarts. An engine that leaves takes part in weight updates until
-it has no requests, or its time is up. Requests that are left begin again at another engine, as after a death.
+An engine that joins goes through the same steps as an engine that restarts. An engine that leaves takes part in weight
+updates until it has no requests, or until its time has passed. Another engine then runs its remaining requests from
+their beginning, as after a death.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ _LOOK_S = 0.5
 _FAULTS = (ValueError, RuntimeError, OSError, http.client.HTTPException)
 
 Say = Callable[[str], None]
-"""Gets a line for the user who waits."""
+"""A function that gets a line for the user who waits."""
 
 
 @dataclass
 class Changes:
-    """Changes of the engines in `state`. `tell` gets the number of engines that take new requests after each change."""
+    """Changes the engines in `state`. After each change, it calls `tell` with the number of engines that take new
+    requests."""
 
     state: PoolState
     tell: Callable[[int], None] = lambda count: None
 
     def add(self, count: int, say: Say) -> list[str]:
-        """Starts that many engines on free devices; returns their names when they serve. ValueError, before anything
-        starts, if too few devices are free; RuntimeError if a server does not serve."""
+        """Starts `count` engines on free devices, and returns their names when they serve. Raises ValueError before a
+        server starts if too few devices are free, and RuntimeError if a server does not serve."""
         return self._join(self._slots().take(count), say)
 
     def take_in(self, address: str, say: Say) -> list[str]:
@@ -62,8 +64,8 @@ class Changes:
         return self._join([slots.add(where)], say)
 
     def remove(self, title: str, wait_s: float, say: Say) -> str:
-        """The engine with this name or address leaves, after at most `wait_s` seconds for its requests; returns what
-        was done. ValueError if it does not serve, or if no other one does."""
+        """Removes the engine with this name or address, and waits at most `wait_s` seconds for its requests. Returns a
+        report for the user. Raises ValueError if the engine does not serve, or if no other engine serves."""
         slots = self._slots()
         with self.state.transfer.lock:
             member = self._find(title)
@@ -94,11 +96,11 @@ class Changes:
         return f"{member.title} has left{left}; {outcome}"
 
     def has(self, title: str) -> bool:
-        """Whether an engine of this pool has that name or address."""
+        """Returns whether an engine of this pool has that name or address."""
         return any(_is(member, title) for member in self.state.members)
 
     def _count(self, member: Member) -> int:
-        """The number of engines that serve as this one does, prefill or not, and take requests."""
+        """Returns the number of engines that take requests and have the role of `member`."""
         members = self.state.members
         return sum(
             each.serving and not each.leaving and each.is_prefill == member.is_prefill for each in members
@@ -126,7 +128,8 @@ class Changes:
         raise ValueError(f"ENGINE must be one of {known}, got {title}; `vime engines list` shows them")
 
     def _drain(self, member: Member, wait_s: float) -> str:
-        """Wait until the engine has no requests. Returns what the user must know of those that are left."""
+        """Waits until the engine has no requests. Returns a text for the user about requests that remain, or an empty
+        text."""
         end = time.monotonic() + wait_s
         quiet = 0
         while not self.state.stopping.is_set():
@@ -161,7 +164,7 @@ class Changes:
             )
 
     def _join(self, specs: Sequence[EngineSpec], say: Say) -> list[str]:
-        """Start the engines side by side. RuntimeError when all are done and an engine does not serve."""
+        """Starts the engines at the same time. Raises RuntimeError after all starts if an engine does not serve."""
         members = [self.state.make(spec) for spec in specs]
         with self.state.transfer.lock:
             for member in members:
@@ -176,7 +179,7 @@ class Changes:
         return [member.title for member in members]
 
     def _bring_in(self, member: Member, say: Say) -> str | None:
-        """None once the engine serves, or why it does not. Then nothing is left."""
+        """Returns None when the engine serves. Otherwise removes the engine and returns the reason."""
         try:
             self.state.launch(member)
             if self.state.stopping.is_set():  # `stop` has not seen this server
@@ -210,7 +213,7 @@ def _is(member: Member, title: str) -> bool:
 
 
 def _settings(checkpoint: str) -> object:
-    """The configuration of a model in a folder that this host sees."""
+    """Returns the configuration of a checkpoint folder, or the folder's name if this host cannot read it."""
     try:
         return json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -96,7 +96,8 @@ class EngineServer(Server[EngineSpec]):
 
     @property
     def _gate(self) -> Path:
-        """The file whose existence allows the engine to take its device. It needs no shared file system."""
+        """Returns the file whose existence allows the engine to take its device. The file needs no shared file
+        system."""
         return Path(f"{self.spec.log_path}.gate").absolute()
 
     def meeting_point(self) -> str:

@@ -30,8 +30,8 @@ class HealthWatch:
         patience_s: float,
         record: Callable[[Member, EngineLoad], None],
     ) -> None:
-        """`patience_s` is the number of seconds without an answer after which the pool replaces an engine. The watch
-        calls `record` with an engine's load when the load has changed."""
+        """Stores the arguments. `patience_s` is the number of seconds without an answer after which the pool replaces
+        an engine. The watch calls `record` with an engine's load when the load has changed."""
         self._members, self._stopping, self._patience_s = members, stopping, patience_s
         self._record = record
         self._loads: dict[str, tuple[float, EngineLoad]] = {}

@@ -37,7 +37,7 @@ def make_pool(
     frees_memory: bool = False,
     kind: Kind | None = None,
 ) -> ServerPool:
-    """The engines of `model` and their router. `config` is the `settings` of `vime.pool.served.ServedEngines`.
+    """Makes the pool of `model` with its router. `config` is the `settings` of `vime.pool.served.ServedEngines`.
     `make_spec` gets the fields that the specs of all engines have. See ServerPool for the other parameters."""
     run_key = external.resolve_run_key(config)
     logs = Path(config.logging.run_dir).resolve() / "logs"

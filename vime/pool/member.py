@@ -1,4 +1,4 @@
-"""One entry of the engine pool: its server, which may be replaced, and the commands that the server gets."""
+"""One entry of the engine pool. It has the engine's present server and the control calls to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vime.pool.engine_server import EngineSpec
 
 
 class EngineHandle(Protocol):
-    """What the pool needs of an engine server, wherever it runs (EngineServer, RayEngineServer)."""
+    """The methods of an engine server that the pool calls (EngineServer here, RayEngineServer on another node)."""
 
     def start(self) -> str: ...
     def open_gate(self) -> None: ...
@@ -42,7 +42,9 @@ class Member:
         self.control = control("", spec.run_key)
         self.serving = False
         self.starting = False
-        self.leaving = False  # it gets no new requests, takes part in updates, and is not replaced
+        self.leaving = (
+            False  # a leaving engine gets no new requests, takes part in updates, and is not replaced
+        )
         self.doomed = False  # a control call failed: the server is replaced even if it answers again
         self.restarts = 0
         self.last_health_check = time.monotonic()
@@ -55,12 +57,12 @@ class Member:
 
     @property
     def title(self) -> str:
-        """What users call it, in all its servers: the name of its log."""
+        """Returns the engine's name for users, which is the name of its log. It stays when the server is replaced."""
         return Path(self.spec.log_path).stem
 
     @property
     def is_prefill(self) -> bool:
-        """Returns whether it computes prompts for the decode engines. The router sends it nothing."""
+        """Returns whether the engine computes prompts for decode engines. The router sends no requests to it."""
         return self.spec.role == "prefill"
 
     @property
@@ -68,7 +70,7 @@ class Member:
         return self.spec.tensor_parallel_size
 
     def launch(self, spawn: Spawn) -> None:
-        """Start a server under a new name."""
+        """Starts a server under a new name."""
         self.starts += 1
         env = {**self.spec.env, ENGINE_VARIABLE: self.name}
         waits = self.spec.waits and self.starts == 1
@@ -76,12 +78,12 @@ class Member:
         self.control = self._control(self.handle.start(), self.spec.run_key)
 
     def stop(self) -> None:
-        """End the server, if one was started."""
+        """Ends the server, if one was started."""
         if self.handle is not None:
             self.handle.stop()
 
     def is_alive(self, timeout_s: float) -> bool:
-        """Whether the server runs and answers within `timeout_s`."""
+        """Returns whether the server runs and answers within `timeout_s`."""
         assert self.handle is not None
         return self.handle.poll() is None and self.control.is_healthy(timeout_s)
 

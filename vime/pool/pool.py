@@ -1,8 +1,8 @@
-"""The running engines behind one router, as the driver sees them: slime's EnginePool over servers of one backend.
+"""Implements slime's EnginePool: the driver's handle on the engine servers of one backend behind one router.
 
-Owns start-up and the thread that replaces dead engines. Weights, sleep and wake-up are slime.weight_sync.transfer's: an
-engine that restarts gets the last published weights before the router may send it anything. Knows no Ray: `spawn` makes
-the handles. `Kind` is what backends differ in.
+The pool starts the servers, and its monitor thread replaces dead engines. slime.weight_sync.transfer moves weights and
+puts engines to sleep. An engine that restarts loads the last published weights before the pool registers it with the
+router. This module does not import Ray, because `spawn` makes the servers' handles. `Kind` has a backend's classes.
 """
 
 from __future__ import annotations
@@ -37,21 +37,20 @@ _POLL_S = 0.25
 
 
 class ServerPool:
-    """EnginePool over the servers of a subclass. Call `launch` and `wait_ready` first. All threads of the driver may
-    call every method.
+    """An EnginePool of a subclass's servers. Call `launch` and `wait_ready` first. Every method is thread-safe.
 
-    `pause_mode`: what happens to running requests while weights change. With "keep" they continue afterwards on the new
-    weights. With `flush_interval` N they compute their keys and values again at every Nth update.
+    `pause_mode` decides what happens to running requests while weights change. With "keep" they continue afterwards on
+    the new weights. With `flush_interval` N they compute their keys and values again at every Nth update.
 
-    `frees_memory`: `sleep` frees the device's memory (vLLM's level 2,
-    which needs --enable-sleep-mode). Weights, keys and values are dropped; after `wake` the engine waits for an update;
-    no server starts while the others sleep. Otherwise `sleep` only pauses, which is all that vLLM can do on CPU.
-    `source` is the trainer; None for frozen weights. `dtype`: what engines compute in, for those who compare their
-    log-probs. `max_restarts` bounds the restarts of one engine between two weight updates; 0 turns restarts off.
+    With `frees_memory`, `sleep` frees the device's memory (vLLM's level 2, which needs --enable-sleep-mode) and drops
+    weights, keys and values. After `wake`, the engines wait for an update. No server starts while the others sleep.
+    Without `frees_memory`, `sleep` only pauses the engines, because vLLM cannot free memory on CPUs.
+    `source` is the trainer, or None for frozen weights. `dtype` is the engines' dtype, with which log-probs are
+    compared. `max_restarts` limits the restarts of one engine between two weight updates, and 0 turns restarts off.
     """
 
     kind: Kind
-    """Of the class; `__init__` may be given another one."""
+    """The default of the class. `__init__` takes another one as an argument."""
 
     def __init__(
         self,
@@ -117,14 +116,14 @@ class ServerPool:
 
     @property
     def engine_urls(self) -> list[str]:
-        """The engines that serve at the moment."""
+        """Returns the URLs of the engines that serve at the moment."""
         return [member.control.url for member in self._members if member.serving]
 
     @property
     def facts(self) -> dict[str, object]:
-        """What hooks find in their `args`: the address of the router's gateway, and the dtype that engines compute in.
+        """Returns attributes for the `args` of hooks: the address of the router's gateway, and the engines' dtype.
 
-        `own_servers` are the fields of slime.peers.http.OwnServers for them.
+        `own_servers` has the fields of slime.peers.http.OwnServers for the router and the gateway.
         """
         spec = self._router.spec
         headers = {"Authorization": f"Bearer {spec.run_key}"}
@@ -146,31 +145,31 @@ class ServerPool:
         }
 
     def client(self) -> RolloutEngine:
-        """A RolloutEngine that talks to the router; picklable."""
+        """Returns a picklable RolloutEngine that sends its requests to the router."""
         spec = self._router.spec
         return self.kind.client(spec.url, spec.run_key, held=not spec.external)
 
     def launch(self) -> None:
-        """Start the processes of the router and of all engines. Those that wait (`EngineSpec.waits`) do not take their
-        devices yet. On a failure, such as ValueError for a port that is taken, everything is stopped first."""
+        """Starts the processes of the router and of all engines. Engines with `EngineSpec.waits` do not take their
+        devices yet. Stops all processes before it raises, for example ValueError for a port in use."""
         with self._stopped_on_failure():
             self._router.start()
             for member in self._members:
                 self.state.launch(member)
 
     def check_launched(self) -> None:
-        """Raise if a process that `launch` started has ended, with its last log lines."""
+        """Raises an error with the last log lines if a process that `launch` started has ended."""
         started: list[Started] = [self._router]
         started += [member.handle for member in self._members if member.handle]
         require_running(started)
 
     def wait_ready(self) -> None:
-        """Let the engines take their devices; returns when they serve. On a failure, such as RuntimeError for an engine
-        that does not serve, everything is stopped first."""
+        """Lets the engines take their devices, and returns when they serve. Stops all processes before it raises, for
+        example RuntimeError for an engine that does not serve."""
         with self._stopped_on_failure():
             each(self._members, _open_gate)
             self._router.wait_ready()
-            # One after the other and in this thread, so that Ctrl-C ends the wait; the servers start side by side.
+            # The servers start at the same time. This thread waits for each in turn, so that Ctrl-C ends the wait.
             for member in self._members:
                 self._wait_ready(member)
                 if member.spec.starts_empty:
@@ -180,7 +179,7 @@ class ServerPool:
         self._health_watch.start()
 
     def start(self) -> None:
-        """`launch` and `wait_ready`, where nothing else starts at the same time."""
+        """Calls `launch` and `wait_ready`, for callers that start nothing else in between."""
         self.launch()
         self.wait_ready()
 
@@ -193,10 +192,10 @@ class ServerPool:
             raise
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Load the trainer's weights as `version` on every serving engine, see slime.weight_sync.transfer.
+        """Loads the trainer's weights as `version` on every serving engine, and returns the update's metrics.
 
-        The monitor restarts an engine that dies meanwhile. An engine that refuses the weights, or has other weights
-        afterwards (--check-weight-update-equal), raises ControlError. Returns the metrics of the update.
+        slime.weight_sync.transfer describes the steps. The monitor restarts an engine that dies meanwhile. Raises
+        ControlError if an engine refuses the weights, or has other weights afterwards (--check-weight-update-equal).
         """
         with self._transfer.lock:
             self._transfer.publish(version)
@@ -208,24 +207,25 @@ class ServerPool:
             return self._transfer.figures
 
     def allow_restarts(self) -> None:
-        """Let each engine of a frozen model restart as often again as it may between two updates of the policy."""
+        """Resets each engine's number of restarts. For a frozen model too, the limit is per update of the policy."""
         for member in self.state.serving_members():
             member.restarts = 0
 
     def sleep(self) -> None:
-        """Give the machine to the trainer: engines stop computing and, with `frees_memory`, free the device's."""
+        """Pauses the engines for the trainer. With `frees_memory`, they also free their devices' memory."""
         self._transfer.sleep()
 
     def wake(self) -> bool:
-        """Undo `sleep`. True: the weights were dropped, and engines serve again after the next update."""
+        """Undoes `sleep`. Returns True if the engines have dropped their weights, so they serve after the next
+        update."""
         return self._transfer.wake()
 
     def check_health(self) -> None:
-        """RuntimeError, with its last log lines, when an engine or the router is lost for good."""
+        """Raises RuntimeError with the last log lines if an engine or the router cannot be restarted."""
         self.state.check_health()
 
     def stop(self) -> None:
-        """End everything that was started. May be called again."""
+        """Ends all processes that were started. A second call does nothing."""
         self.state.stopping.set()
         self._stop_servers()
         while self._monitor.is_alive():  # it may be starting a server just now
@@ -243,18 +243,18 @@ class ServerPool:
         member.last_health_check = time.monotonic() + self._first_wait_s
 
     def _watch(self) -> None:
-        """The monitor thread: restarts what died, until the pool stops or something is lost for good."""
+        """Runs the monitor thread. It restarts dead servers until the pool stops or a server cannot be restarted."""
         try:
             while not self.state.stopping.wait(_POLL_S):
                 if self._router.poll() is not None:
                     self._restart_router()
                 for member in [*self._members]:
-                    if member.starting or member.leaving:  # they are in `changes`
+                    if member.starting or member.leaving:  # `changes` supervises it
                         continue
                     if not self._transfer.is_trainers_turn and self._is_due_and_dead(member):
                         self._restart(member)
                 self.state.keep_standby()
-        except Exception as error:  # the border of this thread: the driver sees it at check_health
+        except Exception as error:  # the border of this thread: check_health raises the error in the driver
             if not self.state.stopping.is_set():
                 self.state.lost = f"{type(error).__name__}: {error}"
                 logger.exception("an engine is lost")
@@ -270,7 +270,7 @@ class ServerPool:
         return not member.control.is_healthy(self._timeout_s)
 
     def _restart(self, member: Member) -> None:
-        """Replace a dead server; a replacement that dies before it serves counts as the next death."""
+        """Replaces a dead server. A replacement that dies before it serves counts as the next death."""
         while not self.state.stopping.is_set():
             assert member.handle is not None
             how = ended_how(member.handle.poll()) or "it did not answer"
@@ -291,7 +291,7 @@ class ServerPool:
             except (RuntimeError, OSError, http.client.HTTPException) as error:
                 if (
                     self._transfer.is_trainers_turn
-                ):  # ended by `sleep`, and no death; `_watch` comes back to it
+                ):  # `sleep` has ended it, which is no death; `_watch` starts it later
                     member.doomed, member.restarts = True, member.restarts - 1
                     return
                 logger.warning("the replacement of engine %s failed: %s", member.control.url, error)
@@ -300,7 +300,8 @@ class ServerPool:
                 return
 
     def _take_out(self, member: Member) -> str | None:
-        """Out of the router, process ended; the last lines of its log. None if it leaves the run at this moment."""
+        """Removes the engine from the router, ends its process, and returns the last lines of its log. Returns None if
+        the engine is leaving the run."""
         assert member.handle is not None
         with self._transfer.lock:
             if member.leaving:
@@ -316,7 +317,7 @@ class ServerPool:
         return tail
 
     def _bring_back(self, member: Member) -> None:
-        """A new server on a fresh port gets the last weights, and only then does the router hear of it."""
+        """Starts a new server on a new port, and registers it with the router once it has loaded the last weights."""
         member.spec = replace(member.spec, port=0)
         try:
             with self._transfer.lock:

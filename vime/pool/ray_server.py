@@ -53,7 +53,7 @@ class RayEngineServer:
             return -1
 
     def whereabouts(self) -> tuple[str, bool]:
-        """See EngineServer. The text names no process if the actor is lost or does not answer."""
+        """Works as EngineServer's method. The text names no process if the actor is lost or does not answer."""
         try:
             found: tuple[str, bool] = ray.get(self._actor.whereabouts.remote(), timeout=_QUICK_S)
             return found

@@ -87,7 +87,8 @@ class RouterClient:
     """A base class that sends requests through the router at `router_url`, for example "http://127.0.0.1:3000"."""
 
     def __init__(self, router_url: str, run_key: str, *, held: bool = False) -> None:
-        """With `held`, this run started the router, see `slime.peers.proof.require_proof`."""
+        """Stores the router's URL and key. With `held`, this run started the router, see
+        `slime.peers.proof.require_proof`."""
         self.router_url, self._held = router_url, held
         self._run_key = run_key
         self._session: aiohttp.ClientSession | None = None

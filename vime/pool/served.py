@@ -1,6 +1,6 @@
-"""The models that a run serves: each with the settings of its engines, and their pools as one EnginePool.
+"""Makes the engine settings of each model that a run serves, and combines the models' pools in one EnginePool.
 
-A frozen model keeps the weights of its checkpoint and has devices of its own. Updates and sleep do not reach it.
+A frozen model keeps its checkpoint's weights and has its own devices. Its engines get no updates and do not sleep.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from slime.roles.served import POLICY, ServedModel
 from slime.rollout_backend import RolloutBackend
 
 _PREFIXES = ("--vllm-", "--sglang-")
-"""The beginnings of flags of the policy's engines."""
+"""Prefixes of flags for the policy's engines."""
 
 
 @dataclass(frozen=True)
 class ServedEngines:
-    """The engines of a served model: the backend that runs them, their settings, and the spelling of their flags."""
+    """The backend and the settings of a served model's engines, and the names of their flags."""
 
     model: ServedModel
     backend: RolloutBackend
     settings: Config
-    """The configuration that these engines see. It is the run's for the policy. For a frozen model, it has the model's
-    checkpoint, devices and flags."""
+    """The run's configuration for the policy's engines. For a frozen model, the fields for engines have the values of
+    the model's checkpoint, devices and flags."""
 
     @classmethod
     def from_model(cls, config: Config, model: ServedModel, backend: RolloutBackend) -> ServedEngines:
-        """The engines of `model` in the run. Raises ValueError for a flag that the engine does not know."""
+        """Makes the engine settings of `model` in the run. Raises ValueError for an unknown engine flag."""
         return cls(model, backend, _settings(config, model, backend) if model.frozen else config)
 
     def spelled(self, text: str) -> str:
-        """A line of the plan with this model's flags in place of the policy's."""
+        """Returns a line of the plan with this model's flags in place of the policy's."""
         return replace_flags(text, functools.partial(_spelled, self.model))
 
     def check(self) -> None:
-        """Raise ValueError unless the engines fit their model and their devices."""
+        """Raises ValueError unless the engines fit their model and their devices."""
         with spelled_for(self.model):
             for rule in self.backend.engine_rules:
                 rule(self.settings)
 
     def require_reachable(self) -> None:
-        """See `RolloutBackend.require_reachable`."""
+        """Calls `RolloutBackend.require_reachable` with these settings."""
         with spelled_for(self.model):
             self.backend.require_reachable(self.settings)
 
 
 @contextmanager
 def spelled_for(model: ServedModel) -> Iterator[None]:
-    """Raise the errors of the block with the flags of `model` in place of the policy's."""
+    """Raises the block's errors with the flags of `model` in place of the policy's."""
     try:
         yield
     except ValueError as error:
@@ -70,7 +70,7 @@ def _spelled(model: ServedModel, flag: str) -> str:
 
 
 def _settings(config: Config, model: ServedModel, backend: RolloutBackend) -> Config:
-    """The settings of a frozen model's engines. The flags of the policy's engines and of its router do not count."""
+    """Returns the settings of a frozen model's engines. The flags of the policy's engines and router are ignored."""
     engine = backend.owners[0]
     groups = []
     for typed in model.args:
@@ -100,23 +100,23 @@ def _settings(config: Config, model: ServedModel, backend: RolloutBackend) -> Co
 
 
 class ServedModels:
-    """EnginePool of the policy and of frozen models. The loop drives the policy's engines; all are started,
-    supervised and ended together."""
+    """An EnginePool of the policy and the frozen models. The loop controls only the policy's engines. All engines
+    start, are supervised and end together."""
 
     def __init__(self, policy: EnginePool, frozen: Mapping[str, EnginePool], name: str = "default") -> None:
-        """`name`: of the policy, for hooks."""
+        """Stores the pools. `name` is the policy's name for hooks."""
         self._policy, self._frozen, self._name = policy, dict(frozen), name
         self._all = (policy, *frozen.values())
 
     @property
     def pools(self) -> Mapping[str, EnginePool]:
-        """By the name of the served model."""
+        """Returns the pools by the name of the served model."""
         return {POLICY: self._policy, **self._frozen}
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """Those of the policy's engines; `frozen_engines`: what requests to each frozen model go to, by its name; and,
-        for hooks, the routers of all models: `model_routers` (name -> URL), and `vllm_model_routers` and
+        """Returns the facts of the policy's pool, and `frozen_engines` (name of a frozen model -> its client). Hooks
+        also get the routers of all models: `model_routers` (name -> URL), `vllm_model_routers` and
         `sglang_model_routers` (name -> (address, port))."""
         frozen = {name: pool.facts for name, pool in self._frozen.items()}
         each = {self._name: self._policy.facts, **frozen} if self._policy.facts else {}
@@ -134,7 +134,7 @@ class ServedModels:
         return self._policy.client()
 
     def launch(self) -> None:
-        """Start the processes of all models. If one model's do not start, those of the others are stopped."""
+        """Starts the processes of all models. If a process does not start, the processes of all models are stopped."""
         with self._stopped_on_failure():
             for pool in self._all:
                 pool.launch()

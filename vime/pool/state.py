@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Kind:
-    """The classes from which one backend makes its engines. `workers` is the router's route that lists the engines.
-    `worker_path` returns the beginning of the paths of their URLs there, by the run's key."""
+    """The classes of one backend. `workers` is the router's route that lists the engines. `worker_path` returns the
+    path prefix of the engines' URLs in that list, for the run's key."""
 
     control: MakeControl
     client: Callable[..., RolloutEngine]
@@ -67,7 +67,7 @@ class PoolState:
     def follow(
         self, source: WeightSource | None, *, frees_memory: bool, flush_interval: int | None = 1
     ) -> None:
-        """Set up the weight updates of this pool. `source` is the trainer; None for frozen weights."""
+        """Sets up the weight updates of this pool. `source` is the trainer, or None for frozen weights."""
         self.transfer = WeightTransfer(
             self,
             source,
@@ -77,11 +77,11 @@ class PoolState:
         )
 
     def make(self, spec: EngineSpec) -> Member:
-        """A new entry of the pool, whose server is not started and which is not yet in `members`."""
+        """Returns a new entry of the pool. Its server is not started, and `members` does not contain it yet."""
         return Member(spec, spec.index, self.pause_mode, self.kind.control)
 
     def launch(self, member: Member) -> None:
-        """Start the engine's server."""
+        """Starts the engine's server."""
         member.launch(self._spawn_with_standby)
         location = self.slots.where(member.spec.index) if self.slots else ""
         self.record(member, "starting", address=member.control.url, place=location)
@@ -93,12 +93,12 @@ class PoolState:
         return handle
 
     def keep_standby(self) -> None:
-        """Starts the process that waits for the next engine that is replaced, if it is due."""
+        """Starts the standby process for the next replaced engine, if all engines serve."""
         if self.members and len(self.serving_members()) == len(self.members):
             self.standby.keep(self.kind.server, self.members[0].spec)
 
     def admit(self, member: Member) -> None:
-        """Let the router send requests to the engine."""
+        """Registers the engine with the router, which then sends it requests."""
         if not member.is_prefill:
             self.tell_prefills([member])
             self.router.add(member.control.url)
@@ -108,9 +108,9 @@ class PoolState:
         self.record(member, "serving", version=self.transfer.version)
 
     def tell_prefills(self, decoders: Sequence[Member] | None = None) -> None:
-        """Give the decode engines, all that serve by default, the addresses of the prefill engines that serve. A decode
-        engine that does not answer keeps its list: it computes the prompts of engines that are gone itself, and the
-        monitor replaces it if it is dead."""
+        """Sends the addresses of the serving prefill engines to `decoders` (default: all serving decode engines). A
+        decode engine that does not answer keeps its list. It computes a prompt itself if a prefill engine is gone, and
+        the monitor replaces it if it is dead."""
         serving = self.serving_members()
         urls = [member.control.url for member in serving if member.is_prefill and not member.leaving]
         for member in serving if decoders is None else decoders:
@@ -122,7 +122,7 @@ class PoolState:
                 logger.warning("engine %s keeps its list of prefill engines: %s", member.control.url, error)
 
     def leave_router(self, member: Member) -> None:
-        """Stop new requests to the engine: those of the router, or those of the decode engines."""
+        """Stops new requests to the engine. They come from the router, or to a prefill engine from decode engines."""
         if member.is_prefill:
             self.tell_prefills()
         else:
@@ -132,12 +132,12 @@ class PoolState:
         return [member for member in self.members if member.serving]
 
     def serving(self) -> list[Engine]:
-        """The engines that serve at the moment, for the transfer."""
+        """Returns the engines that serve at the moment."""
         return [*self.serving_members()]
 
     def on_serving(self, act: Callable[[Engine], None]) -> None:
-        """`act` on all serving engines at the same time. An engine that no longer runs or answers is given up, and the
-        monitor replaces it, even if it answers later: how much of the call it has done is not known."""
+        """Calls `act` on all serving engines at the same time. An engine that no longer runs or answers stops serving,
+        and the monitor replaces it, even if it answers later, because it may have done a part of the call."""
 
         def acted(member: Member) -> None:
             try:
@@ -151,16 +151,16 @@ class PoolState:
         each(self.serving_members(), acted)
 
     def stop_starting(self) -> None:
-        """Stop the servers that are starting: they have the device's memory. They start again after the wake-up."""
+        """Stops the servers that are starting, because they take device memory. They start again after the wake-up."""
         each([member for member in self.members if member.starting], Member.stop)
 
     def check_health(self) -> None:
-        """RuntimeError, with its last log lines, when an engine or the router is lost for good."""
+        """Raises RuntimeError with the last log lines if an engine or the router cannot be restarted."""
         if self.lost is not None:
             raise RuntimeError(self.lost)
 
     def record(self, member: Member, state: str, **more: object) -> None:
-        """Write an event of an engine."""
+        """Writes an event of an engine."""
         self.events.add("engine", model=self.model, engine=member.title, state=state, **more)
 
     def record_load(self, member: Member, load: EngineLoad) -> None:
@@ -173,7 +173,7 @@ class PoolState:
 
 
 def each(members: Sequence[Member], act: Callable[[Member], None]) -> None:
-    """`act` on all of them at the same time; raises the first failure when all are done."""
+    """Calls `act` on all members at the same time, and raises the first error when all calls have ended."""
     if not members:
         return
     with ThreadPoolExecutor(len(members)) as threads:

@@ -70,7 +70,8 @@ SFT = "sft_loss"
 
 
 def fit_flags(flags: Flags, model: Path, folder: Path, *, processes: int, made_tokenizer: bool) -> None:
-    """Changes `flags`. `model`: the tiny model; `folder`: where the run writes; `processes`: most trainer ranks."""
+    """Changes `flags`. `model` is the tiny model. The run writes to `folder`. `processes` is the largest number of
+    trainer ranks."""
     _leave_model_args(flags)
     for name in GPU_ONLY:
         flags.drop(name, "needs a GPU, or splits a large model")

@@ -50,7 +50,7 @@ class NamesAsked:
 
 
 def check_names(flags: Flags, checkpoint: Path | None, folder: Path) -> list[Finding]:
-    """Returns the problems of the names in the launch's own flags. `folder`: that of the rehearsal."""
+    """Returns the problems of the names in the launch's own flags. `folder` is the rehearsal's folder."""
     generates = flags.value("loss_type") != SFT and not flags.has("debug_train_only")
     asked = NamesAsked(
         checkpoint=None if checkpoint is None else str(checkpoint),
@@ -97,8 +97,8 @@ def _parser_name(flags: Flags, name: str) -> str | None:
 def find_stop_problems(
     asked: NamesAsked, tokenizer: PreTrainedTokenizerBase, ends: list[int]
 ) -> Iterator[Finding]:
-    """Yields stop texts that no answer contains, and an end of answers at which none stops. `ends`: the
-    ids at which the engine ends an answer without the flags."""
+    """Yields stop texts that no answer contains, and an end of answers at which none stops. `ends` has the ids at which
+    the engine ends an answer without the flags."""
     for text in asked.stop:
         if SPECIAL.fullmatch(text.strip()) and len(tokenizer.encode(text, add_special_tokens=False)) > 1:
             found = f"--rollout-stop {text} is no token of the model, so no answer contains it"

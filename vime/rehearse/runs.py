@@ -45,8 +45,7 @@ class Outcome:
 def rehearse_run(
     argv: Sequence[str], folder: Path, base: Path, variables: Mapping[str, str], deadline: float
 ) -> Outcome:
-    """Trains, kills the run, resumes it, and checks its files. `base` is the launch's folder, and `deadline` is a
-    monotonic time."""
+    """Trains, kills, resumes and checks. `base` is the folder of the launch. `deadline` is a monotonic time."""
     outcome, run_dir = Outcome(), folder / "run"
     environ = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(base)]))

@@ -67,7 +67,7 @@ class StartState:
 
     @property
     def is_there(self) -> bool:
-        """Returns whether the checkpoint's files exist."""
+        """Returns whether the files of the checkpoint exist."""
         return self.folder is not None and self.iteration in iterations(Path(self.folder))
 
     def __str__(self) -> str:
@@ -116,8 +116,8 @@ def read_run(run_dir: Path, public: str | None = None) -> RecordedRun:
 
 
 def _moved(path: str, before: str, now: Path, began_in: Path) -> str:
-    """Returns the present path of a file of the run. If the file was inside the run directory `before`, it is now
-    inside `now`. `began_in` is the run's working directory."""
+    """Returns a path of the run in the run directory's present place, if it was inside the directory. `began_in` is the
+    working directory of the run."""
     try:
         return str(now.absolute() / (began_in / path).relative_to(began_in / before))
     except ValueError:

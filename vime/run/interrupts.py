@@ -43,8 +43,9 @@ def catch_signals() -> None:
 
 @contextmanager
 def asks_first(*numbers: signal.Signals) -> Iterator[None]:
-    """Changes the effect of these signals in the block: the first signal only sets `stop`, and the next signal ends the
-    run at once. An ignored signal stays ignored, such as Ctrl-C in the background of a script."""
+    """Lets the first of these signals only set `stop` in this context, and the next one end the run at once. A repeat
+    of the same signal within `_AGAIN_S` seconds does nothing. A signal that is ignored stays ignored, such as Ctrl-C in
+    the background of a script."""
     heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.getsignal(number) for number in heeded}
 
@@ -102,7 +103,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def nothing_to_end(command: str) -> Iterator[None]:
-    """Makes a signal in the block end the process at once. The block imports a command, so nothing was started yet.
+    """Lets a signal end the process at once during the import of a command, because nothing was started.
 
     An exception would not be reliable: code that is being imported may catch it, or print its own traceback.
     """

@@ -70,8 +70,8 @@ def with_data(config: Config, score: Score | None = None) -> Config:
 
 
 def prompts(c: Config, score: Score | None = None) -> Iterator[str]:
-    """Reads the prompt files as a run does, so that prompts that `vime train` refuses are an error here. `score`: see
-    `with_data`."""
+    """Reads the prompt files as a run does, so that prompts that `vime train` refuses are an error here. For `score`,
+    see `with_data`."""
     read = _without_tokenizer(c) or c
     bare = read is not c
     if c.data.prompt_data and not (c.data.disable_rollout_global_dataset or c.debug.load_debug_rollout_data):

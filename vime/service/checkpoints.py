@@ -55,7 +55,7 @@ class Checkpoints:
             )
 
     def require_new(self, model: Row, body: bytes) -> None:
-        """Raises ValueError if the name of a training checkpoint exists, and the client did not ask to overwrite it."""
+        """Raises ValueError if the name of a training checkpoint exists and the client set `overwrite` to false."""
         fields = json.loads(body)
         path = f"{_SCHEME}{model['id']}/weights/{fields.get('path')}"
         if fields.get("overwrite") is False and self._store.get("checkpoints", model["tenant"], path):

@@ -49,8 +49,8 @@ class TenantEngine:
         memory: float | None = None,
         eager: bool = False,
     ) -> None:
-        """With `eager`, an engine on a GPU starts faster and computes more slowly, because it uses neither compilation
-        nor CUDA graphs."""
+        """Makes the server. With `eager`, an engine on a GPU starts faster and computes slower: no compilation, no CUDA
+        graphs."""
         gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
         share = ("--gpu-memory-utilization", str(memory)) if gpu and memory is not None else ()
         speed = ("--enforce-eager",) if eager else ("--cudagraph-capture-sizes", *_GRAPH_SIZES)

@@ -31,12 +31,12 @@ class AdapterSlots:
 
     @property
     def busy(self) -> set[str]:
-        """The folders of adapters that are in the sampler."""
+        """Returns the folders of adapters that are in the sampler."""
         return set(self._users)
 
     @asynccontextmanager
     async def use(self, folder: str | None) -> AsyncIterator[str | None]:
-        """Yields the adapter's name while it is in the sampler. None is the base."""
+        """Yields the adapter's name while it is in the sampler, or None for the base."""
         if folder is None:
             yield None
             return

@@ -172,8 +172,7 @@ class TenantService:
         return request
 
     def accept_training(self, model: Row, seq: int, kind: str, body: bytes, tokens: int = 0) -> str:
-        """Accepts a request as `accept` does, for the model's training queue. Raises Refusal for a number that is out
-        of range."""
+        """Accepts one of the next requests of a model, as `accept` does."""
         ahead = seq - model["next_seq"]
         known = self.store.get("requests", model["tenant"], f"{model['id']}:{seq}")
         if known is None and not 0 <= ahead <= self.limits.queue_length:
@@ -194,7 +193,7 @@ class TenantService:
         return request
 
     async def make_way(self, tenant: str) -> None:
-        """Raises Refusal if the tenant has too many models. Ends a model whose client is away first."""
+        """Ends a model whose client is away if the tenant has too many models. Raises Refusal without such a model."""
         models = self.store.find("models", tenant, status=ACTIVE)
         if len(models) < self.limits.models_per_tenant:
             return

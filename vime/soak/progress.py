@@ -20,7 +20,7 @@ class Progress:
 
     @property
     def trained(self) -> int:
-        """Number of the newest trained rollout, plus 1."""
+        """Returns the number of the newest trained rollout, plus 1."""
         return self.steps[-1][0] + 1 if self.steps else 0
 
     def recovered(self, since: float, more: int) -> float | None:

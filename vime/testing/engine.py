@@ -70,7 +70,7 @@ class TinyEngine:
 
     @property
     def url(self) -> str:
-        """The address of the engine, which has the OpenAI API."""
+        """Returns the address of the engine, which has the OpenAI API."""
         return self._pool.engine_urls[0]
 
     def update(self) -> int:
@@ -146,14 +146,15 @@ class TinyEngine:
         return self.version
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
-        """Returns the update once, and then None. The pool calls this method for the parts of an update."""
+        """Returns the next part of an update for the pool: the whole update, and then None."""
         future: Future[WeightUpdate | None] = Future()
         future.set_result(self._update)
         self._update = None
         return future
 
     def weights_file(self) -> Future[WeightUpdate]:
-        """Raises AssertionError. The pool calls this method only for updates that do not last, and files last."""
+        """Raises AssertionError, because the pool calls this function only for updates that do not last, and files
+        last."""
         raise AssertionError("files of weights last")
 
 

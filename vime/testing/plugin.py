@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Hugging Face folder of a tiny Qwen3 with random weights."""
+    """Returns the Hugging Face folder of a tiny Qwen3 with random weights."""
     from vime.testing.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("tiny-model"))
@@ -28,7 +28,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyEngine]:
-    """A vLLM engine on the CPU with the tiny model, behind a router. All tests of the session share it."""
+    """Yields a vLLM engine on the CPU with the tiny model, behind a router. All tests of the session share it."""
     from vime.testing.engine import TinyEngine
 
     engine = TinyEngine(tmp_path_factory.mktemp("tiny-engine"))
@@ -40,7 +40,8 @@ def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyEngine
 
 @pytest.fixture
 def tiny_trainer(tiny_model: Path, tmp_path: Path) -> Callable[..., Trained]:
-    """The function `vime.testing.trainer.train_step` with the tiny model: one optimizer step on given samples."""
+    """Returns the function `vime.testing.trainer.train_step` with the tiny model: one optimizer step on given
+    samples."""
     from vime.testing.trainer import train_step
 
     return partial(train_step, tiny_model, tmp_path / "trainer")
@@ -48,7 +49,7 @@ def tiny_trainer(tiny_model: Path, tmp_path: Path) -> Callable[..., Trained]:
 
 @pytest.fixture
 def tiny_run(tiny_model: Path, tmp_path: Path) -> Callable[..., LiveRun]:
-    """The function `vime.testing.run.start_tiny_run` with the tiny model: a whole run of `vime.train`."""
+    """Returns the function `vime.testing.run.start_tiny_run` with the tiny model: a whole run of `vime.train`."""
     from vime.testing.run import start_tiny_run
 
     return partial(start_tiny_run, tiny_model, tmp_path)

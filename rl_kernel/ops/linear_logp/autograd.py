@@ -162,5 +162,5 @@ def _forward_only(problem: HeadProblem) -> Iterator[Rows]:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Returns the blocks' tensors as one tensor; None if the blocks are None."""
+    """Returns the blocks' tensors as one tensor, or None if the blocks are None."""
     return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(list(parts))

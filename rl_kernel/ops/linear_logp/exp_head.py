@@ -31,7 +31,7 @@ ROW_VECTORS = 64
 
 
 def refusal(problem: HeadProblem) -> str | None:
-    """Returns the reason why these inputs need `PlainHead`; None if they do not."""
+    """Returns the reason why these inputs need `PlainHead`, or None if they do not."""
     if problem.weight.dtype != torch.bfloat16:
         return "it is for bfloat16"
     if problem.task.rounding not in (None, torch.bfloat16):

@@ -147,7 +147,8 @@ def _block(
 
 
 def _upstream(loss: Tensor, *inputs: Tensor | None) -> list[Tensor | None]:
-    """Returns the gradients of the loss in the inputs; None for an input that is None or that the loss does not use."""
+    """Returns the gradients of the loss in the inputs, or None for an input that is None or that the loss does not
+    use."""
     present = [x for x in inputs if x is not None]
     if not loss.requires_grad:
         return [None] * len(inputs)

@@ -23,8 +23,8 @@ def endpoint(base_url: str, api_key: str) -> dict[str, str]:
 
 
 async def reach(sandbox: Sandbox, base_url: str) -> None:
-    """Opens the port of `base_url` for a sandbox without network, if `base_url` is on this host's loopback. ValueError
-    for another address, which such a sandbox cannot reach."""
+    """Opens the port of `base_url` for a sandbox without network, if `base_url` is on this host's loopback. Raises
+    ValueError for another address, which such a sandbox cannot reach."""
     url = urlsplit(base_url)
     if url.hostname is None or url.port is None:
         raise ValueError(

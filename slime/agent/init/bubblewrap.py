@@ -88,14 +88,14 @@ def command(view: View, as_root: bool) -> list[str]:
 
 
 def _parents(path: str) -> list[str]:
-    """Returns bwrap's arguments that make the folders above `path`. bwrap would make these folders without the
-    arguments, too, but would close them to other users if `path` is closed to these users."""
+    """Returns the arguments for the folders above `path`. bwrap makes them, too, but closes them to other users if
+    `path` is closed to them."""
     parts = path.split("/")[1:-1]
     return [word for end in range(1, len(parts) + 1) for word in ("--dir", "/" + "/".join(parts[:end]))]
 
 
 def _host(covered: list[str]) -> list[str]:
-    """Returns bwrap's arguments for the system's folders, with an empty folder or file over each covered path."""
+    """Returns the arguments for the system's folders, with an empty folder or file over each covered path."""
     words = []
     for path in SYSTEM:
         if os.path.islink(path):
@@ -127,7 +127,7 @@ def python(code: str) -> list[str]:
 
 @functools.cache
 def way(user: bool) -> Way:
-    """Tries bwrap once. `user`: this process is root and has a user for each sandbox."""
+    """Tries bwrap once. `user` means that this process is root and has a user for each sandbox."""
     if not shutil.which("bwrap"):
         return Way(refused=f"bwrap is not installed: {INSTALL}")
     refused = ""

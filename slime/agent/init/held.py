@@ -30,12 +30,13 @@ class Held:
 
     @property
     def inet_bytes(self) -> int:
-        """An upper bound for the sockets of TCP and UDP."""
+        """Returns an upper bound for the bytes in sockets of TCP and UDP."""
         return SOCKET_BYTES * sum(self.inet.values())
 
     @property
     def buffer_bytes(self) -> int:
-        """An upper bound for all sockets and pipes. The kernel does not show the queues of Unix sockets and pipes."""
+        """Returns an upper bound for the bytes in all sockets and pipes. The kernel does not show the queues of Unix
+        sockets and pipes."""
         others = len(self.sockets - self.inet.keys())
         return self.inet_bytes + SOCKET_BYTES * others + PIPE_BYTES * len(self.pipes)
 

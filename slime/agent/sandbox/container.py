@@ -107,7 +107,7 @@ class ContainerSandbox:
         cwd: str | None = None,
         stdin: str | bytes | None = None,
     ) -> ExecResult:
-        """Runs a command, see protocol.Sandbox."""
+        """Runs a command as `protocol.Sandbox.exec` describes."""
         if not self._running:
             raise SandboxError(
                 "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"
@@ -130,7 +130,7 @@ class ContainerSandbox:
         return checked(result, cmd, check)
 
     async def write_file(self, sandbox_path: str, content: FileContent, *, user: str = "root") -> None:
-        """Writes a file, see protocol.Sandbox. Every path is allowed, because all paths are in the container."""
+        """Writes a file; see protocol.Sandbox. Every path is allowed, because all paths are in the container."""
         data = content.read_bytes() if isinstance(content, Path) else content
         script = 'mkdir -p "$(dirname "$1")" && cat > "$1"'
         result = await self._engine(
@@ -141,8 +141,8 @@ class ContainerSandbox:
         checked(result, f"write {sandbox_path}", True)
 
     async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
-        """Returns a file's text, see protocol.Sandbox. Raises ValueError for a file beyond the limit of a command's
-        output."""
+        """Reads a file; see protocol.Sandbox. Also raises ValueError if the file is larger than the limit of a
+        command's output."""
         result = await self._engine(
             *("exec", "--user", user, "--workdir", self.workdir, self.sandbox_id, "cat", "--", sandbox_path)
         )

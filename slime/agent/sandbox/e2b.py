@@ -77,8 +77,8 @@ class E2BSandbox:
         cwd: str | None = None,
         stdin: str | bytes | None = None,
     ) -> ExecResult:
-        """Runs a command, see protocol.Sandbox. Raises ValueError for `stdin`. A caller can write a file instead, which
-        the command reads."""
+        """Runs a command; see protocol.Sandbox. Raises ValueError for `stdin`; write a file and read it in the
+        command."""
         if stdin is not None:
             raise ValueError(
                 "stdin must be None for E2BSandbox, got text; write_file it and read it in the command"
@@ -94,12 +94,12 @@ class E2BSandbox:
         return checked(ExecResult(done.exit_code, done.stdout or "", done.stderr or ""), cmd, check)
 
     async def write_file(self, sandbox_path: str, content: FileContent, *, user: str = "root") -> None:
-        """Writes a file, see protocol.Sandbox."""
+        """Writes a file as `protocol.Sandbox.write_file` describes."""
         data = content.read_bytes() if isinstance(content, Path) else content
         await self._running().files.write(sandbox_path, data, user=user, request_timeout=_LARGE_FILE_S)
 
     async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
-        """Returns a file's text, see protocol.Sandbox."""
+        """Reads a file as `protocol.Sandbox.read_file` describes."""
         try:
             return str(await self._running().files.read(sandbox_path, user=user))
         except self._e2b.NotFoundException:

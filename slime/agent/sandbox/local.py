@@ -100,7 +100,7 @@ class LocalSandbox:
         await self.close()
 
     async def start(self) -> None:
-        """Starts the sandbox. Raises SandboxError if the sandbox cannot start."""
+        """Starts the sandbox's process. Raises SandboxError if the process cannot start."""
         if self.slots:
             await self.slots.acquire()
         try:
@@ -183,7 +183,7 @@ class LocalSandbox:
         return process
 
     async def close(self) -> None:
-        """Ends every process of the sandbox and deletes its folder. Further calls do nothing."""
+        """Ends every process of the sandbox and deletes its folder. Callers may repeat the call."""
         for forwarder in self._forwarders.values():
             forwarder.close()
         self._forwarders.clear()
@@ -226,12 +226,13 @@ class LocalSandbox:
         cwd: str | None = None,
         stdin: str | bytes | socket.socket | None = None,
     ) -> ExecResult:
-        """Runs a command, see protocol.Sandbox. The shell is bash if the host has it, else sh. This process closes a
-        socket that is given as `stdin`, so that the socket's other end detects when the command ends.
+        """Runs a command as `protocol.Sandbox.exec` describes. The shell is bash if the host has it, else sh. This
+        process closes a socket that is given as `stdin`, so that the socket's other end detects when the command ends.
 
         A limit of the whole sandbox (memory, processes, disk, files) ends all its processes. Time and output end the
         command and its children, unless a child left the command's session. Raises SandboxError if the sandbox is not
-        running or ends during the command."""
+        running or ends during the command.
+        """
         if self._channel is None:
             raise SandboxError(
                 "the sandbox must run before it is used, got a closed one; use `async with`, or call start()"
@@ -293,8 +294,8 @@ class LocalSandbox:
             full.cancel()
 
     async def allow_loopback(self, port: int) -> None:
-        """Forwards 127.0.0.1:`port` in the sandbox to the same port of this host's loopback. No other part of the
-        network is forwarded. Raises ValueError with network="none"."""
+        """Forwards 127.0.0.1:`port` in the sandbox to the same port of this host's loopback. The rest of the network
+        stays unreachable. Raises ValueError with network="none"."""
         if self.network == "none":
             raise ValueError(
                 'the sandbox must have network="loopback" to reach a port of this host, got "none"; make it with that'
@@ -324,20 +325,19 @@ class LocalSandbox:
         return parts
 
     async def write_file(self, sandbox_path: str, content: FileContent, *, user: str = "root") -> None:
-        """Writes a file, see protocol.Sandbox."""
+        """Writes a file as `protocol.Sandbox.write_file` describes."""
         parts = self._parts(sandbox_path)
         await asyncio.to_thread(paths.write, self.folder, parts, content, self._user)
 
     async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
-        """Returns a file's text, see protocol.Sandbox. Raises ValueError for a file beyond the limit of a command's
-        output."""
+        """Reads a file; see protocol.Sandbox. Also raises ValueError beyond the limit of a command's output."""
         try:
             return (await self.read_bytes(sandbox_path)).decode(errors="replace")
         except FileNotFoundError:
             return ""
 
     async def read_bytes(self, sandbox_path: str) -> bytes:
-        """Returns a file's bytes. Raises FileNotFoundError if the file does not exist."""
+        """Returns the bytes of a file. Raises FileNotFoundError if the file does not exist."""
         parts = self._parts(sandbox_path)
         return await asyncio.to_thread(paths.read, self.folder, parts, self.limits.output_bytes)
 
@@ -347,14 +347,14 @@ class LocalSandbox:
         await asyncio.to_thread(paths.upload, self.folder, parts, source, self._user)
 
     async def download(self, sandbox_path: str, target: Path) -> int:
-        """Copies the regular files below a folder of the sandbox to `target`, and returns the number of files."""
+        """Copies the regular files below a folder of the sandbox to `target`, and returns their number."""
         parts = paths.split_path(self.folder, self.workdir, sandbox_path)
         return await asyncio.to_thread(paths.download, self.folder, parts, target, self.limits.disk_bytes)
 
 
 def _make_memory_file(content: str | bytes | None) -> BinaryIO:
-    """Returns a file in memory with this content, at position 0. The file is sealed, because a file that the sandbox
-    could change would be memory outside of the limits."""
+    """Returns a file in memory, at its start, which nobody can change. A file that grows would be memory without a
+    limit."""
     file = os.fdopen(os.memfd_create("data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")
     file.write(content.encode() if isinstance(content, str) else content or b"")
     file.seek(0)

@@ -116,7 +116,7 @@ class ModalSandbox:
         cwd: str | None = None,
         stdin: str | bytes | None = None,
     ) -> ExecResult:
-        """Runs a command, see protocol.Sandbox."""
+        """Runs a command as `protocol.Sandbox.exec` describes."""
         words = ["sh", "-c", cmd]
         if user != "root":
             kept = [f"--whitelist-environment={','.join(env)}"] if env else []
@@ -129,7 +129,7 @@ class ModalSandbox:
         return checked(ExecResult(124 if late else code, *texts, "time" if late else ""), cmd, check)
 
     async def write_file(self, sandbox_path: str, content: FileContent, *, user: str = "root") -> None:
-        """Writes a file, see protocol.Sandbox."""
+        """Writes a file as `protocol.Sandbox.write_file` describes."""
         data = content.read_bytes() if isinstance(content, Path) else content
         path, folder = shlex.quote(sandbox_path), shlex.quote(str(Path(sandbox_path).parent))
         await self.exec(
@@ -137,6 +137,6 @@ class ModalSandbox:
         )
 
     async def read_file(self, sandbox_path: str, *, user: str = "root") -> str:
-        """Returns a file's text, see protocol.Sandbox."""
+        """Reads a file as `protocol.Sandbox.read_file` describes."""
         result = await self.exec(f"cat -- {shlex.quote(sandbox_path)}", user=user)
         return "" if result.exit_code else result.stdout

@@ -20,10 +20,10 @@ POLL_S = 5.0
 
 
 def make_sandbox(image: str, *, timeout: float | None = None) -> Sandbox:
-    """Returns the sandbox that the environment names: docker, podman, e2b, modal, local (which has no images), or
+    """Makes the sandbox that the environment names: docker, podman, e2b, modal, local (which has no images), or
     `module.Class`.
 
-    A class is called as `Class(image, timeout=timeout)`. `timeout` is the lifetime of a container in seconds.
+    A class is called as `Class(image, timeout=timeout)`. A container may live for `timeout` seconds.
     """
     backend = setting("SANDBOX_BACKEND") or ""
     if backend in ("docker", "podman"):
@@ -70,10 +70,11 @@ async def exec_and_wait(
     out_file: str | None = None,
     want_output: bool = False,
 ) -> tuple[int, str]:
-    """Returns (exit code, stdout and stderr together if `want_output`). The exit code is -1 if the time is over.
+    """Runs a command, and returns its exit code and, with `want_output`, its stdout and stderr together. The exit code
+    is -1 if the time is over.
 
-    A sandbox of this package keeps its connection until the command ends. The connection of another sandbox may end
-    earlier, so its command runs in the background under `tag`, and this function polls the exit code.
+    The sandboxes of this package hold a command for as long as it runs. With another one, whose connection may end
+    early, the command runs in the background under `tag`, and polls read its exit code.
     """
     start = f"cd {shlex.quote(workdir)} && " if workdir else ""
     if isinstance(sb, LocalSandbox | ContainerSandbox):

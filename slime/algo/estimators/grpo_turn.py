@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _response_and_turn(c: Config, response: Response) -> tuple[Tensor, Tensor]:
-    """Returns `A_t = r + turn_advantages_t` in fp32 (`slime.data.agents.turn_rewards`)."""
+    """Computes `A_t = r + turn_advantages_t` in fp32 (`slime.data.agents.turn_rewards`)."""
     same, _ = same_for_all_tokens(c, response)
     found = same + response.columns["turn_advantages"].to(same)
     return found, found

@@ -71,7 +71,7 @@ class Estimator:
 
     @property
     def flags_of_group(self) -> frozenset[str]:
-        """Fields of the configuration that the normalization in the group reads."""
+        """Returns the fields of the configuration that the normalization in the group reads."""
         names = {"mean": _OF_MEAN, "mean and std": _OF_MEAN | {"disable_grpo_std_normalization"}}
         return names.get(self.group, frozenset())
 

@@ -60,8 +60,8 @@ def at_most(count: int, values: Tensor, group: ProcessGroup | None) -> Tensor:
 def _choose_band(
     algorithm: AlgorithmConfig, advantages: Tensor, old: Tensor, keys: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """Chooses max(1, ratio * N) random tokens between the bounds, where N is the rollout's number of tokens
-    (Clip-Cov)."""
+    """Chooses max(1, ratio * N) random tokens between the bounds of Clip-Cov, where N is the rollout's number of
+    tokens."""
     import torch
 
     found, count = covariance(advantages, old, group)
@@ -73,7 +73,7 @@ def _choose_band(
 def _largest(
     algorithm: AlgorithmConfig, advantages: Tensor, old: Tensor, keys: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """Chooses the max(1, ratio * N) tokens with the largest covariance above 0 (KL-Cov)."""
+    """Chooses the max(1, ratio * N) tokens with the largest covariance above 0, for KL-Cov."""
     import torch
 
     found, count = covariance(advantages, old, group)

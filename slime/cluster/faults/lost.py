@@ -126,8 +126,8 @@ def _find_rank(pid: int) -> psutil.Process | None:
 
 
 def find_dead(liveness: Mapping[Ref, str], log: Path) -> RankLost | None:
-    """Returns the error of the first rank whose process has ended, or None. `liveness`: calls that end only with their
-    actor. `log`: the folder of the ranks' logs."""
+    """Returns the error of the first rank whose process has ended, or None. `liveness` has calls that end only with
+    their actor. `log` is the folder of the ranks' logs."""
     ended, _ = ray.wait(list(liveness), timeout=0)
     for ref in ended:
         name = liveness[ref]

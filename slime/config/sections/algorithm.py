@@ -108,5 +108,5 @@ class AlgorithmConfig:
 
     @property
     def centred_ids(self) -> int:
-        """Number of the engine's likeliest tokens that the loss reads."""
+        """Returns the number of the engine's likeliest tokens that the loss reads."""
         return self.score_centering_top_k if self.use_score_centering else 0

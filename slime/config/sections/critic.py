@@ -49,5 +49,5 @@ class CriticConfig:
 
     @property
     def first_of_policy(self) -> float:
-        """First rollout that trains the policy, or infinity if none does."""
+        """Returns the first rollout that trains the policy, or infinity if none does."""
         return math.inf if self.critic_train_only else self.num_critic_only_steps

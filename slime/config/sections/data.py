@@ -111,7 +111,7 @@ class DataConfig:
 
     @property
     def step_sizes(self) -> list[int]:
-        """The number of samples per optimizer step, for a whole rollout."""
+        """Returns the number of samples per optimizer step, for a whole rollout."""
         if self.global_batch_size_schedule is not None:
             return self.global_batch_size_schedule
         left, sizes = self.rollout_batch_size * self.n_samples_per_prompt, list[int]()

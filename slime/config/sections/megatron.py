@@ -173,13 +173,13 @@ class MegatronConfig:
 
     @property
     def expert_tensor_parallel(self) -> int:
-        """Number of ranks that split one expert."""
+        """Returns the number of ranks that split one expert."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def has_expert_layout(self) -> bool:
-        """True if experts are distributed over ranks differently from the other weights. megatron-core then sums their
-        gradients over other ranks, and builds a separate optimizer for them."""
+        """Returns True if experts are distributed over ranks differently from the other weights. megatron-core then
+        sums their gradients over other ranks, and builds a separate optimizer for them."""
         return (
             self.expert_model_parallel_size > 1
             or self.expert_tensor_parallel != self.tensor_model_parallel_size
@@ -187,7 +187,7 @@ class MegatronConfig:
 
     @property
     def has_fp8_blocks(self) -> bool:
-        """True if the linear layers compute in fp8 with scales per block."""
+        """Returns True if the linear layers compute in fp8 with scales per block."""
         return self.overrides.get("fp8_recipe") == "blockwise" and bool(self.overrides.get("fp8"))
 
     def computes_in_fp8(self, layer: int, count: int) -> bool:

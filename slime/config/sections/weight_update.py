@@ -68,5 +68,5 @@ class WeightUpdateConfig:
 
     @property
     def flush_interval(self) -> int | None:
-        """--flush-cache-interval as a number of updates. None means that engines never drop their caches."""
+        """Returns --flush-cache-interval as a number of updates, or None if engines never drop their caches."""
         return None if self.flush_cache_interval == NEVER else int(self.flush_cache_interval)

@@ -25,8 +25,8 @@ def turn_advantages(
     for a token that is not trained on, and for a sample without rewards of turns.
 
     Maths: `G_k = r[k:].sum()`, `A_k = (G_k - G_k[group].mean()) / (G_k[group].std() + 1e-6)`, over the samples of the
-    group that have a turn k. Without `normalize_std`, there is no division. Without `centred`, `A_k = G_k`. ValueError
-    if the number of rewards is not the number of turns, or if a reward is not finite.
+    group that have a turn k. Without `normalize_std`, there is no division. Without `centred`, `A_k = G_k`. Raises
+    ValueError if the number of rewards is not the number of turns, or if a reward is not finite.
     """
     returns: list[list[float]] = []
     for sample in samples:

@@ -130,7 +130,7 @@ class Order:
 
     @property
     def visits(self) -> int:
-        """Number of prompts so far, including those that were left out."""
+        """Returns the number of prompts so far, including those that were left out."""
         return self.epoch * self.size + self.position
 
     def next(self, passes_over: Callable[[int, int], bool]) -> int:

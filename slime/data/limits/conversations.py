@@ -56,12 +56,12 @@ class Masks:
 
     @property
     def identity(self) -> str:
-        """All inputs of `measure` other than the row and the columns."""
+        """Returns a text with all inputs of `measure` other than the row and the columns."""
         return f"{self.kind} {self.names} {tokenizer_identity(self.tokenizer)}"
 
     def measure(self, prompt: Prompt, where: RowLocation) -> int:
-        """Returns the number of tokens in the longest conversation of a row. An image counts as its marker. ValueError
-        with file and line for a conversation without a loss mask."""
+        """Returns the number of tokens in the longest conversation of a row. An image counts as its marker. Raises
+        ValueError with file and line for a conversation without a loss mask."""
         every = [prompt.metadata[name] for name in self.names] or [prompt.text]
         return max(self._tokens(messages, prompt, where) for messages in every)
 
@@ -87,8 +87,8 @@ class Masks:
         return len(tokens)
 
     def require_fit(self, lengths: np.ndarray, locate: Callable[[int], str]) -> None:
-        """Raises ValueError if a conversation is longer than the model's context. `locate` returns file and line of a
-        row."""
+        """Raises ValueError if a conversation is longer than the model's context. `locate` returns a row's file and
+        line."""
         too_long = np.flatnonzero(lengths > self.longest) if self.longest is not None else ()
         if len(too_long):
             worst = int(lengths.argmax())

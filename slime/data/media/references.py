@@ -20,8 +20,8 @@ def lacks_references(inputs: TrainInputs | None) -> bool:
 def make_references(
     inputs: TrainInputs | None, sources: Mapping[str, object], media: MediaProcessor, checkpoint: str
 ) -> ImageInputs:
-    """Returns references to files that exist. `sources` are the lists `images` and `videos` of the sample. ValueError
-    for a model without a vision tower, and for tensors that do not fit each other."""
+    """Returns references to files that exist. `sources` are the lists `images` and `videos` of the sample. Raises
+    ValueError for a model without a vision tower, and for tensors that do not fit each other."""
     if isinstance(inputs, ImageInputs):
         return media.restore(inputs, sources)
     vision = read_decoder(read_hf_config(checkpoint)).vision

@@ -123,7 +123,8 @@ def _message(item: Object) -> Object:
 
 
 async def _answer(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> Object:
-    """Returns the JSON of an answer. RuntimeError, with the address and the text, for a status of 400 or more."""
+    """Returns the JSON of an answer. Raises RuntimeError, with the address and the text, for a status of 400 or
+    more."""
     try:
         async with request as answer:
             if answer.status >= 400:

@@ -48,7 +48,7 @@ from slime.rules.kernels import BITWISE_ROPES
 
 
 def adaptation(config: Config) -> Callable[[Sequence[nn.Module]], None] | None:
-    """Returns `build_model`'s `adapt` for a run with --rlk-bitwise; None without the flag."""
+    """Returns `build_model`'s `adapt` for a run with --rlk-bitwise, or None without the flag."""
     if not config.kernels.rlk_bitwise:
         return None
     return partial(use_invariant, dtype=params_dtype(config), chosen=operators.bitwise(config))

@@ -71,7 +71,7 @@ def check_record(saved: dict[str, Any] | None, wanted: dict[str, Any] | None, pa
 def stored_lora(
     directory: str | Path, iteration: int | None, *, choose: str = "--ckpt-step {}"
 ) -> Lora | None:
-    """Returns the adapters of a checkpoint; None for a checkpoint with whole weights, and for a converted checkpoint.
+    """Returns the adapters of a checkpoint, or None for a checkpoint with whole weights and for a converted checkpoint.
     Raises ValueError for a damaged file, with `choose` as in `load_checkpoint`."""
     if iteration is None:
         return None

@@ -124,8 +124,8 @@ class DirectSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatro
 def verify(directory: Path, iteration: int, choose: str) -> None:
     """Compares the iteration's files with their checksums. Collective: the ranks divide the files among themselves.
 
-    Raises ValueError on all ranks for the first damaged file, with the newest older undamaged iteration. `choose`: see
-    `advice`. A checkpoint of an earlier version has no checksums, which is logged.
+    Raises ValueError on all ranks for the first damaged file, with the newest older undamaged iteration. For `choose`,
+    see `advice`. A checkpoint of an earlier version has no checksums, which is logged.
     """
     path, found = existing(directory, iteration), None
     try:

@@ -35,7 +35,7 @@ def tensor_names(module: str) -> tuple[str, str]:
 
 def export_adapters(model: nn.Module, read: Read = live) -> Iterator[Named]:
     """Yields all adapters by PEFT's names: full tensors on every rank, in the model's dtype. Collective over tensor-,
-    expert- and pipeline-parallel ranks: every rank must exhaust the iterator. `read`: as in `export_hf`."""
+    expert- and pipeline-parallel ranks: every rank must exhaust the iterator. `read` is as in `export_hf`."""
     group = parallel_state.get_pipeline_model_parallel_group()
     for inner in unwrapped(model):
         yield from over_stages(partial(_read_stage, inner, read), partial(_shapes, inner), group)

@@ -155,8 +155,8 @@ def _fill_from(
 
 def load_weights(model: Any, directory: str, iteration: int | None = None, *, dithers: bool = False) -> None:
     """Loads weights from an HF directory, a Megatron checkpoint or a converted checkpoint. The files in the directory
-    select the kind. `iteration` selects an iteration of a Megatron checkpoint. None means the newest. `dithers`: as in
-    `load_hf`."""
+    select the kind. `iteration` selects an iteration of a Megatron checkpoint. None means the newest. `dithers` is as
+    in `load_hf`."""
     if iteration is not None or latest(directory) is not None:
         load_checkpoint(directory, model, iteration=iteration, choose=WRITE_LATEST)
     elif (path := released(directory)) is not None:
@@ -309,8 +309,8 @@ def _score(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:
 
 def _carried_tensors(inner: HiddenGPTModel, source_dir: Path, *, raw: bool) -> Iterator[tuple[str, Tensor]]:
     """Returns the tensors in `source_dir` of the parts that the model does not build: layers of multi-token prediction
-    and the vision tower. This call opens the files, so they may be replaced before the tensors are read. `raw`: as the
-    files store them."""
+    and the vision tower. This call opens the files, so they may be replaced before the tensors are read. With `raw`,
+    the tensors are as the files store them."""
     hf, family = inner.hf_config, family_for(inner.hf_config)
 
     def carried(names: set[str]) -> list[str]:

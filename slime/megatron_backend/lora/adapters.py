@@ -57,9 +57,9 @@ def matrix(
     value: Tensor, axis: int | None, *, own_tokens: bool = False, expert: Tensor | None = None
 ) -> nn.Parameter:
     """Returns A or B of a module, with the marks that Megatron reads. `axis` is the axis that tensor-parallel ranks
-    split; this file and export read it. `own_tokens`: its gradient covers only this rank's part of the tokens. `expert`
-    is the base's weight if it belongs to an expert, whose replicas are on other ranks than those of the rest of the
-    model."""
+    split; this file and export read it. `own_tokens` means that its gradient covers only this rank's part of the
+    tokens. `expert` is the base's weight if it belongs to an expert, whose replicas are on other ranks than those of
+    the rest of the model."""
     made: Any = nn.Parameter(value)
     made.axis, made.sequence_parallel = axis, own_tokens
     # each rank has its own experts, and the norm of the gradient counts all experts
@@ -247,8 +247,8 @@ def first_values(rank: int, inputs: int, seed: int, name: str) -> Tensor:
 
 
 def dropped(x: Tensor, rate: float, training: bool, *, per_rank: bool) -> Tensor:
-    """Applies dropout in training. `per_rank`: tensor-parallel ranks have different elements of x, and draw different
-    values."""
+    """Applies dropout in training. `per_rank` means that tensor-parallel ranks have different elements of x, and draw
+    different values."""
     if not rate or not training:
         return x
     if not per_rank:

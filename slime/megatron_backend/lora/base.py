@@ -43,8 +43,8 @@ def base_digest(parts: Sequence[nn.Module]) -> str:
 
 
 def _total(weight: Tensor, *, split: bool) -> int:
-    """Returns the sum of the values' bits in bfloat16, which does not depend on an order. `split`: tensor-parallel
-    ranks have parts of the weight."""
+    """Returns the sum of the values' bits in bfloat16, which does not depend on an order. `split` means that
+    tensor-parallel ranks have parts of the weight."""
     total = weight.data.to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64)
     if split and parallel_state.get_tensor_model_parallel_world_size() > 1:
         dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())

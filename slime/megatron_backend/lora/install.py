@@ -200,8 +200,8 @@ def find_owners(inner: nn.Module) -> dict[int, nn.Module]:
 
 
 def attach(owner: Any, name: str, added: Callable[..., Tensor], *, experts: bool) -> None:
-    """Makes `owner`, the module of a product, return `added(output, input, ...)` instead of its output. `name` is the
-    product's name in `Adapters`. `experts` is true if the product belongs to a layer's experts."""
+    """Makes `owner`, the module of a product, return `added(output, input, ...)` in place of its output. `name` is the
+    product's name in `Adapters`. `experts` means that the product is that of a layer's experts."""
     if experts:
         owner.adapted[0 if "linear_fc1" in name else 1] = added
         return
@@ -226,7 +226,7 @@ def find_adapters(inner: object) -> Iterator[tuple[str, AnyAdapter]]:
 
 
 def find_lora(inner: object) -> Lora | None:
-    """Returns the settings of the adapters of a model's part; None without adapters."""
+    """Returns the settings of the adapters of a model's part, or None without adapters."""
     adapters = getattr(inner, "adapters", None)
     return None if adapters is None else adapters.lora
 

@@ -136,7 +136,7 @@ def packed_layout(
     context_group: Any = None,
     images: PackedImages | None = None,
 ) -> PackedLayout:
-    """Returns the layout of a rank's part of a packed row. `context_group`: the ranks that share the row."""
+    """Returns the layout of a rank's part of a packed row. `context_group` has the ranks that share the row."""
     sizes = torch.tensor(part.lengths, dtype=torch.int64)
     starts = sizes.cumsum(0) - sizes
     index = torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)

@@ -194,12 +194,11 @@ def build_model(
 
     `config` supplies the parallel layout, precision and Megatron flags. With `ddp`, the model is wrapped in Megatron's
     DistributedDataParallel, which sums (and does not average) its fp32 gradient buffers over data-parallel ranks.
-    Parameters that are frozen by name have no gradient buffer.
-    Without `ddp`, the model has no gradients (reference model). `predicts`: with its layers of multi-token prediction.
-    `value`: with a value head instead of logits (critic). `has_tower`: with the vision tower (default: if the run's
-    prompts have images). `adapt` adds adapters to the parts. With virtual stages, the
-    result is `Parts`, and each part has its own wrapper. Call `init_parallel` first; `destroy_parallel` empties the
-    model.
+    Parameters that are frozen by name have no gradient buffer. Without `ddp`, the model has no gradients (reference
+    model). With `predicts`, the model has its layers of multi-token prediction. With `value`, it has a value head
+    instead of logits (critic). With `has_tower`, it has the vision tower (default: if the run's prompts have images).
+    `adapt` adds adapters to the parts. With virtual stages, the result is `Parts`, and each part has its own wrapper.
+    Call `init_parallel` first; `destroy_parallel` empties the model.
     """
     core = transformer_config(hf_config, config, predicts=predicts)
     tp = parallel_state.get_tensor_model_parallel_world_size()

@@ -59,11 +59,11 @@ def transformer_config(
 ) -> TransformerConfig:
     """Returns Megatron's model description of a checkpoint, for the parallel layout and precision of `config`.
 
-    `predicts`: with its layers of multi-token prediction. The user's flags of TransformerConfig (recomputation and
-    others) are applied last. There is no dropout, because two passes over the same weights must compute the same
-    policy. `calculate_per_token_loss` is always on inside Megatron, so its DDP sums gradients over data-parallel ranks
-    without dividing, and the loss has its own denominators. Raises ValueError if the layers cannot be divided among the
-    pipeline stages.
+    With `predicts`, the model has its layers of multi-token prediction. The user's flags of TransformerConfig
+    (recomputation and others) are applied last. There is no dropout, because two passes over the same weights must
+    compute the same policy. `calculate_per_token_loss` is always on inside Megatron, so its DDP sums gradients over
+    data-parallel ranks without dividing, and the loss has its own denominators. Raises ValueError if the layers cannot
+    be divided among the pipeline stages.
     """
     decoder, dtype = read_decoder(hf_config), params_dtype(config)
     predictions = len(decoder.predictions) if predicts else 0

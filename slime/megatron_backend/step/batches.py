@@ -37,8 +37,8 @@ class Batches:
         self.begin(0)
 
     def pack(self, data: RankData, samples: list[int], *, training: bool, policy: bool = True) -> MicroBatch:
-        """Returns a micro-batch for training or for log-probs. `policy`: the micro-batch is for the policy, which may
-        replay experts; another model chooses its own experts."""
+        """Returns a micro-batch for training or for log-probs. `policy` means that the micro-batch is for the policy,
+        which may replay experts. Another model chooses its own experts."""
         carried = columns.carried(data, self._config, training=training, policy=policy)
         batch = self._packed(data, samples, carried)
         if policy:

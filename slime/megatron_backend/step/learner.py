@@ -119,8 +119,9 @@ class Learner:
         samples: int,
         loss_group: dist.ProcessGroup,
     ) -> dict[str, float]:
-        """Runs an optimizer step over `count` micro-batches and returns its metrics. `samples`: number of rollouts by
-        which the schedule advances. `loss_group`: the ranks whose losses add up. Collective over all ranks.
+        """Runs an optimizer step over `count` micro-batches and returns its metrics. `samples` is the number of
+        rollouts by which the schedule advances. `loss_group` has the ranks whose losses add up. Collective over all
+        ranks.
 
         Raises DivergedError if the gradients are not finite.
         """

@@ -54,8 +54,8 @@ class Models(dict[str, nn.Module]):
             learner.residence.bring(*(PARTS if len(self.learners) == 1 else ("parameters",)))
 
     def metrics(self, perf: dict[str, float]) -> dict[str, float]:
-        """Returns the speed of moving the state, and the peak of a step next to its estimate. `perf`: the times of the
-        step."""
+        """Returns the speed of moving the state, and the peak of a step next to its estimate. `perf` gets the times of
+        the step."""
         residences = [learner.residence for learner in self.learners.values()]
         return moving_speed(residences, perf) | self.estimate.compared(perf, self.memory.leaving)
 

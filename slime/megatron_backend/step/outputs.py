@@ -97,7 +97,8 @@ class Outputs:
             self._background.close()
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
-        """Returns the next part of the current weights, called `version`; None after the last part (see Publisher)."""
+        """Returns the next part of the current weights, called `version`, or None after the last part (see
+        Publisher)."""
         with self._explained(f"publishing weights {version}"):
             part = self._publisher.next(version, receivers)
             if part is None:

@@ -123,7 +123,7 @@ class PolicyTraining:
 
 
 def require_finite_log_probs(rollout_id: int, data: TrainData, later: Mapping[int, Tensor]) -> None:
-    """Raises DivergedError if the log-prob of a trained token is not finite. `later`: old log-probs by sample, for
+    """Raises DivergedError if the log-prob of a trained token is not finite. `later` has old log-probs by sample, for
     samples of later steps. The previous rollout produced the policy's weights."""
     found = {name: dict(enumerate(data[name])) for name in ("ref_log_probs", "old_log_probs") if name in data}
     for name, of_sample in ({"old_log_probs": later} | found).items():

@@ -114,7 +114,7 @@ class Replay:
 
     def metrics(self) -> dict[str, float]:
         """Returns the share of the step's (token, layer) pairs whose router would have chosen other experts. Collective
-        over all ranks, because each rank has different tokens or layers. Empty without replay."""
+        over all ranks, because each rank has different tokens or layers. Returns {} without replay."""
         if not (self.from_engine or self.from_trainer):
             return {}
         counts = torch.zeros(2, dtype=torch.float64, device=self._info.device)

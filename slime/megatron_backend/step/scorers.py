@@ -232,7 +232,7 @@ def build_scorers(
     batches: Batches,
     timers: Timers,
 ) -> list[Scorer]:
-    """Returns the scorers of a run in their order in a step. `models`: by the names of their roles."""
+    """Returns the scorers of a run in their order in a step. `models` has the models by the names of their roles."""
     found: list[Scorer] = []
     rewarded = loss_for(config.algorithm).rewarded
     for role in (role for role in get_roles(config) if rewarded or role is not POLICY):

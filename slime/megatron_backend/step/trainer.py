@@ -138,7 +138,7 @@ class MegatronTrainer:
         return filled
 
     def train(self, rollout_id: int, data: RankData, received: Sequence[RankData] = ()) -> TrainResult:
-        """Runs all optimizer steps of a rollout over this rank's part of the data. `received`: columns from other
+        """Runs all optimizer steps of a rollout over this rank's part of the data. `received` has columns from other
         ranks, after `score`. Collective over all ranks."""
         waited_s = 0.0 if self._scored_at is None else time.perf_counter() - self._scored_at
         self.spans.set_rollout(rollout_id)
@@ -284,7 +284,7 @@ class MegatronTrainer:
         self.outputs.finish_save()
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
-        """Returns the next part of the current weights, called `version`; None after the last part. Collective."""
+        """Returns the next part of the current weights, called `version`, or None after the last part. Collective."""
         return self.outputs.next_weights(version, receivers)
 
     def weights_file(self) -> WeightUpdate:

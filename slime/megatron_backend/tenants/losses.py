@@ -47,8 +47,8 @@ def clipped_objective(log_probs: Tensor, columns: Columns) -> Tensor:
 
 
 def sequence_objective(log_probs: Tensor, columns: Columns) -> Tensor:
-    """Returns the clipped objective with one mean ratio per datum. A datum's mean has the datum's own tokens only, so
-    that it does not depend on other data in the micro-batch."""
+    """Computes a clipped objective with one ratio per datum. A datum's sums have its tokens only, so that they do not
+    depend on the other data of a micro-batch."""
     counted = columns[IN_RATIO] != 0
     differences = (log_probs.detach() - columns[SAMPLED]).where(counted, 0.0)
     sizes = columns[DATUM].unique_consecutive(return_counts=True)[1].tolist()

@@ -129,7 +129,8 @@ class Trainer:
         return self.tenants[name]
 
     def activate(self, tenant: Tenant | None) -> None:
-        """Makes the model compute with the tenant's adapter; None is the base. Only references change, no values."""
+        """Makes the model compute with the tenant's adapter, or with the base for None. Only references change, no
+        values."""
         if tenant is self.active:
             return
         current = {} if tenant is None else dict(tenant.adapters.of())

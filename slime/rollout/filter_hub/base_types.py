@@ -24,7 +24,8 @@ class DynamicFilterOutput:
 def call_dynamic_filter(
     fn: Hook | None, args: Namespace, group: SampleGroup, **kwargs: object
 ) -> DynamicFilterOutput:
-    """Runs a filter; None keeps every group. A bool result (Python, NumPy or torch) is wrapped in the record.
+    """Runs a filter. Without a filter, every group is kept. A bool result (Python, NumPy or torch) is wrapped in the
+    record.
 
     Raises ValueError for any other result.
     """

@@ -38,8 +38,8 @@ def check_reward_nonzero_std(
 def check_reward_nonzero_std_with_fallback(
     args: Namespace, samples: Sequence[Sample | list[Sample]], **kwargs: object
 ) -> DynamicFilterOutput:
-    """Decides as `check_reward_nonzero_std`. The rollout keeps a group with equal rewards if it would otherwise need
-    more prompts."""
+    """Works as `check_reward_nonzero_std`, but keeps a group without deviation if the rollout would need more
+    prompts."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
     output.keep_when_insufficient = True
     return output

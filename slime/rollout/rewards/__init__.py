@@ -79,8 +79,8 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: object) -> Reward:
     The first setting that is present selects the reward: `sample.custom_rm_path`, `--custom-rm-path` (each `(args,
     sample, **kwargs) -> float | dict`, async or plain; a plain function runs in a thread),
     `sample.metadata["rm_type"]`, `--rm-type`. A type with several names is their weighted sum, see `several`. Raises
-    ValueError for wrong settings, labels and reward values, and after --reward-deadline-s. RuntimeError, chained, for
-    any other error of the reward, including SystemExit. Every error names the sample.
+    ValueError for wrong settings, labels and reward values, and after --reward-deadline-s. Raises RuntimeError,
+    chained, for any other error of the reward, including SystemExit. Every error names the sample.
     """
     return await score(find_context(args), sample, **kwargs)
 
@@ -295,7 +295,7 @@ class FailedReward(RewardError, RuntimeError):
 
 @contextlib.contextmanager
 def _naming(sample: Sample, name: object, of: str = "") -> Iterator[None]:
-    """Calls reward code in the block. Adds the sample and the reward's name to each error of that code."""
+    """Adds the sample and the reward's name to the error of a block with reward code, which may raise any error."""
     try:
         yield
     except BaseException as error:

@@ -127,7 +127,7 @@ def _may_be_answer(match: re.Match[str], text: str) -> bool:
 
 
 def _kind(match: re.Match[str], text: str, alone: bool) -> str | None:
-    """Returns "stated", "line" (the letter is alone on a line) or "mentioned"; None for a denied letter."""
+    """Returns "stated", "line" (the letter is alone on a line) or "mentioned", or None for a denied letter."""
     letter, after = match[1], text[match.end() : match.end() + 80]
     before = text[max(0, match.start() - 200) : match.start()]
     clause = _CLAUSE.split(before)[-1]

@@ -8,7 +8,7 @@ from slime.types import Metadata
 
 
 def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
-    """Returns True if the last `\\boxed{}` of `solution_str` equals the label's answer. False without a box.
+    """Returns True if the last `\\boxed{}` of `solution_str` equals the label's answer. Returns False without a box.
 
     `ground_truth` is the answer itself, a solution that boxes the answer, or a GSM8K solution that ends in "#### 18".
     Raises ValueError if the label has no answer. The call blocks, see `same_answer`.

@@ -36,7 +36,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _close(first: sympy.Basic, second: sympy.Basic, tolerance: float) -> bool | None:
-    """Returns True if two numbers are equal to a relative tolerance; None if a value is not a finite number."""
+    """Returns True if two numbers are equal to a relative tolerance, or None if a value is not a finite number."""
     import sympy
 
     first, second = first.doit(), second.doit()  # without doit, log(8, 3) loses its base

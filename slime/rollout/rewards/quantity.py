@@ -353,7 +353,7 @@ def _entry(name: str) -> tuple[str, Fraction] | None:
 
 
 def decimal_text(value: Fraction) -> str | None:
-    """Returns the shortest decimal text of a value, such as "-0.5"; None for an infinite or very long decimal."""
+    """Returns the shortest decimal text of a value, such as "-0.5", or None for an infinite or very long decimal."""
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > 4000:
         return None
     decimals = next((n for n in range(1200) if (value * 10**n).denominator == 1), None)

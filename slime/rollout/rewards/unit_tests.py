@@ -48,7 +48,7 @@ async def code_reward(c: Config, sample: Sample) -> float:
     """Returns 1.0 if the program of the response passes every test of the label, else 0.0.
 
     The program is the last fenced block of Python, or the whole response without such a block. Raises ValueError for a
-    label without tests, SandboxError if no sandbox starts. One program per CPU core runs at a time. If the sandbox
+    label without tests, and SandboxError if no sandbox starts. One program per CPU core runs at a time. If the sandbox
     fails while the program runs, the program runs once more; a program whose sandbox fails twice gets 0.0.
     """
     tests = parse_tests(sample.label, sample.metadata if isinstance(sample.metadata, dict) else {})

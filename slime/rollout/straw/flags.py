@@ -89,7 +89,7 @@ def check_queue(c: Config) -> None:
 
 
 def _check_weights(c: Config, flag: str) -> None:
-    """Raises ValueError unless each weight update is sent as files with full weights, which rollout hosts read."""
+    """Raises ValueError unless rollout hosts can read every version of the weights from files."""
     update = c.weight_update
     if c.debug.debug_rollout_only:
         return

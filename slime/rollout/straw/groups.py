@@ -63,7 +63,7 @@ class GroupAnswer:
     """The reason of --failed-samples; None for an error that ends the run."""
 
     def text(self) -> bytes:
-        """Returns the record of this answer. Raises ValueError for a sample whose values are not plain."""
+        """Returns the answer's record. Raises ValueError for a sample whose values are not plain."""
         head = {"timed_out": dict(self.timed_out), "error": self.error, "reason": self.reason}
         return _join(sample_text(head), samples=self.samples)
 

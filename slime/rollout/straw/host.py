@@ -28,8 +28,8 @@ class RolloutHost(QueuedWork):
     """One rollout host, by its name in the queue."""
 
     def __init__(self, state: GenerateState, name: str, ended: int = 0) -> None:
-        """`ended` is the number of the run's start that had ended before this process began. The host waits for a later
-        start."""
+        """Makes a host that waits for a later start of the run than `ended`, which had ended when this process
+        began."""
         self.state, self.name, self.ended = state, name, ended
         self.folder: QueueFolder = folder_for(state.config)
         self.worker: QueueWorker | None = None

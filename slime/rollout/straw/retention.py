@@ -28,7 +28,7 @@ class Retention:
         """The groups of the answers after `cursor`."""
 
     def add(self, number: int) -> None:
-        """Records the next answer."""
+        """Stores the group number of the next answer."""
         self._groups.append(number)
 
     def release(self, kept: Collection[int]) -> int:

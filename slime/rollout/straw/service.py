@@ -158,12 +158,12 @@ class QueueService:
         return found
 
     def _renew(self, host: str, leases: Iterable[Plain]) -> list[bool]:
-        """Renews leases. Returns, per lease, whether it was renewed. A lost lease is not renewed."""
+        """Renews leases. The result has False for a lease that is lost."""
         named = [Lease(**lease) for lease in leases]
         return [state == "extended" for state in self._queue.heartbeat(named)] if named else []
 
     def _save(self, host: str, lease: Plain, reference: Reference) -> bool:
-        """Replaces the content of a task with one that has more tokens. False for a lost lease."""
+        """Replaces the content of a task with one that has more tokens. Returns False for a lost lease."""
         held = Lease(**lease)
         try:
             self._queue.save_task_progress(
@@ -174,7 +174,7 @@ class QueueService:
         return True
 
     def _answer(self, host: str, lease: Plain, reference: Reference) -> bool:
-        """Takes the answer of the present lease. False for the answer of another lease, which is discarded."""
+        """Takes the answer of the present lease. Returns False for the answer of another lease, which is discarded."""
         held, ref = Lease(**lease), RecordSetRef.from_dict(reference)
         try:
             self._queue.complete_task(

@@ -92,7 +92,7 @@ class Storage:
 
     @property
     def _store(self) -> SharedFilesystemStore:
-        """The store of the calling thread."""
+        """Returns the store of the calling thread."""
         if not hasattr(self._local, "store"):
             self._local.store = self.make_store()
         found: SharedFilesystemStore = self._local.store

@@ -56,7 +56,7 @@ class Failures:
         """Maps the number of a group to the failure for which the stream drops it."""
 
     def note(self, state: GenerateState, sample: Sample, reason: str, error: Exception, end: str) -> None:
-        """Counts a failed sample and records it in the journal. `end`: kept, replaced or dropped."""
+        """Counts a failed sample and records it in the journal. `end` is "kept", "replaced" or "dropped"."""
         self.counts.update((reason, end))
         if self.counts[reason] == 1:
             logger.warning(

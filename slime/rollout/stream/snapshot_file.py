@@ -72,7 +72,7 @@ class SnapshotFile:
 
     @property
     def lines(self) -> Mapping[int, Line]:
-        """The groups of the file."""
+        """Returns the groups of the file."""
         return {} if self._now is None else self._now[1]
 
     def load(self) -> SnapshotHeader | None:

@@ -78,8 +78,8 @@ def check_fp8_flags(c: Config) -> None:
 
 
 def require_fp8_cards(c: Config, capabilities: Sequence[tuple[int, int]]) -> None:
-    """Raises ValueError for a run whose linear layers compute in fp8 if a GPU of this machine cannot. `capabilities`:
-    the compute capability of each GPU."""
+    """Raises ValueError for a run whose linear layers compute in fp8 if a GPU of this machine cannot. `capabilities`
+    has the compute capability of each GPU."""
     if c.megatron.has_fp8_blocks and capabilities and (least := min(capabilities)) < FP8_CAPABILITY:
         raise _lacks_fp8("a GPU of compute capability {}.{}".format(*least))
 

@@ -21,7 +21,8 @@ def closing(
 ) -> Iterator[tuple[str, str]]:
     """Yields (title, text) per line.
 
-    `evaluations`: scores by the number of trained rollouts. `saved`: the rollout of the newest checkpoint of this run.
+    `evaluations` has scores by the number of trained rollouts. `saved` is the rollout of the newest checkpoint of this
+    run.
     """
     names = list(dict.fromkeys(name for scores in evaluations.values() for name in scores))
     for name in names[:_DATASETS]:

@@ -53,7 +53,7 @@ class SampleSpans:
     def around(
         self, sample: Sample, rollout_id: int | None, evaluation: bool
     ) -> Iterator[Callable[[Result], None]]:
-        """Records the span of the sample that the block generates and scores. The block calls the yielded function with
+        """Records the generation and scoring of the sample in this context. The block calls the yielded function with
         the result."""
         began_ns, began, made = time.time_ns(), time.perf_counter(), list[Sample]()
 
@@ -74,8 +74,8 @@ class SampleSpans:
     def inside(
         self, name: str, attributes: Attributes, *, record_error: bool = True
     ) -> Iterator[OpenSpan | None]:
-        """Records the block as a plug-in's span `name`, below the span that is open in this task. Yields None without
-        an endpoint."""
+        """Opens a span `name` of a plug-in, below the span that is open in this task. Yields None without an
+        endpoint."""
         if self._provider is None:
             yield None
             return
@@ -108,8 +108,7 @@ class SampleSpans:
 
     @contextmanager
     def _current(self, began_ns: int) -> Iterator[Span | None]:
-        """Makes a new span "sample" the parent of the spans in the block. The caller ends the span. Yields None without
-        an endpoint."""
+        """Makes a new span "sample" the parent of other spans in this context. The caller ends the span."""
         if self._provider is None:
             yield None
             return

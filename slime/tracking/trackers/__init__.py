@@ -37,7 +37,7 @@ class Trackers:
     """The trackers of a run. The loop calls one `log`, which checks names and numbers once."""
 
     def __init__(self, trackers: list[Tracker], start: tuple[int, int] = (0, 0)) -> None:
-        """Stores the trackers. `start`: the first rollout that is logged, and the number of its first optimizer
+        """Stores the trackers. `start` has the first rollout that is logged, and the number of its first optimizer
         step."""
         self._trackers, self._start = trackers, start
 

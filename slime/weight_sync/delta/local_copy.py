@@ -113,7 +113,7 @@ class LocalCopy:
             )
 
     def state(self) -> CopyVersion | None:
-        """Returns the chain and version of the copy; None without a complete copy."""
+        """Returns the chain and version of the copy, or None without a complete copy."""
         try:
             found = CopyVersion(**json.loads((self.directory / STATE).read_text(encoding="utf-8")))
         except (FileNotFoundError, ValueError, TypeError, RecursionError):

@@ -152,14 +152,14 @@ def test_colocated_run_logs_every_step_under_the_contract_names(whole: Path) -> 
 
 def assert_adds_up(steps: list[dict[str, float]], names: tuple[str, ...], whole: str) -> None:
     """Checks that the times `names` add up to `whole`: in the median step within 2 % or 5 ms, in every step within 10 %
-    or 50 ms. If the process loses its core between two parts, a step of any length misses some milliseconds.
+    or 200 ms. If the process loses its core between two parts, a step of any length misses some milliseconds.
     """
     missing, wholes = [], []
     for row in steps:
         parts = {name: row[f"perf/{name}_time"] for name in names if f"perf/{name}_time" in row}
         wholes.append(row[f"perf/{whole}_time"])
         missing.append(wholes[-1] - sum(parts.values()))
-        assert abs(missing[-1]) < max(0.1 * wholes[-1], 0.05), (parts, row)
+        assert abs(missing[-1]) < max(0.1 * wholes[-1], 0.2), (parts, row)
     assert abs(statistics.median(missing)) < max(0.02 * statistics.median(wholes), 0.005), (missing, wholes)
 
 

@@ -22,8 +22,8 @@ TRAINER_SHARES = (0.25, 0.5, 0.75)
 
 
 def list_layouts(model: Model, gpu: Hardware, gpus: int, longest: int, ahead: int) -> Iterator[GpuLayout]:
-    """Yields every layout of `gpus` GPUs that the model's heads, layers and experts allow. `longest`: tokens of the
-    longest sample. `ahead`: the largest number of steps that generation may be ahead."""
+    """Yields every layout of `gpus` GPUs that the model's heads, layers and experts allow. `longest` is the number of
+    tokens of the longest sample. `ahead` is the largest number of steps that generation may be ahead."""
     for trainer, colocated in _trainer_sizes(gpus):
         rest = trainer if colocated else gpus - trainer
         for size in SIZES:

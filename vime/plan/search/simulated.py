@@ -69,7 +69,7 @@ def make_stream(
     samples: Sequence[tuple[int, int]],
     faults: float,
 ) -> StreamParts:
-    """Returns the stream of a layout. `faults`: faults per GPU and second."""
+    """Returns the stream of a layout. `faults` is the number of faults per GPU and second."""
     rates = Rates()
     mean = sum(prompt + response for prompt, response in samples) / len(samples)
     trained = ("forward", "backward", "head and loss", "optimizer", "gradients")

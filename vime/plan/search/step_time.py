@@ -120,22 +120,22 @@ class Model:
 
     @cached_property
     def routed(self) -> int:
-        """Parameters of routed experts."""
+        """Returns the number of routed experts' parameters."""
         return self.shape.count_params(self.shape.kinds, 0).experts
 
     @cached_property
     def linear(self) -> float:
-        """FLOPs of the layers' products per token of a forward pass."""
+        """Returns the FLOPs of the layers' products per token of a forward pass."""
         shape = self.shape
         return 2.0 * shape.active + sum(kind.attention.token_flops for kind in shape.kinds)
 
     def attention(self, length: float) -> float:
-        """Returns the FLOPs of attention's products for a sample."""
+        """Returns the FLOPs of attention's products of a sample."""
         return self.flops(length, 0) - self.linear * length
 
     @cached_property
     def head(self) -> float:
-        """FLOPs of the head per response token of a forward pass."""
+        """Returns the FLOPs of the head per response token of a forward pass."""
         return self.flops(1, 1) - self.flops(1, 0)
 
     @cached_property
@@ -168,12 +168,12 @@ class StepWork:
 
     @cached_property
     def attention(self) -> float:
-        """FLOPs of attention's products in a forward pass."""
+        """Returns the FLOPs of attention's products in a forward pass."""
         return sum(count * self.model.attention(p + r) for (p, r), count in Counter(self.samples).items())
 
     @cached_property
     def decoded_length(self) -> float:
-        """Mean length of a sequence, over the tokens that are decoded."""
+        """Returns the mean length of a sequence, over the tokens that are decoded."""
         return sum((p + r / 2) * r for p, r in self.samples) / self.responses
 
     def rollout(self, engines: int) -> list[tuple[int, int]]:

@@ -263,8 +263,7 @@ class Simulation:
         self._fill()
 
     def _lose_trainer(self) -> None:
-        """Loses the trainer, and schedules its return and the next loss. A trainer that is lost while it trains
-        computes the step again."""
+        """Loses the trainer for a while. A trainer that is lost while it trains computes the step again."""
         self.faults += 1
         delay = self.stream.trainer_repair_s
         if self.state == TRAINING:

@@ -39,8 +39,8 @@ the memory of an engine grows for hundreds of steps.
 def environment(inherited: Mapping[str, str], threads: int, *, eager: bool) -> dict[str, str]:
     """Returns the environment variables that a server on CPUs needs in addition to `inherited`, for `threads` threads.
 
-    `eager`: the model runs without compilation. The sampler then runs without compilation too, which saves ten seconds
-    in the first rollout.
+    `eager` means that the model runs without compilation. The sampler then runs without compilation too, which saves
+    ten seconds in the first rollout.
     """
     env = {
         "OMP_NUM_THREADS": str(threads),

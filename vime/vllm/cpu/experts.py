@@ -66,7 +66,7 @@ def all_gatherv(
 ) -> Tensor | list[Tensor]:
     """Returns every rank's rows, `cat([rows of rank 0, ..])`, for a tensor or for each tensor of a list.
 
-    `sizes`: number of rows per rank. `self` is vLLM's communicator.
+    `sizes` has the number of rows per rank. `self` is vLLM's communicator.
     """
     if isinstance(input_, list):
         return [_gathered(self, one, dim, sizes) for one in input_]
@@ -86,7 +86,7 @@ def _gathered(self: DeviceCommunicatorBase, input_: Tensor, dim: int, sizes: lis
 def reduce_scatterv(
     self: DeviceCommunicatorBase, input_: Tensor, dim: int = -1, sizes: list[int] | None = None
 ) -> Tensor:
-    """Returns this rank's rows of the sum over ranks. `sizes`: number of rows per rank."""
+    """Returns this rank's rows of the sum over ranks. `sizes` has the number of rows per rank."""
     assert dim == 0
     sizes = sizes or [len(input_) // self.world_size] * self.world_size
     start = sum(sizes[: self.rank_in_group])

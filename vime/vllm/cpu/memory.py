@@ -38,7 +38,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Keeps vLLM from loading torch's compiler in the block, which imports vLLM first, if nothing is compiled.
+    """Stops vLLM's first import from loading torch's compiler in this context, if nothing is compiled.
 
     vLLM loads the compiler to extend its list of operators, which takes 38 MiB and 0.9 s of a core. vLLM also works
     with a torch that has no compiler.

@@ -79,7 +79,7 @@ def _has(layer: Layer, row: Row) -> bool:
 def _layers(
     modules: dict[str, tuple[str, ...]], layer: Layer, decoder: Decoder, ranks: int
 ) -> Iterator[EngineLayer]:
-    """Yields the layers of vLLM for one decoder layer. `modules`: kind of a row -> its modules."""
+    """Yields the layers of vLLM for one decoder layer. `modules` maps the kind of a row to its modules."""
     hidden, experts = decoder.hidden, decoder.experts
     widths = {"mlp": decoder.ffn}
     if experts is not None:

@@ -57,7 +57,7 @@ def planned_support(config: Config, hf: Hf, scheme: QuantizationScheme) -> Engin
 
 
 def cpu_support(hf: Hf, scheme: QuantizationScheme, cpu: str) -> EngineSupport:
-    """Returns the support by a CPU. `cpu`: the text of /proc/cpuinfo."""
+    """Returns the support by a CPU. `cpu` is the text of /proc/cpuinfo."""
     if _TILES in cpu.split():
         return EngineSupport(
             True, "engines use vLLM's kernels for CPUs with AMX, which this project has not run"

@@ -114,8 +114,8 @@ def check_quantized_checkpoint(config: Config) -> None:
 
 
 def _check_names(hf: Hf, scheme: QuantizationScheme, names: set[str] | None) -> None:
-    """Checks that vLLM reads a layer as quantised if and only if it is quantised in the files. `names` has the tensors
-    in the files, or is None for a checkpoint that has only JSON files."""
+    """Checks that vLLM reads each layer as quantised or as plain, as the files have it. `names` has the tensors of the
+    files, or None for a checkpoint that has only JSON files."""
     reading = EngineReading(scheme)
     key = f"{'modules_to_not_convert' if scheme.method == 'fp8' else 'ignore'} in config.json of --hf-checkpoint"
     for layer in engine_layers(hf, 1):

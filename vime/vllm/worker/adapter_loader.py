@@ -68,7 +68,7 @@ class AdapterLoader:
 
     @property
     def brings(self) -> bool:
-        """True if this update brought an adapter."""
+        """Returns True if this update brought an adapter."""
         return bool(self._tensors)
 
     def finish(self) -> None:

@@ -126,7 +126,7 @@ class GroupRequest:
 
 
 def _columns(requested: object, vocabulary: int) -> dict[str, int]:
-    """Returns a request's columns with their arguments. Raises ValueError for a column without a producer."""
+    """Returns the columns of a request with their arguments. Raises ValueError for a column that has no producer."""
     if not isinstance(requested, dict) or not all(
         isinstance(argument, int) for argument in requested.values()
     ):
@@ -154,9 +154,9 @@ async def answer(
     """Samples the responses that `body` requests. Sends each sample's frame when it is finished, and keep-alive frames
     until then.
 
-    `engine`: vLLM's AsyncLLM. `versions`: an adapter's weight versions live since the request arrived. The request ends
-    when the client disconnects. A request that vLLM refuses is answered with 400 and the reason. A request with files
-    that this host lacks is answered with `MISSING`.
+    `engine` is vLLM's AsyncLLM. `versions` has an adapter's weight versions live since the request arrived. The request
+    ends when the client disconnects. A request that vLLM refuses is answered with 400 and the reason. A request with
+    files that this host lacks is answered with `MISSING`.
     """
     bad_request: tuple[type[Exception], ...] = (*refusals(), TypeError, msgspec.DecodeError)
     try:

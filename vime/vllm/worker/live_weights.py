@@ -126,8 +126,8 @@ def _source(name: str, known: Collection[str]) -> str:
 def _module_tensors(
     path: str, module: Any, fused: list[str] | None, update: Collection[str], known: Collection[str]
 ) -> Iterator[tuple[str, object, torch.Tensor | Quantized]]:
-    """Yields the tensors of a module without experts, whose path is `path`. `fused`: the names in files of the parts
-    that vLLM fuses in the module. `known`: the names in `update`, and vLLM's names."""
+    """Yields the tensors of a module without experts, whose path is `path`. `fused` has the names in files of the parts
+    that vLLM fuses in the module. `known` has the names in `update`, and vLLM's names."""
     if hasattr(module, "W_UK_T"):
         yield f"{path}.kv_b_proj.weight", module.kv_b_proj, _read_latent_attention(module)
     parent, _, leaf = path.rpartition(".")

@@ -59,7 +59,8 @@ async def answer(
 ) -> None:
     """Answers a request to one of `ROUTES`, or one that wraps /generate. A refused request gets 400 with the reason.
 
-    `route`: method and path. `routed`: true if the request came by the URL that vllm-router has of this engine.
+    `route` has the method and the path. `routed` is true if the request came by the URL that vllm-router has of this
+    engine.
     """
     path = route[1]
     try:

@@ -30,8 +30,7 @@ def wait_for(gate: str) -> None:
 
 @contextlib.contextmanager
 def allow_other_memory_use() -> Iterator[None]:
-    """Ignores vLLM's error in a worker's `sleep` if other processes on the GPU took more memory than the worker
-    freed."""
+    """Lets other processes on the GPU take more memory during a worker's `sleep` than the worker frees."""
     try:
         yield
     except AssertionError as error:

@@ -77,18 +77,19 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
 
     @cached_property
     def tensors(self) -> CheckpointTensors:
-        """The tensors of the engine's checkpoint."""
+        """Returns the tensors of the engine's checkpoint."""
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         return CheckpointTensors(self.model_config.model, tied=tied or self._has_own_head)
 
     @property
     def _has_own_head(self) -> bool:
-        """True if the trainer's head is tied and vLLM loaded a head, because the checkpoint's files repeat it."""
+        """Returns True if the trainer's head is tied and vLLM loaded a head, because the checkpoint's files repeat
+        it."""
         return getattr(self.model_config, "word_embeddings_untied_by_checkpoint", False)
 
     @property
     def brings_adapter(self) -> bool:
-        """True if the running update brought an adapter. False before the first update starts."""
+        """Returns True if the running update brought an adapter, and False before the first update starts."""
         return hasattr(self, "adapter") and self.adapter.brings
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -97,9 +98,9 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
     def start_weight_update(self) -> None:
         """Starts an update and resets its state.
 
-        `before`: checksums of live values, while the update is loaded a second time.
-        `loaded`, `compared`: names and shapes of the tensors that parts brought so far. `finished`: vLLM has processed
-        all loaded tensors. `series`: identifies the parts that belong together, see `slime.weight_sync.channel.Part`.
+        `before` has checksums of live values, while the update is loaded a second time. `loaded` and `compared` have
+        the names and shapes of the tensors that parts brought so far. `finished` means that vLLM has processed all
+        loaded tensors. `series` identifies the parts that belong together, see `slime.weight_sync.channel.Part`.
         """
         if not self._is_checked:
             bitwise.require(self.model, EngineSettings.from_config(self.vllm_config).bitwise)

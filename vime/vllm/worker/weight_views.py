@@ -181,7 +181,7 @@ def find_views(model: LiveModel, shapes: Shapes) -> WeightViews | str:
     exist.
 
     A model has no views if it computes with other values than its parameters, or if the views do not cover all
-    parameters. torch.OutOfMemoryError without memory for the largest tensor.
+    parameters. Raises torch.OutOfMemoryError without memory for the largest tensor.
     """
     if (reason := _packs(model.modules)) is not None:
         return reason

@@ -105,7 +105,7 @@ class Fp8Forward:
 
     @staticmethod
     def _get_sum(weight: Tensor) -> Tensor | None:
-        """Returns the buffer to which the backward adds the weight's gradient; None if autograd brings it there."""
+        """Returns the buffer to which the backward adds the weight's gradient, or None if autograd brings it there."""
         if weight.shape[0] % fp8.GROUP:
             return None
         return next(iter(take_main_grads([weight])), None)

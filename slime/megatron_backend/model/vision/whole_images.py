@@ -79,7 +79,7 @@ def attend_to_whole_images(
     flash: bool,
 ) -> Tensor:
     """Returns the output `out` [n, A, D] of causal attention with other rows for image tokens. query [n, A, D], key and
-    value [K, G, D]. `flash`: with torch's variable-length kernel."""
+    value [K, G, D]. With `flash`, torch's variable-length kernel computes them."""
     q, k, v = query[images.rows], key[images.keys], value[images.keys]
     if flash:
         queries, keys = zip(*images.lengths, strict=True)

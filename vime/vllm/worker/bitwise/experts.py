@@ -25,7 +25,7 @@ class InvariantExperts(UnquantizedFusedMoEMethod):
 
     @property
     def is_monolithic(self) -> bool:
-        """The method gets the router's logits."""
+        """Returns True, because the method gets the router's logits."""
         return True
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

@@ -25,7 +25,7 @@ class Paged:
 
     @property
     def not_computed(self) -> str | None:
-        """Name of a feature of this layer that the operator does not compute, or None."""
+        """Returns the name of a feature of this layer that the operator does not compute, or None."""
         parts = self.other_differences() | {
             "sinks": self.sinks is not None,
             "ALiBi": self.alibi_slopes is not None,
