@@ -31,21 +31,21 @@ class RolloutBackend(BackendFlags, Protocol):
         ...
 
     def rows(self) -> Iterable[Row]:
-        """Returns the flags of the backend's engine and router, for `vime flags`."""
+        """Returns the flags of the engine and the router, for `vime flags`."""
         ...
 
     def command_lines(self, config: Config) -> Iterable[str]:
-        """Returns the options that the backend's servers will get, for `vime plan`."""
+        """Returns the command-line options that the servers will get, for `vime plan`."""
         ...
 
     def require_reachable(self, config: Config) -> None:
-        """Raises ValueError, within 15 s and before a run starts anything, for an external engine or router that does
-        not answer or cannot be used, and for engines that cannot run on this machine."""
+        """Raises ValueError within 15 s if an external engine or router does not answer or cannot be used, or if the
+        engines cannot run on this machine. A run calls this method before it starts a process."""
         ...
 
     def pool(
         self, config: Config, placed: Placement, source: WeightSource | None, model: ServedModel
     ) -> EnginePool:
-        """Returns the engines of `model`, not started yet, with the flags and devices of `config`. `source` is the
-        trainer, if its weights go to the engines."""
+        """Returns the engines of `model`, which are not started yet, with the flags and devices in `config`. `source`
+        is the trainer if the engines get its weights, otherwise None."""
         ...

@@ -45,7 +45,7 @@ _last_warning_s = float("-inf")
 
 
 def is_cancelled(error: BaseException) -> bool:
-    """Returns True if `error` is the cancellation of the current task, which no border may turn into another error.
+    """Returns True if `error` is the cancellation of the current task, which no caller may turn into another error.
 
     All other exceptions are errors, also a SystemExit of a user's function, which would end the event loop and hang the
     run.

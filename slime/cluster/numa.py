@@ -104,7 +104,7 @@ def bind(cpus: Collection[int]) -> None:
 
 @contextlib.contextmanager
 def children_on(cpus: Collection[int]) -> Iterator[None]:
-    """Lets processes that this thread starts in this context, and their children, run on `cpus`.
+    """Makes the processes that this thread starts in the block, and their child processes, run on `cpus`.
 
     Without CPUs, they run on all CPUs of this thread. After the block, the thread itself is bound as before.
     """

@@ -168,7 +168,7 @@ def _named(name: str, **fields: object) -> Event:
 
 
 def failure(refused: RequestRejected) -> Event:
-    """Returns the event of an error, with its body."""
+    """Returns the event for an error."""
     kind = _ERRORS.get(refused.status, "invalid_request_error")
     message = f"{refused.reason}: {refused}"
     return "error", {"type": "error", "error": {"type": kind, "message": message}}

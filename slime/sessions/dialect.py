@@ -137,7 +137,7 @@ def function_tool(name: object, description: object, parameters: object) -> Body
 
 
 def simple_message(entry: Body) -> Body:
-    """Returns the message of a system, developer or user."""
+    """Returns a message with the role system or user. A developer's message gets the role system."""
     role = entry.get("role")
     if role not in ("system", "developer", "user"):
         raise RequestRejected(
@@ -155,7 +155,7 @@ def tool_result(entry: Body, content: str, call_id: str) -> Body:
 
 
 def written(event: Event) -> bytes:
-    """Returns the bytes of a server-sent event."""
+    """Returns an event as the bytes of a server-sent event."""
     name, data = event
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()

@@ -24,7 +24,7 @@ Content = str | list[dict[str, object]]
 
 
 def get_content(content: object) -> Content:
-    """Returns the content of a user's or a tool's message. Raises RequestRejected for parts that are neither text nor
+    """Returns the content of a user's or a tool's message. Raises RequestRejected for a part that is neither text nor
     an image."""
     if not isinstance(content, list) or not any(map(_is_image, content)):
         return get_text(content)

@@ -9,9 +9,9 @@ DEEPEST = 100
 
 
 def read_json(text: str | bytes) -> object:
-    """Returns the value of a JSON text (RFC 8259). Raises ValueError for anything else, such as NaN, half of a
-    surrogate pair, a number that no double can hold, or bytes that are not UTF-8; and for more than `DEEPEST`
-    levels."""
+    """Returns the value of a JSON text (RFC 8259). Raises ValueError for any other text, such as NaN, half of a
+    surrogate pair, a number that no double can hold, or bytes that are not UTF-8. Also raises ValueError for more than
+    `DEEPEST` levels."""
     try:
         value = msgspec.json.decode(text)
     except RecursionError:
@@ -25,7 +25,7 @@ def read_json(text: str | bytes) -> object:
 
 
 def _levels(value: object) -> int:
-    """Returns the number of levels of objects and lists, counted up to one more than `DEEPEST`."""
+    """Returns the number of levels of objects and lists, but at most `DEEPEST` + 1."""
     count, level = 0, [value]
     while count <= DEEPEST:
         level = [

@@ -57,7 +57,7 @@ class KeyedSessions:
         flags: Namespace | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        """Sets the router at `router_url`, `flags` and `tokenizer` that sessions use in a process without a run."""
+        """`router_url`, `flags` and `tokenizer` are used in a process without a run."""
         self._outside = router_url, flags, tokenizer
         self._own: GenerateState | None = None
         self._opened: dict[str, _Opened] = {}
@@ -70,7 +70,7 @@ class KeyedSessions:
         max_context_tokens: int,
         template_kwargs: dict[str, object] | None = None,
     ) -> None:
-        """Opens a session under `key`. Raises RuntimeError without a rollout in this process."""
+        """Opens a session under `key`. Raises RuntimeError if this process has no rollout."""
         own = self._state()
         context = RunContext.from_state(own)
         if key.startswith(EVALUATION):
@@ -87,8 +87,8 @@ class KeyedSessions:
             own.submit(_limit(opened, limits))
 
     async def answer(self, key: str, path: str, request: web.Request) -> web.StreamResponse:
-        """Answers one request of the dialect with this path by the key's session. Cancelling the call ends the session,
-        as a client that closes its connection does."""
+        """Forwards a request to the session's route `path`, and returns the session's answer. A cancelled call ends the
+        session, like a client that closes its connection."""
         session = await self._opened[key].session()
         try:
             body = await request.read()

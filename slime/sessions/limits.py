@@ -27,7 +27,7 @@ class SessionLimits:
 
     @property
     def too_late(self) -> str:
-        """Returns the reason that a session records when its time is over."""
+        """The text that a session records when its time is over."""
         return f"the session may take {self.seconds:g} seconds, which have passed"
 
     @classmethod

@@ -44,7 +44,7 @@ class SessionListener:
         self._socket: asyncio.Server | None = None
 
     async def start(self, host: str) -> str:
-        """Listens on `host`, and returns the address for clients. Raises ValueError if this machine does not have the
+        """Listens on `host`, and returns the URL for clients. Raises ValueError if this machine does not have the
         address."""
         own = get_host_info()[1]
         try:

@@ -78,7 +78,7 @@ class LiveAnswer:
         self._news = asyncio.Event()
 
     def follow(self, task: asyncio.Task[ModelAnswer]) -> None:
-        """Sets the task that makes the answer."""
+        """Sets the task that returns the answer."""
         self._task = task
         task.add_done_callback(lambda _: self._news.set())
 

@@ -106,13 +106,13 @@ class ChatRequest:
 
 
 def get_text(content: object, kinds: tuple[str, ...] = _TEXT) -> str:
-    """Returns the text of a content: a text, or a list of text parts. Raises RequestRejected for an image and other
-    parts."""
+    """Returns the text of a message's content, which is a text or a list of text parts. Raises RequestRejected for an
+    image or another part."""
     return "".join(_parts(content, kinds))
 
 
 def system_text(content: object) -> str:
-    """Returns the text of a system prompt, without the line that a client changes in each request."""
+    """Returns the text of a system prompt, without the line that Claude Code changes in each request."""
     return "".join(_BILLING.sub("", part) for part in _parts(content, _TEXT))
 
 

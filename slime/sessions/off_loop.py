@@ -20,15 +20,15 @@ _parsers = ThreadPoolExecutor(2, thread_name_prefix="session-parser")
 
 
 async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls the function, and returns its result. `size` is the length of the texts that the function reads. Only long
-    texts need a thread."""
+    """Calls the function and returns its result. `size` is the length of the texts that the function reads. Short texts
+    need no thread."""
     if size <= _AT_ONCE:
         return function(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(function, *args, **kwargs))
 
 
 async def within(seconds: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls the function in a thread of parsers, and returns its result. Raises TimeoutError when the function takes
-    longer. The thread goes on then, because Python cannot end it."""
+    """Calls the function in a parser thread and returns its result. Raises TimeoutError after `seconds`. Python cannot
+    end a thread, so the function then continues in its thread."""
     async with asyncio.timeout(seconds):
         return await asyncio.get_running_loop().run_in_executor(_parsers, partial(function, *args, **kwargs))

@@ -20,7 +20,7 @@ from slime.sessions.messages import ToolCall, assistant, get_text, tool_call
 
 
 def read(body: Body, session: Session) -> ChatRequest:
-    """Returns the request. Raises RequestRejected for a request that sessions do not serve."""
+    """Returns the request. Raises RequestRejected for a field that sessions do not serve."""
     entries = dialect.objects(body.get("messages"), "messages")
     tools = []
     for tool in dialect.read_objects(body, "tools"):
@@ -118,7 +118,7 @@ async def events(live: LiveAnswer, body: Body) -> AsyncIterator[list[Event]]:
 
 
 def failure(refused: RequestRejected) -> Event:
-    """Returns the event of an error, with its body."""
+    """Returns the event for an error."""
     code = "context_length_exceeded" if refused.reason == "context" else refused.reason
     return None, {
         "error": {"message": str(refused), "type": "invalid_request_error", "param": None, "code": code}

@@ -20,8 +20,8 @@ from slime.sessions.messages import ToolCall, assistant, get_text, system_text, 
 
 
 def read(body: Body, session: Session) -> ChatRequest:
-    """Returns the request. `previous_response_id` brings the messages of an earlier answer. Raises RequestRejected for
-    a request that sessions do not serve."""
+    """Returns the request. With `previous_response_id`, the request starts with the messages of an earlier answer.
+    Raises RequestRejected for a field that sessions do not serve."""
     body_input = body.get("input")
     entries = [{"role": "user", "content": body_input}] if isinstance(body_input, str) else body_input
     messages = _messages(dialect.objects(entries, "input"))
@@ -202,7 +202,7 @@ class _Steps:
         self._number += 1
 
     def open(self, index: int, item: Body) -> None:
-        """Begins an item of the output, and the part of a message."""
+        """Adds the events that begin an output item and, for a message, its part."""
         empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         self.add("response.output_item.added", output_index=index, item={**item, **empty})
         if item["type"] == "message":
@@ -222,7 +222,7 @@ class _Steps:
 
 
 def failure(refused: RequestRejected) -> Event:
-    """Returns the event of an error, with its body."""
+    """Returns the event for an error."""
     _, data = openai_chat.failure(refused)
     return "error", {"type": "error", "sequence_number": 0, **data["error"], **data}
 

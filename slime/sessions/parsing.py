@@ -44,8 +44,8 @@ async def read_reply(
 
 
 async def parsed(parser: ChatParser, answer: Answer) -> Reply:
-    """Runs `parse_reply` in a thread, so that the event loop goes on. Raises RequestRejected also when the parser takes
-    too long."""
+    """Calls `parse_reply` in a thread, so that the event loop is not blocked. Also raises RequestRejected if the parser
+    takes too long."""
     if getattr(parser, "plain", False):
         return parse_reply(parser, *answer)
     try:
@@ -61,8 +61,8 @@ async def parsed(parser: ChatParser, answer: Answer) -> Reply:
 
 
 def parse_reply(parser: ChatParser, *answer: *Answer) -> Reply:
-    """Returns the reply that the parser finds, in Unicode text. Raises RequestRejected if the parser raises an error,
-    and for a call without a name, which no client could answer."""
+    """Returns the parsed answer as valid Unicode. Raises RequestRejected if the parser raises an error, or returns a
+    call without a name, which no client could answer."""
     try:
         found = parser.parse(*answer)
         calls = tuple(_call(call) for call in found.tool_calls)

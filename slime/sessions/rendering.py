@@ -56,8 +56,8 @@ class ChatRenderer:
         self._tokenizer, self.options, self._media = tokenizer, options, media
 
     def whole(self, messages: list[Message], tools: Tools, context: int | None) -> Rendered:
-        """Returns the tokens of a conversation, open for the model. Raises RequestRejected if the template raises an
-        error, and for a text that is far longer than `context` tokens."""
+        """Returns the tokens of a conversation with the opening of the model's turn. Raises RequestRejected if the
+        template raises an error, or if the text is far longer than `context` tokens."""
         return self._encode(self._render(messages, tools, open_turn=True), messages, context)
 
     def following(
@@ -68,12 +68,12 @@ class ChatRenderer:
         last_token: int | None,
         context: int | None,
     ) -> Rendered:
-        """Returns the tokens after the last turn of `known`, which is the model's: the tokens that close this turn,
-        `new`, and the opening of the next turn.
+        """Returns the tokens after the model's turn at the end of `known`: its closing text, the messages of `new`, and
+        the opening of the model's next turn.
 
-        `last_token` is the model's last token if the turn ended with it, or None for a turn that was cut off. A
-        template that shows another end, such as <|end|> for gpt-oss's <|return|>, does not add its own. Raises
-        BoundaryError if the turn's end cannot be found, and the errors of `whole`.
+        `last_token` is the special token with which the model ended the turn, or None if the turn was cut off. If the
+        template ends turns with another token (<|end|> where gpt-oss sampled <|return|>), that token is not added.
+        Raises BoundaryError if the end of the turn cannot be found, and RequestRejected as `whole` does.
         """
         mark = f"mark{secrets.token_hex(8)}"
         before = [*known[:-1], _marked(known[-1], mark)]
@@ -93,7 +93,7 @@ class ChatRenderer:
 
     @cached_property
     def special(self) -> dict[int, str]:
-        """Returns the special tokens by id."""
+        """The texts of the special tokens by id."""
         added = self._tokenizer.added_tokens_decoder
         found = {number: str(token) for number, token in added.items() if token.special}
         ids, texts = self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens
@@ -128,9 +128,9 @@ class ChatRenderer:
         ) from error
 
     def _encode(self, text: str, messages: list[Message], context: int | None) -> Rendered:
-        """Returns the tokens of a text, and the images of the messages, whose markers the text has. A long text is
-        first counted in pieces, up to twice the context: a text of a few megabytes would take seconds, and one of 60 MB
-        more memory than a host has."""
+        """Returns the tokens of a text, and the messages' images, whose markers are in the text. The tokens of a long
+        text are first counted piece by piece, up to twice the context. Without this limit, a text of a few megabytes
+        would take seconds, and a text of 60 MB would need more memory than a host has."""
         if context is not None and len(text) > max(_PIECE, 8 * context):
             count = 0
             for start in range(0, len(text), _PIECE):

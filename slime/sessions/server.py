@@ -74,7 +74,7 @@ class SessionServer:
         self._sessions.pop(session.id, None)
 
     def find_session(self, request: web.Request) -> Session:
-        """Returns the open session of a request with its key. Raises RequestRejected without one."""
+        """Returns the open session whose id and key the request has. Raises RequestRejected for any other request."""
         session = self._sessions.get(request.match_info["id"])
         header = request.headers.get("Authorization", "").removeprefix("Bearer ")
         key = (request.headers.get("x-api-key") or header).strip()
@@ -163,7 +163,7 @@ class _Route:
     async def _respond(
         self, request: web.Request, session: Session, body: Body, asked: ChatRequest
     ) -> web.StreamResponse:
-        """Answers a request with one object, or with events if the client asked for a stream."""
+        """Answers a request with one object, or with a stream of events if the request asks for a stream."""
         live = LiveAnswer(lambda: session.ended)
         task = asyncio.create_task(session.answer(asked, live))
         live.follow(task)
@@ -177,8 +177,8 @@ class _Route:
     async def _stream(
         self, request: web.Request, session: Session, events: AsyncIterator[list[Event]]
     ) -> web.StreamResponse:
-        """Sends events as they come, and comments while none comes. A refusal before anything was sent is raised. A
-        later refusal becomes an event of the stream."""
+        """Sends the events as they arrive, and comments in the meantime. A RequestRejected error is raised if nothing
+        was sent yet. Otherwise it becomes an event of the stream."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         stream = web.StreamResponse(headers=headers)
         coming = asyncio.ensure_future(_next(events))

@@ -27,7 +27,7 @@ def entries(environ: Mapping[str, str]) -> list[str]:
 
 
 def leave_current_folder(path: list[str], environ: MutableMapping[str, str]) -> None:
-    """Removes the current folder from `path` (sys.path) and from an empty entry of PYTHONPATH.
+    """Removes the current folder from `path` (sys.path), and the empty entries from PYTHONPATH.
 
     The folder of these packages and the folders in PYTHONPATH stay on the path.
     """

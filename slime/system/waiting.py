@@ -31,8 +31,7 @@ def log_unanswered(server: str, fault: object, limit: str) -> None:
 
 
 def wait(future: Future[T], check_health: Callable[[], None], tick: Callable[[], None] | None = None) -> T:
-    """Returns the future's result. `check_health` raises an error when an engine is lost. This error ends the run,
-    which would hang otherwise.
+    """Waits for the future and returns its result. Calls `check_health` and `tick` every half second.
 
     `check_health` raises an error if an engine is lost. The error ends the run, which would hang otherwise. `tick`
     redraws a progress bar.

@@ -85,9 +85,9 @@ class SglangEngineClient(RouterClient):
     ) -> GenerateResult:
         """Samples one completion of `token_ids`, see `slime.protocols.RolloutEngine`.
 
-        The log-probs are in nats, after temperature. SGLang computes them without top-p, top-k and min-p. The same seed
-        gives the same sample on the same weights if SGLang runs with --enable-deterministic-inference. Otherwise SGLang
-        ignores the seed. The text keeps the stop string unless `no_stop_trim` is False. Faults: see
+        The log-probs are in nats, after temperature, and without top-p, top-k and min-p. With
+        --enable-deterministic-inference, the same seed and the same weights give the same sample. Otherwise SGLang
+        ignores the seed. The text keeps the stop string unless `no_stop_trim` is False. Faults are handled as in
         `VllmEngineClient.generate`.
         """
         check_no_images(images)
@@ -117,7 +117,7 @@ class SglangEngineClient(RouterClient):
         deadline_s: float,
         images: ImageInputs | None = None,
     ) -> ScoreResult:
-        """Returns log-probs of given tokens, see `slime.protocols.RolloutEngine`. Faults: see
+        """Returns the log-probs of given tokens, see `slime.protocols.RolloutEngine`. Faults are handled as in
         `VllmEngineClient.generate`."""
         check_no_images(images)
         check_start(start, token_ids)
@@ -193,7 +193,8 @@ def check_no_images(images: ImageInputs | None) -> None:
 
 
 def request_params(sampling_params: dict[str, object]) -> dict[str, object]:
-    """Returns the `sampling_params` of a request. For a parameter that is None, the engine uses its neutral default."""
+    """Returns the field `sampling_params` of a request. For a parameter that is None, the engine uses its neutral
+    default."""
     if unknown := sampling_params.keys() - PARAMETERS - {_DROPPED}:
         raise ValueError(f"sampling parameters must be among {sorted(PARAMETERS)}, got {sorted(unknown)}")
     params = {name: value for name, value in checked(sampling_params).items() if name != _DROPPED}
@@ -239,8 +240,8 @@ def parse_result(answer: Answer) -> GenerateResult:
 
 
 def parse_scores(answer: Answer, token_ids: list[int], top_k: int) -> ScoreResult:
-    """Returns the log-probs of `token_ids`, the last tokens of the prompt. `Transient` and errors: see
-    `parse_result`."""
+    """Returns the log-probs of `token_ids`, which are the last tokens of the prompt. Raises errors as `parse_result`
+    does."""
     meta, count = answer.meta_info, len(token_ids)
     if meta.finish_reason.get("type") == "abort":
         raise Transient(f"the engine gave the request up: {meta.finish_reason}")
@@ -265,7 +266,7 @@ def _values(rows: list[_Row]) -> npt.NDArray[np.float32]:
 
 
 def _versions(meta: _Meta) -> list[int]:
-    """Returns the versions that the tokens come from, oldest first."""
+    """Returns the versions of the weights that sampled the tokens, oldest first."""
     return [parse_version(span["version"]) for span in meta.weight_versions or ()] or [
         parse_version(meta.weight_version)
     ]

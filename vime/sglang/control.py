@@ -32,8 +32,8 @@ class SglangControl:
         self._paused = False
 
     def pause(self, mode: PauseMode = "keep", *, drops_cache: bool = True) -> None:
-        """Stops generation. Running requests wait without their keys and values (keep: SGLang's retract), or end with
-        the tokens that they have (abort)."""
+        """Pauses the generation. Running requests wait without their keys and values (keep: SGLang's retract), or end
+        with the tokens that they have (abort)."""
         assert drops_cache, "check_weights requires --flush-cache-interval 1"
         if mode not in _MODES:
             raise ValueError(f"mode must be one of {', '.join(_MODES)}, got {mode}; SGLang has no other")
@@ -48,8 +48,7 @@ class SglangControl:
         self._folder = None
 
     def update_weights(self, message: dict[str, Any]) -> None:
-        """Stores the folder of the update. `message` is a `slime.protocols.WeightUpdate.message` of the file
-        channel."""
+        """Stores the update's folder from a `slime.protocols.WeightUpdate.message` of the file channel."""
         if message["channel"] != CHANNEL:
             raise ValueError(
                 f"--update-weight-transport must be {CHANNEL} with SGLang's engines, got {message['channel']}; leave "
@@ -58,7 +57,7 @@ class SglangControl:
         self._folder = str(Path(message["info"]["path"]).parent)
 
     def finish_weight_update(self, version: int) -> None:
-        """Loads the folder as `version`. A paused server stays paused."""
+        """Loads the stored folder as `version`. A paused server stays paused."""
         assert self._folder is not None, "a folder comes first"
         asked = {
             "model_path": self._folder,
@@ -71,30 +70,33 @@ class SglangControl:
             raise ControlError(f"engine {self.url} must load {self._folder}, got {answer.decode()}")
 
     def reset_prefix_cache(self) -> None:
-        """Drops all cached keys and values. Running requests compute theirs again when they continue."""
+        """Drops all cached keys and values. Running requests compute their keys and values again when they continue."""
         self._post("/flush_cache", {}, timeout_s=_SLOW_S)
 
     def sleep(self, level: int, mode: PauseMode = "keep") -> None:
-        raise NotImplementedError("an SGLang server cannot share a GPU with the trainer: such flags are errors")
+        raise NotImplementedError(
+            "an SGLang server cannot share a GPU with the trainer: such flags are errors"
+        )
 
     def wake(self, tags: Sequence[str] = ()) -> None:
-        raise NotImplementedError("an SGLang server cannot share a GPU with the trainer: such flags are errors")
+        raise NotImplementedError(
+            "an SGLang server cannot share a GPU with the trainer: such flags are errors"
+        )
 
     def use_prefill_engines(self, urls: Sequence[str]) -> None:
         raise NotImplementedError("--prefill-num-servers is refused with SGLang's servers")
 
     def weight_version(self) -> int:
-        """Returns the version of the live weights; -1 means the weights of the checkpoint."""
+        """Returns the version of the live weights. -1 means the checkpoint's weights."""
         _, answer = request(self.url, self._run_key, "GET", "/model_info", timeout_s=_QUICK_S)
         return parse_version(json.loads(answer)["weight_version"])
 
     def is_healthy(self, timeout_s: float) -> bool:
-        """Returns whether /health answers 200 within `timeout_s`. An idle SGLang server generates a token for this
-        answer."""
+        """Returns whether /health answers 200 within `timeout_s`. An idle SGLang generates a token to answer."""
         return answers(self.url, self._run_key, "/health", timeout_s=timeout_s)
 
     def model(self) -> str:
-        """Returns the folder of the checkpoint that the server was started with."""
+        """Returns the checkpoint folder with which the server was started."""
         _, answer = request(self.url, self._run_key, "GET", "/model_info", timeout_s=_QUICK_S)
         return str(json.loads(answer)["model_path"])
 
@@ -106,5 +108,5 @@ class SglangControl:
 
 
 def parse_version(version: str | int) -> int:
-    """Returns the number of a version that SGLang spells. The checkpoint's version is -1."""
+    """Converts SGLang's spelling of a version to a number. The checkpoint's version is -1."""
     return CHECKPOINT_VERSION if version == UNNAMED else int(version)

@@ -60,8 +60,8 @@ class SglangRouter(RouterServer):
         return [*argv, "--disable-retries", *spec.argv]
 
     def add(self, engine_url: str) -> None:
-        """Routes requests to a healthy engine from now on. Raises RuntimeError if the router does not within two
-        minutes."""
+        """Adds an engine to the router, and waits until the router lists it as healthy. Raises RuntimeError after
+        REQUEST_S seconds."""
         url = self._worker(engine_url)
         self._request("POST", "/workers", {"url": url, "api_key": self.spec.run_key})
         self._wait(
@@ -78,8 +78,9 @@ class SglangRouter(RouterServer):
         return [_origin(worker["url"]) for worker in self._workers()]
 
     def _worker(self, engine_url: str) -> str:
-        """Returns the URL for the router. The router asks for /health without a key, which SGLang's servers answer.
-        vLLM servers of `vime serve engine` answer it under a secret path only."""
+        """Returns the URL that the router gets for an engine. The router requests /health without a key. SGLang's
+        servers answer this request. vLLM servers of `vime serve engine` answer it under a secret path only, so their
+        URL includes that path."""
         prefix = health_prefix(self.spec.run_key)
         return engine_url + (prefix if answers(engine_url, "", f"{prefix}/health", timeout_s=5) else "")
 

@@ -20,7 +20,7 @@ from vime.pool.process import hold_port
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serves until terminated. `argv` has the arguments of sglang-router's own command line."""
+    """Serves until the process is terminated. `argv` has the arguments of sglang-router's own command line."""
     run_key = os.environ[KEY_VARIABLE]
     parser = argparse.ArgumentParser(allow_abbrev=False)
     RouterArgs.add_cli_args(parser, use_router_prefix=False)

@@ -25,7 +25,7 @@ MODULE = "sglang.launch_server"
 
 
 def hide(secret: str) -> None:
-    """Hides `secret` in all log lines of this process."""
+    """Replaces `secret` by asterisks in all log records of this process."""
     make = logging.getLogRecordFactory()
 
     def hidden(*args: object, **kwargs: object) -> logging.LogRecord:
@@ -52,7 +52,7 @@ class Proving:
 
 
 def with_proof(load: Callable[[uvicorn.Config], None]) -> Callable[[uvicorn.Config], None]:
-    """Returns uvicorn's `Config.load`, which then puts the loaded app into `Proving` with the key of the
+    """Returns a replacement of uvicorn's `Config.load`, which wraps the loaded app in `Proving` with the key from the
     environment."""
     run_key = os.environ[KEY_VARIABLE]
 
@@ -64,7 +64,7 @@ def with_proof(load: Callable[[uvicorn.Config], None]) -> Callable[[uvicorn.Conf
 
 
 def main() -> None:
-    """Serves until terminated."""
+    """Serves until the process is terminated."""
     run_key = os.environ[KEY_VARIABLE]
     bridges.apply(PROOF)
     hide(run_key)

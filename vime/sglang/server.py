@@ -41,7 +41,7 @@ class SglangServer(EngineServer):
         return [sys.executable, "-m", "vime.sglang.serve", *ours, *spec.sglang_argv]
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables of every server, then those of SGLang, then `spec.env`, which overrides the others."""
+        """Returns the variables of every server and those of SGLang. The variables in `spec.env` override both."""
         return {
             **super().environment(),
             # A paused engine generates nothing, and is healthy.

@@ -61,8 +61,8 @@ RENAMED = {"sglang_router_policy": "router_policy"}
 
 @functools.cache
 def router_parser() -> argparse.ArgumentParser:
-    """Returns sglang-router's parser without address and workers. Raises ValueError if sglang-router is not
-    installed."""
+    """Returns sglang-router's parser, without the options for its address and workers. Raises ValueError if
+    sglang-router is not installed."""
     try:
         from sglang_router.router_args import RouterArgs
     except ImportError as error:
@@ -107,8 +107,8 @@ SGLANG = _AsTheyStand()
 
 
 def translate(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
-    """Returns slime's flags of the router under the router's own names, and those of --sglang-config, with notes.
-    Raises ValueError for flags of vLLM."""
+    """Returns the flags and notes for the user. The file of --sglang-config is replaced by its flags, and slime's
+    router flags get the router's own names. Raises ValueError for flags of vLLM."""
     _require_sglangs(groups)
     made, notes = config_file.expand(groups, lambda frozen_groups: translate(frozen_groups)[0])
     _require_sglangs(made)
@@ -135,7 +135,7 @@ def _require_sglangs(groups: list[FlagGroup]) -> None:
 
 
 def check_concurrency(config: Config) -> None:
-    """Raises ValueError unless --sglang-server-concurrency is a positive number of requests."""
+    """Raises ValueError unless --sglang-server-concurrency is above 0."""
     if config.engine.server_concurrency <= 0:
         raise FlagError(
             "--sglang-server-concurrency",
@@ -146,7 +146,7 @@ def check_concurrency(config: Config) -> None:
 
 
 def check_prefill(config: Config) -> None:
-    """Raises ValueError for --prefill-num-servers, because SGLang's engines compute their prompts themselves."""
+    """Raises ValueError for --prefill-num-servers, because only vLLM's engines can pass prompts to each other."""
     if config.engine.prefill_num_servers:
         raise FlagError(
             "--prefill-num-servers",
@@ -157,7 +157,8 @@ def check_prefill(config: Config) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """Raises ValueError unless whole weights reach SGLang through files, while the trainer has other GPUs."""
+    """Raises ValueError for weight updates that SGLang's engines do not support. They need full weights in files, and
+    GPUs that the trainer does not use."""
     if not config.num_engines:
         return
     transport = config.weight_update.update_weight_transport
@@ -232,7 +233,7 @@ def check_engines(config: Config) -> None:
 
 
 def require_installed(config: Config) -> None:
-    """Raises ValueError unless SGLang, for engines that the run starts, and sglang-router are installed."""
+    """Raises ValueError unless sglang-router is installed, and SGLang if the run starts engines itself."""
     if not config.num_engines:
         return
     needed = {"sglang_router": "sglang-router"}

@@ -164,7 +164,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
 
 @contextmanager
 def _a_platform() -> Iterator[None]:
-    """Gives vLLM a platform in this context, because vLLM needs one to make flags.
+    """Gives vLLM a platform in the block, because vLLM needs a platform to define its flags.
 
     vLLM's CUDA build has no platform on a machine without a GPU, as for `vime plan` on a login node. In the block, it
     has the CPU platform.
