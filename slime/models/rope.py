@@ -163,8 +163,8 @@ def read_rope(
     """Returns the rotary embedding in config.json (or in `record`, for a model with several).
 
     `fraction` is the rotated part of a head if config.json does not have it. `whole` means that the family rotates
-    whole heads only. `alternating` means that the axes of image positions alternate, with these `sections` if
-    config.json has none. Raises ValueError for an unknown kind or setting, a missing setting, or an odd part of a head.
+    whole heads only. `alternating` means that the axes of image positions alternate, with these `sections` by
+    default. Raises ValueError for an unknown kind or setting, a missing setting, or an odd part of a head.
     """
     settings = dict(rope_record(hf) if record is None else record)
     kind = settings.get("rope_type", settings.get("type", "default"))

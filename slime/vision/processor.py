@@ -94,8 +94,8 @@ class MediaProcessor:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def marker(self, kind: MediaKind) -> str | None:
-        """Returns the text that stands for one image or video in a rendered prompt, or None if the processor has
-        none."""
+        """Returns the text that marks one image or video in a rendered prompt, or None if the processor has no
+        marker."""
         return getattr(self.processor, f"{kind}_token", None)
 
     def expand(

@@ -24,8 +24,8 @@ _ANSWER_S = 10.0
 
 
 class MemoryNodes:
-    """Finds the states on all nodes that have had trainer ranks, and removes them at the end. The driver removes those
-    of its own node."""
+    """Finds the states on all nodes that have had trainer ranks, and removes them at the end. The driver removes the
+    states on the driver's node."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
