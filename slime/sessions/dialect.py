@@ -84,7 +84,7 @@ def read_request(body: Body, messages: list[Body], tools: list[Body], length: st
         )
     most = value(body, length, int, 0)
     if most < 0:
-        raise RequestRejected("request", f"{length} must be above 0, got {most}; leave it out")
+        raise RequestRejected("request", f"{length} must be 0 or more, got {most}; leave it out")
     if value(body, "n", int, 1) != 1:
         raise RequestRejected("request", f"n must be 1, got {body['n']}; ask several times")
     ignored = [name for name in _SAMPLING if _is_set(body.get(name))]

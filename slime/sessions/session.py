@@ -324,12 +324,12 @@ class Session:
 
         A session without an answer returns one sample, which is not trained on or which the rollout draws again. All
         samples get `reward`. Without `reward`, the run's reward function scores the samples together. If `reward` is
-        not finite, the samples get the reward 0 and are not trained on. `metadata["session"]` of the first sample has
-        the reason for the session's end (`slime.data.agents.session_record`).
+        not finite, it is 0, and no sample is trained on. `metadata["session"]` of the first has the end's reason.
         """
         if reward is not None and not math.isfinite(reward):
-            self.ended = "reward"
-            self.detail = f"a reward must be a finite number, got {reward}; check the agent's reward"
+            if self.ended not in ABORTS:
+                detail = f"a reward must be a finite number, got {reward}; check the agent's reward"
+                self.ended, self.detail = "reward", detail
             reward = 0.0
         self.end(DONE)
         if self.ended == DONE and not self._tree.turns:

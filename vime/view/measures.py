@@ -96,6 +96,6 @@ def number(value: float, sign: str = "", *, digits: int = 4) -> str:
     point is rounded to an integer, such as 12,345. A value below 0.001 has at most 3 digits, such as 1.23e-05."""
     if value == 0:
         return "0"
-    if abs(value) >= 10 ** (digits - 1):
+    if abs(float(f"{value:.{digits}g}")) >= 10 ** (digits - 1):
         return f"{value:{sign},.0f}"
     return f"{value:{sign}.{min(digits, 3) - 1}e}" if abs(value) < 1e-3 else f"{value:{sign}.{digits}g}"

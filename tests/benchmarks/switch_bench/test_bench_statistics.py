@@ -153,6 +153,7 @@ def test_metrics_by_name_and_numbers_as_a_reader_wants_them():
     told = [number(x) for x in (0, 12345.6, 1234.5, 12.3456, 0.12345, 1.2345e-5, -7.829)]
     assert told == ["0", "12,346", "1,234", "12.35", "0.1235", "1.23e-05", "-7.829"]
     assert number(26.07, digits=2) == "26" and number(0.0123, "+") == "+0.0123"
+    assert (number(999.96), number(999.94)) == ("1,000", "999.9")
     relative, absolute = (Difference(r, 0.03, (), None, None) for r in (True, False))
     assert amount(STEP_TIME, relative, -0.0314, "+") == "-3.1 %"
     assert amount(STEP_TIME, relative, 0.0005) == "0.05 %"

@@ -281,6 +281,21 @@ def test_the_end_of_a_rollout_gives_the_sample_back_as_it_was_drawn() -> None:
     assert sample.status is Sample.Status.ABORTED and not sample.tokens and not sample.response_length
 
 
+def test_an_aborted_sample_without_a_finite_reward_is_drawn_again() -> None:
+    async def agent(session: Session) -> None:
+        states[0].aborted = True
+        try:
+            await ask(session, [user("say no")])
+        finally:
+            made.extend(session.samples(float("nan")))
+
+    states: list[Any] = []
+    made: list[Sample] = []
+    converse(agent, repeat, prepare=lambda _, state: states.append(state))
+    (sample,) = made
+    assert sample.status is Sample.Status.ABORTED and sample.metadata["session"]["ended"] == "aborted"
+
+
 def test_errors_of_the_agent_and_of_the_engine_reach_the_run() -> None:
     async def faulty(session: Session) -> None:
         raise KeyError("own")
