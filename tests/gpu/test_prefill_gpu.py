@@ -64,7 +64,7 @@ class Pair(Stack):
         decode.reset_prefix_cache()
         result = self.greedy()
         decode.reset_prefix_cache()
-        self.pool.state.tell_prefills()
+        self.pool.state.send_prefills()
         return result
 
     def greedy(self) -> GenerateResult:

@@ -44,15 +44,15 @@ class ControlRequest(TypedDict, total=False):
 class ControlSocket:
     """Accepts requests from its creation on, and rejects changes until `start` is called.
 
-    The policy's pool calls `tell` with the number of the policy's engines that take new requests, after each change.
+    The policy's pool calls `notify` with the number of the policy's engines that take new requests, after each change.
     """
 
     def __init__(
-        self, run_dir: str | None, pools: Mapping[str, EnginePool], tell: Callable[[int], None]
+        self, run_dir: str | None, pools: Mapping[str, EnginePool], notify: Callable[[int], None]
     ) -> None:
         self._pools = {name: pool for name, pool in pools.items() if isinstance(pool, ServerPool)}
         if POLICY in self._pools:
-            self._pools[POLICY].changes.tell = tell
+            self._pools[POLICY].changes.notify = notify
         self._is_started = self._is_closed = False
         self._turn = threading.Lock()
         self.path = Path(tempfile.mkdtemp(prefix="vime-engines-")) / "engines.sock"

@@ -38,11 +38,11 @@ Say = Callable[[str], None]
 
 @dataclass
 class Changes:
-    """Changes the engines in `state`. After each change, it calls `tell` with the number of engines that take new
+    """Changes the engines in `state`. After each change, it calls `notify` with the number of engines that take new
     requests."""
 
     state: PoolState
-    tell: Callable[[int], None] = lambda count: None
+    notify: Callable[[int], None] = lambda count: None
 
     def add(self, count: int, say: Say) -> list[str]:
         """Starts `count` engines on free devices, and returns their names when they serve. Raises ValueError before a
@@ -78,7 +78,7 @@ class Changes:
             self.state.leave_router(member)
             self.state.record(member, "leaving")
         if not member.is_prefill:
-            self.tell(others)
+            self.notify(others)
         say(f"{member.title} gets no new requests")
         left = self._drain(member, wait_s)
         with self.state.transfer.lock:
@@ -202,7 +202,7 @@ class Changes:
             return f"{member.title} did not join: {error}"
         finally:
             member.starting = False
-        self.tell(self._count(member))
+        self.notify(self._count(member))
         say(f"{member.title} serves")
         return None
 

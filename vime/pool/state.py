@@ -100,14 +100,14 @@ class PoolState:
     def admit(self, member: Member) -> None:
         """Registers the engine with the router, which then sends it requests."""
         if not member.is_prefill:
-            self.tell_prefills([member])
+            self.send_prefills([member])
             self.router.add(member.control.url)
         member.doomed, member.serving = False, True
         if member.is_prefill:
-            self.tell_prefills()
+            self.send_prefills()
         self.record(member, "serving", version=self.transfer.version)
 
-    def tell_prefills(self, decoders: Sequence[Member] | None = None) -> None:
+    def send_prefills(self, decoders: Sequence[Member] | None = None) -> None:
         """Sends the addresses of the serving prefill engines to `decoders` (default: all serving decode engines). A
         decode engine that does not answer keeps its list. It computes a prompt itself if a prefill engine is gone, and
         the monitor replaces it if it is dead."""
@@ -124,7 +124,7 @@ class PoolState:
     def leave_router(self, member: Member) -> None:
         """Stops new requests to the engine. They come from the router, or to a prefill engine from decode engines."""
         if member.is_prefill:
-            self.tell_prefills()
+            self.send_prefills()
         else:
             self.router.remove(member.control.url)
 

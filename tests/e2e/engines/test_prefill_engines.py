@@ -58,7 +58,7 @@ class Pair(Stack):
         decode.reset_prefix_cache()
         result = greedy(self, prompt)
         decode.reset_prefix_cache()
-        self.pool.state.tell_prefills()
+        self.pool.state.send_prefills()
         return result
 
 
