@@ -176,8 +176,12 @@ def held() -> dict[str, int]:
 
 
 def reset_globals() -> None:
-    """Undoes the settings of rl_kernel that a trainer of this process has made, and removes urllib's opener, which has
-    the proxies of its first use."""
+    """Undoes the settings of rl_kernel that a trainer of this process has made. Removes urllib's opener, which has the
+    proxies of its first use, and Ray's token, which may be that of an earlier cluster."""
+    if "ray._raylet" in sys.modules:
+        from slime.cluster.ray_start import _read_authentication_again
+
+        _read_authentication_again()
     urllib.request.install_opener(None)  # type: ignore[arg-type]  # urlopen makes a new one
     if "rl_kernel.mode" in sys.modules:  # otherwise the import of torch would take seconds
         from rl_kernel.mode import configure

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.checkpoints.memory_files import StoredState, find_states
@@ -46,8 +45,9 @@ class MemoryNodes:
         return {one for found in call_on_nodes(calls, _ANSWER_S).values() for one in found}
 
     def close(self) -> None:
-        with contextlib.suppress(RayError):
-            ray.get([keeper.close.remote() for keeper in self._keepers], timeout=_ANSWER_S)
+        closing = [keeper.close.remote() for keeper in self._keepers]
+        # ray.get would raise the error of a lost node before the other nodes have removed their folders.
+        ray.wait(closing, num_returns=len(closing), timeout=_ANSWER_S)
         for keeper in self._keepers:
             ray.kill(keeper)
 

@@ -16,6 +16,7 @@ from local_ray import local_ray
 
 from slime.cluster.actors import freeze_objects
 from slime.cluster.calls import ActorError, first_failure_or_all
+from slime.cluster.faults.memory_nodes import MemoryNodes, _MemoryKeeper
 from slime.cluster.images import COLUMN, SOURCE, read_files, with_files, with_source
 from slime.config import Config
 from slime.vision.inputs import ImageInputs
@@ -156,3 +157,17 @@ def test_data_names_the_actor_that_has_the_images(tmp_path: Path, monkeypatch: p
     (inputs,) = with_files(data)[COLUMN]
     assert torch.equal(inputs.tensors()["x"], torch.ones(2))
     assert inputs.items[0].path.startswith(str(tmp_path / "here"))
+
+
+def test_a_lost_node_does_not_keep_the_states_of_another(tmp_path: Path) -> None:
+    lost, kept = (tmp_path / name for name in ("lost", "kept"))
+    for folder in (lost, kept):
+        folder.mkdir()
+    for number in range(5000):  # their removal takes longer than the answer of a lost node
+        (kept / str(number)).touch()
+    nodes = MemoryNodes(str(tmp_path))
+    nodes._keepers = [_MemoryKeeper.options(num_cpus=0).remote(str(folder)) for folder in (lost, kept)]  # type: ignore[attr-defined]
+    ray.get(nodes._keepers[1].__ray_ready__.remote())
+    ray.kill(nodes._keepers[0])
+    nodes.close()
+    assert not kept.exists()
