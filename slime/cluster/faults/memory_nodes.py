@@ -45,7 +45,7 @@ class MemoryNodes:
         return {one for found in call_on_nodes(calls, _ANSWER_S).values() for one in found}
 
     def close(self) -> None:
-        closing = [keeper.close.remote() for keeper in self._keepers]
+        closing: list[ray.ObjectRef[None]] = [keeper.close.remote() for keeper in self._keepers]
         # ray.get would raise the error of a lost node before the other nodes have removed their folders.
         ray.wait(closing, num_returns=len(closing), timeout=_ANSWER_S)
         for keeper in self._keepers:
