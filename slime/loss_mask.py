@@ -60,8 +60,8 @@ def parameters_rule(parameters: object) -> str | None:
 
 
 def tool_schemas(tools: Tools | None) -> Tools | None:
-    """Returns the tools for a chat template. A name becomes a function of that name, because transformers takes objects
-    only. Raises ValueError for tools that are no list of descriptions."""
+    """Returns the tools for a chat template. A tool's name becomes a description with this name, because transformers
+    only accepts objects. Raises ValueError for tools that are no list of descriptions."""
     if tools is not None and not isinstance(tools, list | tuple):
         raise ValueError(
             f"tools must be a list of descriptions of tools, got {tools!r:.80}; correct the tools of the sample"
@@ -195,7 +195,7 @@ class MultiTurnLossMaskGenerator:
 
 
 def _replaced(value: object, text: str, other: str) -> object:
-    """Returns a copy of messages with `other` in the place of `text`."""
+    """Returns a copy of messages in which `other` replaces `text`."""
     if isinstance(value, str):
         return value.replace(text, other)
     if isinstance(value, dict):

@@ -121,7 +121,7 @@ _TEXTS_AT_A_TIME = 1024
 
 
 def prompt_lengths(texts: list[str], raw: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the number of tokens of each text. A text with `raw` has no chat template, so it gets the tokenizer's
+    """Returns each text's number of tokens. A text with `raw` has no chat template, so it gets the tokenizer's
     BOS."""
     opening = opening_ids(tokenizer)
     lengths: list[int] = []

@@ -50,7 +50,7 @@ def shared_prompts(
     """Returns a pair for each sample: the index of an earlier sample, and the number of first tokens that the sample
     takes from it. The pair is (own index, 0) for a sample that takes no tokens.
 
-    Two samples share their first common tokens if the prompt of one of them is among these tokens. So the samples of a
+    Two samples share the tokens with which both begin, if these tokens contain a sample's whole prompt. So samples of a
     group share their prompt, and the branches of a session share all turns before their fork. Tokens are common if they
     are equal, and their images and their rows in the ragged `columns` too. The experts that the engine used for a token
     may differ between samples. Such samples do not share the token.

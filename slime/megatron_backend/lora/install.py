@@ -200,8 +200,8 @@ def find_owners(inner: nn.Module) -> dict[int, nn.Module]:
 
 
 def attach(owner: Any, name: str, added: Callable[..., Tensor], *, experts: bool) -> None:
-    """Makes `owner`, the module of a product, return `added(output, input, ...)` in place of its output. `name` is the
-    product's name in `Adapters`. `experts` means that the product is that of a layer's experts."""
+    """Replaces the output of a product's module `owner` by `added(output, input, ...)`. `name` is the product's name in
+    `Adapters`. `experts` means that a layer's experts compute the product."""
     if experts:
         owner.adapted[0 if "linear_fc1" in name else 1] = added
         return

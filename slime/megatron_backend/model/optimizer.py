@@ -80,7 +80,7 @@ def build_optimizer(
 
 
 def _number_weights(optimizer: MegatronOptimizer) -> None:
-    """Corrects the index of each weight in its group, by which megatron-core finds main weight and moments in a save.
+    """Corrects each weight's index in its group. megatron-core saves a weight's optimizer state by this index.
 
     megatron-core counts in the order of the gradient buffers, but a group has its fp32 weights first. The two orders
     differ for a bf16 model with fp32 weights, such as `A_log` of linear attention.

@@ -107,8 +107,8 @@ def _chosen(part: Tensor, features: Tensor, embedded: Tensor, sequence_parallel:
 
 
 class _WithDeep(torch.autograd.Function):
-    """Returns its first argument. The backward runs after the backward of all decoder layers, and passes the gradients
-    that arrived at `leaves` on to the tower. So recomputed layers may read the leaves in a separate backward."""
+    """Returns its first argument. Its backward runs after the backward of all decoder layers, and gives the tower the
+    gradients of `leaves`. Until then, recomputed layers may add to these gradients in a separate backward."""
 
     @staticmethod
     def forward(ctx: Any, embedded: Tensor, leaves: tuple[Tensor, ...], *parts: Tensor) -> Tensor:
