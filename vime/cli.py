@@ -17,7 +17,7 @@ from slime.system.imports import uncollected
 from vime.commands import COMMANDS, MODULES, WORK
 from vime.run import interrupts
 from vime.run.output import lasting_output, print_any_text
-from vime.run.surroundings import use_utf8
+from vime.run.surroundings import keep_bytecode, use_utf8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     use_utf8(os.environ)
     print_any_text()
+    if argv is None and command in WORK:
+        keep_bytecode(os.environ)
     try:
         with lasting_output() if command in WORK else contextlib.nullcontext():
             return run(command, rest, freeze=argv is None)

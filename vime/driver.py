@@ -52,6 +52,7 @@ from slime.tracking.events import Events
 from slime.tracking.report import Reporter
 from slime.tracking.run_record import record_error, recorded
 from slime.tracking.run_summary import run_summary
+from slime.tracking.start_times import StartTimes, process_age
 from slime.user_code import add_location
 from vime.backends import make_pools
 from vime.members.control_socket import ControlSocket
@@ -193,6 +194,8 @@ def _inputs(config: Config) -> list[Path]:
 def run(config: Config, argv: Sequence[str], host: HostWork | None = None) -> None:
     """Starts everything, trains or does the work of a host, and stops everything."""
     run_dir = Path(config.logging.run_dir)
+    start_times = StartTimes(process_age())
+    start_times.end("checks")
     with ExitStack() as stack:
         lock_all(written_folders(config), stack)
         journal = stack.enter_context(
@@ -220,6 +223,7 @@ def run(config: Config, argv: Sequence[str], host: HostWork | None = None) -> No
         placed = placement.reserve_devices(config)
         watch.watch(parts(find_engine_nodes(placed)))  # trainer ranks of other nodes may start elsewhere
         watch.callback(placed.release)
+        start_times.end("Ray")
         if note := describe_memory(config, placed):
             print(f"note: {note}", file=sys.stderr)
         trainer = None
@@ -228,7 +232,7 @@ def run(config: Config, argv: Sequence[str], host: HostWork | None = None) -> No
             watch.callback(trainer.stop)
         with report_wait(_starting(config)) as wait:
             source = trainer if host is None else host.source
-            pool, rollout = _start_engines(config, placed, watch, trainer, wait, source)
+            pool, rollout = _start_engines(config, placed, watch, trainer, wait, source, start_times)
         if trainer is not None:
             _describe_trainer(config, trainer)
         if host is not None:
@@ -238,7 +242,7 @@ def run(config: Config, argv: Sequence[str], host: HostWork | None = None) -> No
         with report_wait("reading the data position of --load"):
             rollout.load(start)
         shown = StepLine(total=config.data.num_rollout, columns=choose_columns(config))
-        report = Reporter(config, make_trackers(config, run_dir, start), shown, memory)
+        report = Reporter(config, make_trackers(config, run_dir, start), shown, memory, start_times)
         stack.push(functools.partial(_close, report))
         print(f"run directory {run_dir}: metrics.jsonl, config.json, logs/", flush=True)
         if trainer is None:
@@ -343,6 +347,7 @@ def _start_engines(
     trainer: trainers.Trainers | None,
     wait: Wait,
     source: WeightSource | None,
+    start_times: StartTimes,
 ) -> tuple[EnginePool, rollout_actor.RolloutGroup]:
     """Starts the engines, and the rollout manager that sends them requests. The manager reads its data while they
     start."""
@@ -362,7 +367,9 @@ def _start_engines(
     pool.launch()
     wait.on = f"the trainer and the rollout manager ({logs}/trainer-0.log, rollout.log)"
     rollout_actor.wait_built(config, trainer, rollout, pool.check_launched)
+    start_times.end("trainer and rollout manager")
     wait.on = f"the engines ({logs}/engine-*.log)"
     pool.wait_ready()
+    start_times.end("engines")
     control.start()
     return pool, rollout

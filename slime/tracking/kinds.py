@@ -88,6 +88,7 @@ CHECKS: Mapping[str, Callable[[object], bool]] = {
     "prompts": _are_locations,
     "scores": _are_scores,
     "samples": is_whole_number,
+    "started.parts": _are_scores,
     "processes": lambda value: isinstance(value, dict),
     "cards": lambda value: isinstance(value, list) and all(isinstance(card, dict) for card in value),
     "memory.host": lambda value: isinstance(value, dict),
@@ -154,6 +155,12 @@ _ALL = (
     ),
     EventKind(
         "start", "driver", "rollout", "training starts, or resumes, at this rollout", never_none="rollout"
+    ),
+    EventKind(
+        "started",
+        "driver",
+        "seconds parts",
+        "the engines have their first weights; the time since the driver's process began, and its parts",
     ),
     EventKind(
         "step",

@@ -25,6 +25,7 @@ from slime.tracking.memory import resident_peak_gib
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX, is_score, select_sets
 from slime.tracking.percentiles import StepFigures
 from slime.tracking.phases import FIRST_WEIGHTS
+from slime.tracking.start_times import StartTimes
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Trackers
 from slime.tracking.trackers.record import State
@@ -45,16 +46,21 @@ class PhaseWatch(Protocol):
 
 class Reporter:
     """Reports the progress of a run in the driver. `timers` are the driver's own; the ranks' times arrive in their
-    results. `watch` observes the phases of the loop."""
+    results. `watch` observes the phases of the loop, and `start_times` has the parts of the start so far."""
 
     def __init__(
-        self, config: Config, trackers: Trackers, line: StepLine, watch: PhaseWatch | None = None
+        self,
+        config: Config,
+        trackers: Trackers,
+        line: StepLine,
+        watch: PhaseWatch | None = None,
+        start_times: StartTimes | None = None,
     ) -> None:
         self.config, self.trackers, self.line = config, trackers, line
         self.events = Events("driver", config.logging.run_dir)
         self.spans = Spans(self.events)
         self.timers = Timers()
-        self._watch = watch
+        self._watch, self._start_times = watch, start_times
         self.timers.observer = self._observe
         self._sent: dict[str, float] = {}
         self._concerns = Concerns(shlex.quote(config.logging.run_dir or "RUN_DIR"))
@@ -83,10 +89,13 @@ class Reporter:
 
     @contextmanager
     def first_weights(self, version: int) -> Iterator[None]:
-        """Records the block in which the engines get their first weights."""
+        """Records the block in which the engines get their first weights, and prints the parts of the start."""
         watched = nullcontext() if self._watch is None else self._watch.phase(FIRST_WEIGHTS)
         with self.events.phase("update", rollout=version), watched:
             yield
+        if self._start_times is not None:
+            self._start_times.end(FIRST_WEIGHTS)
+            print(self._start_times.report(self.events), flush=True)
 
     @contextmanager
     def running(self, rollout_id: int) -> Iterator[None]:

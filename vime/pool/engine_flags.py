@@ -9,7 +9,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict, cast
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config, FlagGroup
@@ -21,6 +21,7 @@ from slime.models import family_for
 from slime.models.quantized.quantization import QuantizationScheme
 from slime.records.errors import FlagError, UnknownFlag
 from slime.rules.listing import Row
+from slime.system.start_cache import StartCache
 
 KEY = "every server of a run gets the run's own key"
 ROUTER_RESERVED = {
@@ -65,6 +66,14 @@ class RaisingParser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+class _Checked(TypedDict):
+    """The result of a check: where the parser stores the flag's value, whether it collects values, and the values."""
+
+    dest: str
+    collects: bool
+    values: dict[str, object]
+
+
 class PrefixOwner:
     """Owns the flags with one prefix. The parser of the project that defines the flags checks them."""
 
@@ -76,9 +85,11 @@ class PrefixOwner:
         reserved: dict[str, str],
         parser: Callable[[], argparse.ArgumentParser],
         fixed: Mapping[str, str] = MappingProxyType({}),
+        kept: StartCache | None = None,
     ) -> None:
+        """`kept` has the values of flags that an earlier start has checked. For these flags, nothing is imported."""
         self.prefix, self.project, self.reserved, self.parser = prefix, project, reserved, parser
-        self._fields, self._fixed = fields, fixed
+        self._fields, self._fixed, self._kept = fields, fixed, kept
 
     def options(self) -> dict[str, argparse.Action]:
         """Maps each long option's name, with underscores and without its first dashes, to its argparse action."""
@@ -90,9 +101,13 @@ class PrefixOwner:
         argv: dict[int | str, list[str]] = {}
         fields: dict[str, Any] = {}
         problems = Problems()
+        if self._kept is not None and groups:
+            self._kept.load()
         for number, group in enumerate(groups):
             problems.check(self._take, number, group, fields, argv, origin=group.origin)
         problems.report()
+        if self._kept is not None:
+            self._kept.save()
         return {
             f"{self._fields}_args": fields,
             f"{self._fields}_argv": [t for group in argv.values() for t in group],
@@ -102,24 +117,40 @@ class PrefixOwner:
         self, number: int, group: FlagGroup, fields: dict[str, Any], argv: dict[int | str, list[str]]
     ) -> None:
         """Checks one flag and puts it into `fields` and `argv`."""
-        options = self.options()
         # vLLM reads --flag.key value as an entry of a JSON flag.
         name, dot, key = group.name.removeprefix(self.prefix).partition(".")
+        tokens = [f"--{name.replace('_', '-')}{dot}{key}", *group.values]
+        flag = self._checked(name, tokens, group)
+        if flag is None:
+            return
+        dest, typed = flag["dest"], flag["values"]
+        if flag["collects"]:
+            typed = {dest: [*fields.get(dest, []), *cast(list[object], typed[dest])]}
+        fields.update(typed)
+        # vLLM warns about a flag that is given twice, so only the last is kept. Collected values and entries of a
+        # JSON flag are all kept.
+        argv[number if dot or flag["collects"] else dest] = tokens
+
+    def _checked(self, name: str, tokens: list[str], group: FlagGroup) -> _Checked | None:
+        """Checks one flag, or returns the result of an earlier start. Returns None for a flag with the value that the
+        servers of a run get anyway."""
+        key = json.dumps(tokens)
+        if self._kept is not None and (kept := self._kept.get(key)) is not None:
+            return cast(_Checked, kept)
+        options = self.options()
         if name not in options:
             near = nearest(name, options, prefix=f"--{self.prefix[:-1]}-")
             raise UnknownFlag(group.typed, f"a flag of {self.project}", advice=near)
         dest = options[name].dest
         if dest in self.reserved:
             if group.values and group.values == [self._fixed.get(dest)]:
-                return  # the servers of a run get this value
+                return None
             raise FlagError(group.typed, "be left out", advice=self.reserved[dest])
-        tokens = [f"--{name.replace('_', '-')}{dot}{key}", *group.values]
-        typed = self._typed(tokens, group.typed)
         collects = isinstance(options[name], argparse._AppendAction)
-        fields.update({dest: fields.get(dest, []) + typed[dest]} if collects else typed)
-        # vLLM warns about a flag that is given twice, so only the last is kept. Collected values and entries of a
-        # JSON flag are all kept.
-        argv[number if dot or collects else dest] = tokens
+        flag = _Checked(dest=dest, collects=collects, values=self._typed(tokens, group.typed))
+        if self._kept is not None:
+            self._kept.put(key, flag)
+        return flag
 
     def _typed(self, tokens: list[str], typed: str) -> dict[str, Any]:
         """Returns the value that the project's parser gives to one flag, if JSON can represent the value."""

@@ -1,4 +1,5 @@
-"""Prepares the environment that a run passes to its processes: a user name, and no proxy between them."""
+"""Prepares the environment that a run passes to its processes: a user name, a folder for bytecode, and no proxy
+between them."""
 
 from __future__ import annotations
 
@@ -7,9 +8,15 @@ import contextlib
 import getpass
 import locale
 import os
+import sys
 from collections.abc import Mapping, MutableMapping
+from importlib.util import cache_from_source, find_spec
+from pathlib import Path
+
+from slime.system.start_cache import start_cache_folder
 
 _PROXIES = {"http_proxy", "https_proxy", "all_proxy"}
+NO_BYTECODE, PREFIX = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -31,6 +38,36 @@ def name_user(environ: MutableMapping[str, str]) -> None:
         getpass.getuser()
     except (KeyError, OSError):
         environ["LOGNAME"] = f"uid-{os.getuid()}"
+
+
+def keep_bytecode(environ: MutableMapping[str, str]) -> None:
+    """Sets a folder of the user's caches for bytecode, if this process and its children would find none and could write
+    none.
+
+    Without bytecode, each process compiles the source of every module that it imports, which doubles the time of its
+    imports. Many images set PYTHONDONTWRITEBYTECODE, and packages are often installed without bytecode or by another
+    user.
+    """
+    spec = find_spec("vllm")
+    if (
+        spec is None
+        or spec.origin is None
+        or PREFIX in environ
+        or Path(cache_from_source(spec.origin)).exists()
+    ):
+        return
+    if not environ.get(NO_BYTECODE) and os.access(Path(spec.origin).parent, os.W_OK):
+        return  # Python writes it at the first import
+    folder = start_cache_folder("bytecode")
+    if folder is None:
+        return
+    environ[PREFIX] = sys.pycache_prefix = str(folder)
+    sys.dont_write_bytecode = False
+    reason = f"{NO_BYTECODE} is set" if environ.pop(NO_BYTECODE, "") else "its folder cannot be written"
+    print(
+        f"note: vLLM has no bytecode, and {reason}; the processes of this run keep theirs in {folder}",
+        file=sys.stderr,
+    )
 
 
 def use_utf8(environ: MutableMapping[str, str]) -> None:

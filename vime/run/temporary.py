@@ -12,13 +12,13 @@ import fcntl
 import hashlib
 import os
 import shutil
-import stat
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
 from slime.cluster.watchdog import remove
+from slime.system.start_cache import is_own
 
 SHARED_MEMORY = Path("/dev/shm")
 _LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
@@ -77,13 +77,6 @@ def _kernel_cache(folder: Path) -> Path:
         file=sys.stderr,
     )
     return folder / kernels.name
-
-
-def is_own(folder: Path) -> bool:
-    """Returns True if `folder` is a folder of this user that no other user can write to. A link is not a folder."""
-    found = folder.lstat()
-    shared = stat.S_IWOTH | (0 if found.st_gid == os.getgid() else stat.S_IWGRP)
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & shared
 
 
 def make_weights_folder(parent: Path, run_dir: Path, stack: ExitStack) -> Path:

@@ -1,7 +1,7 @@
 """Checks the `--vllm-*` and `--router-*` flags with the parsers of vLLM and vllm-router.
 
-The import of vLLM takes seconds, so vLLM is imported only when a `--vllm-*` flag is given. A flag for a setting that
-this project sets itself (address, key, model, log-probs) is an error.
+The import of vLLM takes seconds, so vLLM is imported only for a `--vllm-*` flag that no earlier start of this user has
+checked. A flag for a setting that this project sets itself (address, key, model, log-probs) is an error.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from slime.records.errors import FlagError
 from slime.roles.groups import several_nodes, trainer_ranks
 from slime.roles.served import count_policy_top_tokens, frozen_devices
 from slime.system import extras
+from slime.system.start_cache import StartCache
 from slime.weight_sync.registry import CHANNELS
 from vime.pool.engine_flags import (
     KEY,
@@ -111,7 +112,8 @@ def router_parser() -> argparse.ArgumentParser:
     return parser
 
 
-VLLM = PrefixOwner("vllm_", "vLLM", "backend", VLLM_RESERVED, vllm_parser, SAMPLING)
+KEPT = StartCache("vllm-flags", versions.parser_fingerprint)
+VLLM = PrefixOwner("vllm_", "vLLM", "backend", VLLM_RESERVED, vllm_parser, SAMPLING, KEPT)
 ROUTER = PrefixOwner("router_", "vllm-router", "router", ROUTER_RESERVED, router_parser)
 
 

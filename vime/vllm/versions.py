@@ -88,6 +88,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.system import extras
+from slime.system.start_cache import files_fingerprint
+from vime.pool import engine_flags
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
@@ -160,6 +162,18 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
             if not str(error.name).startswith("vllm.entrypoints"):
                 raise
     raise ImportError(f"vLLM's server flags must be in one of {', '.join(_PARSER_MODULES)}")
+
+
+def parser_fingerprint() -> str | None:
+    """Returns a hash that changes with the installed vLLM, its settings and this project's checks of flags. Returns
+    None without vLLM. Does not import vLLM."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return None
+    folder = Path(spec.origin).parent
+    own = [Path(engine_flags.__file__), Path(__file__), Path(spec.origin)]
+    parts = ("config", "engine", "entrypoints", "utils")
+    return files_fingerprint([*own, *(file for part in parts for file in (folder / part).rglob("*.py"))])
 
 
 @contextmanager

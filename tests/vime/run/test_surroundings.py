@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import subprocess
 import sys
@@ -131,3 +132,35 @@ def test_text_is_utf8_under_any_locale(locale, tmp_path):
         [sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True
     )
     assert done.stdout.splitlines() == ["'\\u0120 \\u2192'"] * 3, done.stderr
+
+
+BYTECODE = (
+    "import sys, os, subprocess\n"
+    "real = os.access\n"
+    "os.access = lambda path, mode: real(path, mode) and not (sys.argv[1] == 'owner' and 'site' in str(path))\n"
+    "from vime.run.surroundings import keep_bytecode; keep_bytecode(os.environ)\n"
+    "subprocess.run([sys.executable, '-c', 'import vllm'], check=True)\n"
+    "print(os.environ.get('PYTHONDONTWRITEBYTECODE'))\n"
+)
+
+
+@pytest.mark.parametrize("kind", ["variable", "owner", "compiled", "writable"])
+def test_processes_of_a_run_find_bytecode(tmp_path: Path, kind: str) -> None:
+    """With a stand-in for vLLM's package without bytecode. `owner`: the package belongs to another user. Root can write
+    to such a folder, so the test replaces the answer of os.access."""
+    package, cache = tmp_path / "site/vllm", tmp_path / "cache"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("x = 1\n")
+    if kind == "compiled":
+        compileall.compile_dir(package, quiet=2)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHONPYCACHE")}
+    env |= {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "XDG_CACHE_HOME": str(cache)}
+    env["PYTHONDONTWRITEBYTECODE"] = "1" if kind in ("variable", "compiled") else ""
+    done = subprocess.run([sys.executable, "-c", BYTECODE, kind], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kept = list(cache.glob("vime/bytecode/**/vllm/__init__*.pyc"))
+    if kind in ("variable", "owner"):
+        assert len(kept) == 1 and done.stdout == "None\n"
+        assert "vLLM has no bytecode" in done.stderr and str(cache) in done.stderr
+    else:
+        assert not kept and done.stdout == f"{env['PYTHONDONTWRITEBYTECODE']}\n" and not done.stderr

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vime.run.temporary import is_own, make_weights_folder, use_folder
+from slime.system.start_cache import is_own
+from vime.run.temporary import make_weights_folder, use_folder
 
 only_as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
 

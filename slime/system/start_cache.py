@@ -1,0 +1,91 @@
+"""Keeps results that the next start of this user can reuse, as JSON files in the folder `vime` of the user's caches.
+
+A file that is missing, damaged or from another installation costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from pathlib import Path
+
+_MOST = 1000
+"""Most entries of a file. A file with more entries begins anew."""
+
+
+def start_cache_folder(name: str = "") -> Path | None:
+    """Makes and returns the folder `name` in $XDG_CACHE_HOME/vime, by default ~/.cache/vime. Returns None if the user
+    has no such folder: the user id has no home, the folder cannot be written, or another user can write to it."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "vime" / name
+    try:
+        if not folder.is_absolute():
+            return None
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return folder if is_own(folder) and os.access(folder, os.W_OK) else None
+    except OSError:
+        return None
+
+
+def is_own(folder: Path) -> bool:
+    """Returns True if `folder` is a folder of this user that no other user can write to. A link is not a folder."""
+    found = folder.lstat()
+    shared = stat.S_IWOTH | (0 if found.st_gid == os.getgid() else stat.S_IWGRP)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & shared
+
+
+def files_fingerprint(files: Iterable[Path]) -> str:
+    """Returns a hash of the paths, sizes and modification times of files."""
+    facts = [(str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
+    return sha256(json.dumps(sorted(facts)).encode()).hexdigest()
+
+
+class StartCache:
+    """A dictionary in the file NAME.json.
+
+    `fingerprint` identifies the installation that computed the values. The file of another installation is not used.
+    If `fingerprint` returns None, the dictionary stays empty and is not saved.
+    """
+
+    def __init__(self, name: str, fingerprint: Callable[[], str | None]) -> None:
+        self._file, self._find_fingerprint = f"{name}.json", fingerprint
+        self._fingerprint: str | None = None
+        self._entries: dict[str, object] = {}
+        self._changed = False
+
+    def load(self) -> None:
+        """Reads the file. Without a usable file, the dictionary is empty."""
+        self._fingerprint, self._entries, self._changed = self._find_fingerprint(), {}, False
+        folder = start_cache_folder()
+        if folder is None or self._fingerprint is None:
+            return
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            content = json.loads((folder / self._file).read_text(encoding="utf-8"))
+            if content["fingerprint"] == self._fingerprint:
+                self._entries = dict(content["entries"])
+
+    def get(self, key: str) -> object | None:
+        return self._entries.get(key)
+
+    def put(self, key: str, value: object) -> None:
+        """Stores a value that JSON can represent. `save` writes it."""
+        if len(self._entries) >= _MOST:
+            self._entries.clear()
+        self._entries[key], self._changed = value, True
+
+    def save(self) -> None:
+        """Replaces the file if the dictionary has new values. A folder that cannot be written is no error."""
+        folder = start_cache_folder()
+        if not self._changed or self._fingerprint is None or folder is None:
+            return
+        text = json.dumps({"fingerprint": self._fingerprint, "entries": self._entries})
+        with contextlib.suppress(OSError):
+            handle, written = tempfile.mkstemp(dir=folder, prefix=self._file)
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(written, folder / self._file)  # another start may read the file at this time
+        self._changed = False
