@@ -197,19 +197,28 @@ if [[ " $* " == *" --input-key"[\ =]* ]]; then
     DATA_ARGS=() # The user's flags name the columns.
 else
     layout=$("$PYTHON" -P - "$DATA" "$EXAMPLE" <<'PY'
+import json
 import sys
-
-from slime.data.prompts import read_file
 
 LAYOUTS = {
     ("question", "answer"): "--input-key question --label-key answer --rm-type gsm8k",
     ("prompt", "label"): "--input-key prompt --label-key label --rm-type deepscaler",
     ("prompt", "reward_model"): "--input-key prompt --label-key reward_model.ground_truth --rm-type dapo --reward-key score",
 }
-try:
-    columns = next(read_file(sys.argv[1], flag="DATA"), {})
-except ValueError as error:
-    sys.exit(f"run-{sys.argv[2]}-grpo: {error}")
+columns = None
+if sys.argv[1].endswith(".jsonl"):  # read here, because the import of `datasets` takes 3 s on a GPU host
+    try:
+        with open(sys.argv[1], encoding="utf-8") as file:
+            columns = json.loads(file.readline())
+    except ValueError:
+        pass
+if not isinstance(columns, dict):
+    from slime.data.prompts import read_file
+
+    try:
+        columns = next(read_file(sys.argv[1], flag="DATA"), {})
+    except ValueError as error:
+        sys.exit(f"run-{sys.argv[2]}-grpo: {error}")
 for needed, flags in LAYOUTS.items():
     if set(needed) <= set(columns):
         print(flags)

@@ -10,7 +10,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
 
@@ -36,6 +36,12 @@ def is_own(folder: Path) -> bool:
     found = folder.lstat()
     shared = stat.S_IWOTH | (0 if found.st_gid == os.getgid() else stat.S_IWGRP)
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & shared
+
+
+def triton_cache_folder(environ: Mapping[str, str], home: str) -> str:
+    """Returns the folder in which Triton keeps compiled kernels."""
+    default = os.path.join(environ.get("TRITON_HOME") or home, ".triton", "cache")
+    return environ.get("TRITON_CACHE_DIR") or default
 
 
 def files_fingerprint(files: Iterable[Path]) -> str:

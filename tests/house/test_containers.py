@@ -64,7 +64,7 @@ def test_an_image_is_unprivileged_and_checks_its_health(stages, image: str, devi
     assert re.search(
         rf'^HEALTHCHECK .*CMD \["vime", "doctor", "--device", "{device}"\]$', stage, re.MULTILINE
     )
-    assert 'VOLUME ["/srv/vime/runs", "/var/lib/vime/huggingface"]' in stage
+    assert 'VOLUME ["/srv/vime/runs", "/var/lib/vime/huggingface", "/var/lib/vime/cache"]' in stage
     assert "HF_HOME=/var/lib/vime/huggingface" in stage
     assert f"LOCK=requirements/locks/{image}-${{TARGETARCH}}.txt" in stage
     for label in ("title", "description", "version", "revision", "licenses"):

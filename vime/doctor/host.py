@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slime.agent.init import bubblewrap
 from slime.memory.host import host_memory, host_total, meminfo
+from slime.system.start_cache import triton_cache_folder
 from vime.doctor.finding import GIB, MIB, Finding, WantedRun, judge, ok, problem, size, warning
 from vime.doctor.machine import Machine, words
 
@@ -195,7 +196,7 @@ def hf_home(machine: Machine) -> Path:
 
 def check_writable(machine: Machine, wanted: WantedRun) -> list[Finding]:
     """Checks that this user can write to the directories of a run."""
-    triton = Path(machine.environ.get("TRITON_CACHE_DIR") or machine.home() / ".triton" / "cache")
+    triton = Path(triton_cache_folder(machine.environ, str(machine.home())))
     paths = {
         "run directory": (wanted.run_dir, True, "--run-dir"),
         "model cache": (hf_home(machine), False, "HF_HOME"),  # an existing model needs to be readable only

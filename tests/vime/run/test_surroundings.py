@@ -164,3 +164,20 @@ def test_processes_of_a_run_find_bytecode(tmp_path: Path, kind: str) -> None:
         assert "vLLM has no bytecode" in done.stderr and str(cache) in done.stderr
     else:
         assert not kept and done.stdout == f"{env['PYTHONDONTWRITEBYTECODE']}\n" and not done.stderr
+
+
+@pytest.mark.parametrize("home", ["", "/somewhere"])
+def test_tritons_folder_is_named_before_torch_names_another(home: str) -> None:
+    code = (
+        "import os; from vime.run.surroundings import name_triton_cache\n"
+        "import triton; default = triton.knobs.cache.dir\n"
+        "assert 'TRITON_CACHE_DIR' not in os.environ; name_triton_cache(os.environ)\n"
+        "print(default, os.environ['TRITON_CACHE_DIR'])\n"
+        "os.environ['TRITON_CACHE_DIR'] = '/mine'; name_triton_cache(os.environ)\n"
+        "print(os.environ['TRITON_CACHE_DIR'])\n"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    env |= {"PYTHONPATH": str(ROOT), **({"TRITON_HOME": home} if home else {})}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    default, named, kept = done.stdout.split()
+    assert default == named and kept == "/mine" and (not home or named == "/somewhere/.triton/cache")
