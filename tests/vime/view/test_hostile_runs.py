@@ -144,6 +144,7 @@ def wrong_lines() -> list[str]:
     found = []
     of_kinds = {
         "memory": {"host": {}, "cards": [], "processes": {}},
+        "started": {"parts": {"checks": 1.5}},
         "drawn": {"groups": [1], "version": 1, "prompts": [[0, 1, 1, 5], None]},
     }
     for kind in KINDS.values():
