@@ -19,16 +19,22 @@ _MOST = 1000
 
 
 def start_cache_folder(name: str = "") -> Path | None:
-    """Makes and returns the folder `name` in $XDG_CACHE_HOME/vime, by default ~/.cache/vime. Returns None if the user
-    has no such folder: the user id has no home, the folder cannot be written, or another user can write to it."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "vime" / name
+    """Makes and returns the folder `name` in $XDG_CACHE_HOME/vime, by default ~/.cache/vime.
+
+    Returns None if this user cannot have the folder: the user id has no home, the folder cannot be written, or another
+    user can write to it or to `vime`.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "vime"
+    if not base.is_absolute():
+        return None
     try:
-        if not folder.is_absolute():
-            return None
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return folder if is_own(folder) and os.access(folder, os.W_OK) else None
+        for folder in (base, base / name):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not is_own(folder) or not os.access(folder, os.W_OK):
+                return None
     except OSError:
         return None
+    return base / name
 
 
 def is_own(folder: Path) -> bool:

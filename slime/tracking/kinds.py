@@ -160,7 +160,7 @@ _ALL = (
         "started",
         "driver",
         "seconds parts",
-        "the engines have their first weights; the time since the driver's process began, and its parts",
+        "the engines have their first weights; the time since the driver's process began, and the parts of this time",
     ),
     EventKind(
         "step",

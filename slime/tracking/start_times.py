@@ -26,11 +26,12 @@ class StartTimes:
         self.parts[part], self._last = now - self._last, now
 
     def report(self, events: Events) -> str:
-        """Records the parts in the journal, and returns a line with them."""
+        """Records the parts in the journal, and returns a line with them. The line leaves out parts that took no time,
+        such as the engines of a run without engines."""
         total = sum(self.parts.values())
         rounded = {part: round(seconds, 2) for part, seconds in self.parts.items()}
         events.add("started", seconds=round(total, 2), parts=rounded)
-        words = (f"{part} {seconds:.1f}" for part, seconds in self.parts.items())
+        words = (f"{part} {seconds:.1f}" for part, seconds in self.parts.items() if seconds >= 0.05)
         return f"started in {total:.1f} s: {', '.join(words)}"
 
 

@@ -44,10 +44,10 @@ def name_user(environ: MutableMapping[str, str]) -> None:
 def name_triton_cache(environ: MutableMapping[str, str]) -> None:
     """Names the folder in which Triton keeps compiled kernels by default.
 
-    Without the name, torch's compiler names a folder of its own in each process in which it compiles a graph
-    (torch/_inductor/runtime/triton_heuristics.py). The second start of an engine loads the graph and compiles nothing,
-    so its Triton looks for kernels in the default folder, and compiles those of the first start again. On an H200, this
-    took 19 s of the second start of a Qwen3-4B.
+    Without the name, torch's compiler names another folder in each process in which it compiles a graph
+    (torch/_inductor/runtime/triton_heuristics.py). The first start of an engine compiles a graph, and the second loads
+    it. So the second start would look for Triton's kernels in the default folder, and compile them again. On an H200,
+    the warm-up of a Qwen3-4B then took 20 s in the second start, and 1 s in the third.
     """
     folder = triton_cache_folder(environ, os.path.expanduser("~"))
     if os.path.isabs(folder):
@@ -55,12 +55,11 @@ def name_triton_cache(environ: MutableMapping[str, str]) -> None:
 
 
 def keep_bytecode(environ: MutableMapping[str, str]) -> None:
-    """Sets a folder of the user's caches for bytecode, if this process and its children would find none and could write
-    none.
+    """Sets a folder for bytecode in the user's caches, if vLLM has no bytecode and Python would write none.
 
     Without bytecode, each process compiles the source of every module that it imports, which doubles the time of its
-    imports. Many images set PYTHONDONTWRITEBYTECODE, and packages are often installed without bytecode or by another
-    user.
+    imports (scripts/setup.sh). Many images set PYTHONDONTWRITEBYTECODE. Packages are often installed without bytecode
+    or by another user.
     """
     spec = find_spec("vllm")
     if (
@@ -79,7 +78,7 @@ def keep_bytecode(environ: MutableMapping[str, str]) -> None:
     sys.dont_write_bytecode = False
     reason = f"{NO_BYTECODE} is set" if environ.pop(NO_BYTECODE, "") else "its folder cannot be written"
     print(
-        f"note: vLLM has no bytecode, and {reason}; the processes of this run keep theirs in {folder}",
+        f"note: vLLM has no bytecode, and {reason}; this command and its processes keep bytecode in {folder}",
         file=sys.stderr,
     )
 

@@ -112,8 +112,10 @@ def router_parser() -> argparse.ArgumentParser:
     return parser
 
 
-KEPT = StartCache("vllm-flags", versions.parser_fingerprint)
-VLLM = PrefixOwner("vllm_", "vLLM", "backend", VLLM_RESERVED, vllm_parser, SAMPLING, KEPT)
+VLLM = PrefixOwner(
+    *("vllm_", "vLLM", "backend", VLLM_RESERVED, vllm_parser, SAMPLING),
+    kept=StartCache("vllm-flags", versions.parser_fingerprint),
+)
 ROUTER = PrefixOwner("router_", "vllm-router", "router", ROUTER_RESERVED, router_parser)
 
 

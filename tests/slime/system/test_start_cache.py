@@ -61,6 +61,8 @@ def test_a_folder_that_cannot_be_used_is_no_error(folder: Path, monkeypatch: pyt
     folder.mkdir(mode=0o777)
     os.chmod(folder, 0o777)
     assert start_cache_folder() is None, "another user could replace the values"
+    (folder / "bytecode").mkdir(mode=0o700)
+    assert start_cache_folder("bytecode") is None, "another user could replace the folder"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user id without a home
     assert start_cache_folder() is None

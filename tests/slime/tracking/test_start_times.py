@@ -15,17 +15,18 @@ from slime.tracking.start_times import StartTimes
 
 
 def test_the_parts_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([100.0, 103.0, 110.5])
+    clock = iter([100.0, 103.0, 110.5, 110.5])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     times = StartTimes(2.0)
     times.end("checks")
+    times.end("trainer")
     times.end("engines")
     events = Events("driver", str(tmp_path))
-    assert times.report(events) == "started in 12.5 s: checks 5.0, engines 7.5"
+    assert times.report(events) == "started in 12.5 s: checks 5.0, trainer 7.5"
     events.close()
     monkeypatch.undo()
     (event,) = [event for event in read_events(tmp_path) if event.kind == "started"]
-    assert event.fields == {"seconds": 12.5, "parts": {"checks": 5.0, "engines": 7.5}}
+    assert event.fields == {"seconds": 12.5, "parts": {"checks": 5.0, "trainer": 7.5, "engines": 0.0}}
 
 
 def test_the_age_of_a_process_begins_with_its_start() -> None:

@@ -23,7 +23,7 @@ except ValueError as error:
 
 
 def parsed(cache: Path, *flags: str) -> str:
-    """Parses flags in a process of their own, as a start does."""
+    """Parses flags in a new process, as a start does."""
     done = subprocess.run(
         [sys.executable, "-c", CODE, *flags],
         env={**os.environ, "XDG_CACHE_HOME": str(cache)},
