@@ -61,6 +61,7 @@ from side_process import Ended, execute
 
 from rl_kernel.host import gpu_rows
 from vime.pool.process import sigterm_interrupts
+from vime.run.surroundings import keep_bytecode
 
 BENCHMARKS = Path(__file__).resolve().parent
 REPOSITORY = BENCHMARKS.parent
@@ -134,6 +135,7 @@ class Comparison:
             job = peer_job(case, place, rollouts, number, side)
             command = [sys.executable, str(BENCHMARKS / f"{peer}_side.py"), json.dumps(job)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+        keep_bytecode(environment)  # Our side does this itself. Without it, a peer starts minutes later.
 
         def progress(seconds: float) -> None:
             done = rollouts_done(run_dir, side)
