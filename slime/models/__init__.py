@@ -6,7 +6,7 @@ the decoder, so no other file names a family. The package imports neither torch 
 
 from __future__ import annotations
 
-from slime.models.decoder import Attention, Decoder, DeltaNet, Experts, Hf, Layer, Mamba
+from slime.models.decoder import MOST_LAYERS, Attention, Decoder, DeltaNet, Experts, Hf, Layer, Mamba
 from slime.models.families.gemma2 import GEMMA2
 from slime.models.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from slime.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
@@ -39,6 +39,7 @@ from slime.records.errors import FlagError
 
 __all__ = [
     "FAMILIES",
+    "MOST_LAYERS",
     "Attention",
     "Decoder",
     "DeltaNet",
@@ -115,9 +116,11 @@ def read_decoder(hf: Hf) -> Decoder:
         least = 1 if name in _SIZES else 0 if name in _COUNTS else None
         if least is None or value is None:
             continue
-        if type(value) is not int or not least <= value < _LARGEST:
+        most = MOST_LAYERS if name in _LAYERS else _LARGEST
+        if type(value) is not int or not least <= value <= most:
             raise ValueError(
-                f"{name} in config.json must be a number from {least} on, got {value!r}; download the checkpoint again"
+                f"{name} in config.json must be a number from {least} to {most:,}, got {value!r}; download the "
+                "checkpoint again"
             )
     try:
         return _read(family, hf)
@@ -135,7 +138,8 @@ _SIZES = frozenset(
     }
 )
 _COUNTS = frozenset({"n_shared_experts", "num_nextn_predict_layers", "first_k_dense_replace"})
-_LARGEST = 2**31
+_LAYERS = frozenset({"num_hidden_layers", "num_nextn_predict_layers", "first_k_dense_replace"})
+_LARGEST = 2**31 - 1
 
 
 def _read(family: Family, hf: Hf) -> Decoder:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from slime.models.decoder import MOST_LAYERS
 from slime.models.rope import Hf
 
 if TYPE_CHECKING:
@@ -71,6 +72,13 @@ class Vision:
     """Prefixes of the tower's tensors in files."""
     block_weight: str = "blocks.0.attn.qkv.weight"
     """Name of a matrix of the first block in the trainer, without `PREFIX`."""
+
+    def __post_init__(self) -> None:
+        if type(self.depth) is not int or not 1 <= self.depth <= MOST_LAYERS:
+            raise ValueError(
+                f"the number of layers in vision_config of config.json must be a number from 1 to {MOST_LAYERS:,}, got "
+                f"{self.depth!r}; download the checkpoint again"
+            )
 
     def count_tokens(self, grid: tuple[int, ...]) -> int:
         """Returns the number of tokens of an image or video with `grid` patches (time, height, width)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 from slime.agent.sandbox.protocol import SandboxError
 
 Message = dict[str, Any]
+_LARGEST_PIPE = 1 << 20
 _STARTED = "start"
 _FIELDS: dict[str, dict[str, type]] = {
     _STARTED: {"ready": str, "landlock": bool},
@@ -172,6 +174,13 @@ class OutputStream(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.ended.set()
+
+    def read_present(self) -> None:
+        """Reads the data that is in the pipe now, which a busy event loop has not read yet."""
+        pipe = self.transport.get_extra_info("pipe")
+        if not self.ended.is_set() and not pipe.closed:
+            with contextlib.suppress(BlockingIOError):
+                self.data_received(os.read(pipe.fileno(), _LARGEST_PIPE))
 
     def text(self) -> str:
         return self.data.decode(errors="replace")

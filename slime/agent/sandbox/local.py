@@ -7,7 +7,6 @@ docs/security.md lists the attacks that a sandbox prevents, and those that it do
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import json
 import logging
@@ -38,7 +37,7 @@ from slime.agent.sandbox.protocol import (
     SandboxError,
     checked,
 )
-from slime.agent.sandbox.users import free_user
+from slime.agent.sandbox.users import closed_parent, free_user
 from slime.records.once import warn_once
 
 logger = logging.getLogger(__name__)
@@ -111,6 +110,8 @@ class LocalSandbox:
                 raise SandboxError(
                     f"this host refuses namespaces to a sandbox ({way.refused}); use isolation='auto'"
                 )
+            if way.refused and self._user is not None:
+                self._check_parent(self._user)
             self._make_folder()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
@@ -125,6 +126,16 @@ class LocalSandbox:
         if way.refused and self.isolation == "auto":
             _warn_once(way.refused, message["landlock"])
         self.isolation = message["ready"]
+
+    def _check_parent(self, user: int) -> None:
+        """Raises SandboxError if the sandbox's user may not enter the folder in which its folder is made. Each command
+        would fail."""
+        folder = self._parent or tempfile.gettempdir()
+        if closed := closed_parent(folder, user):
+            raise SandboxError(
+                f"the folder of a sandbox must lie where other users may enter, got {folder}, and {closed} is closed "
+                f"to them; choose another folder, or allow it: chmod o+x {closed}"
+            )
 
     def _make_folder(self) -> None:
         # The path is resolved, because the sandbox sees real paths only.
@@ -254,9 +265,11 @@ class LocalSandbox:
                 os.close(writer)
         try:
             message = await self._reply(number, reply, output, timeout)
-            with contextlib.suppress(TimeoutError):
-                # A process in the background may hold the pipes for as long as it likes.
+            try:
                 await asyncio.wait_for(all_read(out, err), _GRACE_S)
+            except TimeoutError:  # A process in the background may hold the pipes for as long as it likes.
+                out.read_present()
+                err.read_present()
         finally:
             out.transport.close()
             err.transport.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from pathlib import Path
 
 
@@ -18,6 +19,17 @@ def free_user() -> int | None:
         return None
     first, last = _unused()
     return first + secrets.randbelow(last - first) if last - first > 1000 else None
+
+
+def closed_parent(folder: str | Path, user: int) -> Path | None:
+    """Returns the outermost folder on the path of `folder`, itself included, that a user who owns none of them may not
+    enter. Returns None if there is none."""
+    path = Path(os.path.realpath(folder))
+    for parent in (*reversed(path.parents), path):
+        found = parent.stat()
+        if not found.st_mode & (stat.S_IXUSR if found.st_uid == user else stat.S_IXOTH):
+            return parent
+    return None
 
 
 def _unused() -> tuple[int, int]:

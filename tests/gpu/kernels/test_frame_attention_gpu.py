@@ -68,7 +68,7 @@ def test_all_frames_are_as_exact_as_one_by_one(size: int) -> None:
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_tower_calls_it_once_per_layer(kind: str) -> None:
     settings = {**SHAPES[kind], "out_hidden_size": 256, "intermediate_size": 512}
-    vision = Vision(kind, settings, depth=0, hidden=0, ffn=0, heads=0, out=0, image_id=0)
+    vision = Vision(kind, settings, depth=1, hidden=0, ffn=0, heads=0, out=0, image_id=0)
     torch.manual_seed(0)
     tower: Any = TOWERS[kind].build(vision).cuda().eval().requires_grad_(False)
     config = tower.config

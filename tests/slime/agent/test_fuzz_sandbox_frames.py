@@ -91,9 +91,7 @@ def test_any_frame_of_an_owner_ends_every_request(fuzz: Callable[..., None]) -> 
     )
 
 
-def test_any_frame_to_an_owner_is_served_or_ends_the_sandbox(
-    fuzz: Callable[..., None], tmp_path: Any
-) -> None:
+def test_any_frame_to_an_owner_is_served_or_ends_the_sandbox(fuzz: Callable[..., None]) -> None:
     """A sandbox that ended leaves nothing: its owner and its commands are gone."""
     sandbox: LocalSandbox | None = None
     loop = asyncio.new_event_loop()
@@ -101,7 +99,7 @@ def test_any_frame_to_an_owner_is_served_or_ends_the_sandbox(
     async def send(frame: bytes, streams: int) -> None:
         nonlocal sandbox
         if sandbox is None:
-            sandbox = LocalSandbox(folder=tmp_path)
+            sandbox = LocalSandbox()
             await sandbox.start()
         assert sandbox._channel is not None and sandbox._process is not None
         body = os.memfd_create("frame")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 
 import pytest
@@ -74,6 +75,26 @@ def test_a_closed_sandbox_says_so():
             await sandbox.read_file("x")
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="sandboxes of other users run as this user, who owns the folder")
+def test_a_folder_that_is_closed_to_the_sandbox_is_refused(tmp_path):
+    """Without namespaces, every command failed in such a folder."""
+    closed = tmp_path / "closed"
+    closed.mkdir(0o700)
+    with pytest.raises(SandboxError, match="must lie where other users may enter, got .*closed to them"):
+        asyncio.run(LocalSandbox(isolation="processes", folder=closed).start())
+    assert not any(closed.iterdir())
+
+
+def test_output_that_a_busy_event_loop_has_not_read_is_kept(monkeypatch):
+    monkeypatch.setattr("slime.agent.sandbox.local._GRACE_S", 0.0)
+
+    async def main():
+        async with LocalSandbox() as sandbox:
+            return [await sandbox.exec("echo there; echo wrong >&2") for _ in range(20)]
+
+    assert {(done.stdout, done.stderr) for done in asyncio.run(main())} == {("there\n", "wrong\n")}
 
 
 def test_limits_must_be_positive():

@@ -17,7 +17,7 @@ from slime.config.config_file import FlagGroup, read_config_file
 from slime.config.custom_config import custom_entries
 from slime.data.files import _check_fields, _csv_columns
 from slime.data.tokenizer import load_tokenizer
-from slime.models import read_decoder
+from slime.models import MOST_LAYERS, read_decoder
 from slime.plan.model_shape import Shape
 
 TAGS = (
@@ -114,6 +114,16 @@ def test_any_value_in_config_json(fuzz: Callable[..., None]) -> None:
 def test_sizes_of_config_json_are_numbers(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name} in config.json must be"):
         read_decoder({**CONFIGS["qwen3-30b-a3b"], name: value})
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_nextn_predict_layers", "first_k_dense_replace"])
+def test_a_number_of_layers_has_a_limit(name: str) -> None:
+    """Each layer has a record: a number of 2**30 once filled the memory of the host."""
+    read_decoder({**CONFIGS["glm-4.5-air"], name: 1 if name == "first_k_dense_replace" else MOST_LAYERS})
+    with pytest.raises(
+        ValueError, match=f"{name} in config.json must be a number from . to 10,000, got 10001"
+    ):
+        read_decoder({**CONFIGS["glm-4.5-air"], name: MOST_LAYERS + 1})
 
 
 @pytest.mark.parametrize(

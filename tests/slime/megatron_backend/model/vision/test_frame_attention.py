@@ -20,7 +20,7 @@ GRIDS = {
 
 def build(kind: str) -> nn.Module:
     settings = {**MULTIMODAL[kind], "out_hidden_size": 48}
-    vision = Vision(kind, settings, depth=0, hidden=0, ffn=0, heads=0, out=0, image_id=0)
+    vision = Vision(kind, settings, depth=1, hidden=0, ffn=0, heads=0, out=0, image_id=0)
     torch.manual_seed(0)
     return TOWERS[kind].build(vision)
 
