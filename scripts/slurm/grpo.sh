@@ -28,7 +28,7 @@ NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ' ')
 [[ -z "${IMAGE:-}" || -n "${OUT:-}" ]] || die "OUT must name a folder that all nodes see where IMAGE is set, got nothing"
 [[ -z "${OUT:-}" || "$OUT" == /* ]] || OUT="$PWD/$OUT"
 JOB_DIR="${OUT:-$PWD/runs}/slurm-$SLURM_JOB_ID"
-rm -f "$JOB_DIR/status" "$JOB_DIR/address" # they exist if Slurm has requeued the job
+rm -f "$JOB_DIR/status" "$JOB_DIR/address" "$JOB_DIR"/left-* # they exist if Slurm has requeued the job
 export NODES JOB_DIR
 (
     # Only this user can read the token. Everyone who has the token can run code on the nodes.

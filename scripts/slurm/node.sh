@@ -7,6 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [[ ! -d "${VENV:-.venv}/bin" ]] || PATH="$(cd "${VENV:-.venv}/bin" && pwd):$PATH"
 node=${SLURMD_NODENAME:-$(hostname -s)}
 HEAD_TIMEOUT_S=${HEAD_TIMEOUT_S:-300} JOIN_TIMEOUT_S=${JOIN_TIMEOUT_S:-300}
+LEAVE_S=20 # Workers end first: without a head, a worker takes 30 s to end, and its agent 60 s more.
 log="$JOB_DIR/ray-$node.log"
 die() { echo "slurm: node $node: $*" >&2; exit 1; }
 
@@ -21,6 +22,7 @@ children=()
 finish() {
     ((${#children[@]} == 0)) || kill "${children[@]}" 2>/dev/null || true
     wait || true
+    [[ "$node" == "${NODES%% *}" || ! -d "$JOB_DIR" ]] || touch "$JOB_DIR/left-$node"
 }
 trap finish EXIT
 trap 'exit 130' INT
@@ -40,7 +42,9 @@ if [[ "$node" == "${NODES%% *}" ]]; then
     python scripts/slurm/wait_for_nodes.py --address "$address" --log-dir "$JOB_DIR" \
         --head-timeout-s "$HEAD_TIMEOUT_S" --join-timeout-s "$JOIN_TIMEOUT_S" --ray-pid "${children[0]}" \
         "${names[@]}" || status=$?
+    joined=()
     if ((status == 0)); then
+        joined=("${names[@]:1}")
         RAY_ADDRESS="$address" bash "$@" &
         children+=($!)
         wait "${children[1]}" || status=$?
@@ -49,6 +53,10 @@ if [[ "$node" == "${NODES%% *}" ]]; then
     # The other nodes read the file as soon as it exists, so it must be complete then.
     echo "$status" >"$JOB_DIR/status.new"
     mv "$JOB_DIR/status.new" "$JOB_DIR/status"
+    end=$((SECONDS + LEAVE_S))
+    for name in "${joined[@]}"; do
+        while [[ ! -f "$JOB_DIR/left-$name" ]] && ((SECONDS < end)); do sleep 0.2; done
+    done
     exit "$status"
 fi
 

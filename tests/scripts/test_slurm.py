@@ -101,6 +101,7 @@ def test_the_launcher_runs_on_all_nodes_and_its_status_is_the_jobs(job, tmp_path
     assert f"--container-mounts={tmp_path}:{tmp_path},/data:/data" in options
     assert_no_orphans(job_dir(tmp_path))
     assert not (job_dir(tmp_path) / "token").exists()
+    assert (job_dir(tmp_path) / "left-node-b").exists()
 
 
 @pytest.mark.slow
