@@ -54,7 +54,7 @@ class LocalSandbox:
     bubblewrap. "auto" (the default) uses bubblewrap if possible, and otherwise logs a warning once.
     `network`: "none", "loopback" (`allow_loopback` opens single ports of this host's loopback), or "host". Without
     namespaces, every sandbox has the host's network.
-    `folder`: the folder in which the sandbox's folder is made.
+    `folder`: the folder in which the sandbox's folder is made. Other users must be able to enter it.
     `show`, `hide`: with namespaces or Landlock, a sandbox sees the system's folders (such as /usr, /etc and /opt), the
     Python of this process and the sandbox's folder. `show` adds files and folders of the host, which are read-only with
     namespaces. `hide` removes files and folders.

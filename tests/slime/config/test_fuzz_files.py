@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from slime.config.custom_config import custom_entries
 from slime.data.files import _check_fields, _csv_columns
 from slime.data.tokenizer import load_tokenizer
 from slime.models import MOST_LAYERS, read_decoder
+from slime.models.vision import Vision
 from slime.plan.model_shape import Shape
 
 TAGS = (
@@ -124,6 +126,14 @@ def test_a_number_of_layers_has_a_limit(name: str) -> None:
         ValueError, match=f"{name} in config.json must be a number from . to 10,000, got 10001"
     ):
         read_decoder({**CONFIGS["glm-4.5-air"], name: MOST_LAYERS + 1})
+
+
+@pytest.mark.parametrize("depth", [0, MOST_LAYERS + 1, "2", None, True])
+def test_the_layers_of_a_tower_have_a_limit(depth: Any) -> None:
+    with pytest.raises(
+        ValueError, match="vision_config of config.json must be a number from 1 to 10,000, got"
+    ):
+        Vision("kind", {}, depth=depth, hidden=8, ffn=8, heads=1, out=8, image_id=1)
 
 
 @pytest.mark.parametrize(
