@@ -6,7 +6,7 @@ the decoder, so no other file names a family. The package imports neither torch 
 
 from __future__ import annotations
 
-from slime.models.decoder import MOST_LAYERS, Attention, Decoder, DeltaNet, Experts, Hf, Layer, Mamba
+from slime.models.decoder import Attention, Decoder, DeltaNet, Experts, Hf, Layer, Mamba
 from slime.models.families.gemma2 import GEMMA2
 from slime.models.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from slime.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
@@ -35,6 +35,7 @@ from slime.models.families.qwen.qwen3_vl import QWEN3_VL
 from slime.models.families.qwen.qwen3_vl_moe import QWEN3_VL_MOE
 from slime.models.family import Family
 from slime.models.llama_like import NEAREST, TENSORS, like_family
+from slime.models.vision import MOST_LAYERS
 from slime.records.errors import FlagError
 
 __all__ = [

@@ -16,9 +16,6 @@ from slime.models.rope import Rope
 if TYPE_CHECKING:
     from slime.models.vision import Vision
 
-MOST_LAYERS = 10_000
-"""Largest number of layers of a model. Each layer has a record, so larger numbers would fill the memory of the host."""
-
 
 @dataclass(frozen=True)
 class Attention:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from slime.models.decoder import MOST_LAYERS
 from slime.models.rope import Hf
 
 if TYPE_CHECKING:
@@ -18,6 +17,10 @@ if TYPE_CHECKING:
 
 PREFIX = "vision_model."
 """Prefix of the tower's parameters in the trainer's model."""
+
+MOST_LAYERS = 10_000
+"""Largest number of layers of a tower or a decoder. Each layer has a record, so larger numbers would fill the memory of
+the host."""
 
 FrameTimes = Literal["seconds", "texts"]
 """The form in which a prompt has the times of a video's frames.
