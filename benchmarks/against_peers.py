@@ -135,7 +135,8 @@ class Comparison:
             job = peer_job(case, place, rollouts, number, side)
             command = [sys.executable, str(BENCHMARKS / f"{peer}_side.py"), json.dumps(job)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-        keep_bytecode(environment)  # Our side does this itself. Without it, a peer starts minutes later.
+        # Our side does this itself. Without bytecode, verl had not started after 220 s.
+        keep_bytecode(environment)
 
         def progress(seconds: float) -> None:
             done = rollouts_done(run_dir, side)

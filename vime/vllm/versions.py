@@ -165,7 +165,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
 
 
 def parser_fingerprint() -> str | None:
-    """Returns a hash that changes with the source of vLLM's flags and of our checks of them. Returns None without vLLM.
+    """Returns a hash that changes with the source of vLLM's flags and of our flag checks. Returns None without vLLM.
     Does not import vLLM."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:

@@ -111,7 +111,7 @@ class LocalSandbox:
                     f"this host refuses namespaces to a sandbox ({way.refused}); use isolation='auto'"
                 )
             if way.refused and self._user is not None:
-                self._check_parent(self._user)
+                self._check_parent()
             self._make_folder()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
@@ -127,11 +127,11 @@ class LocalSandbox:
             _warn_once(way.refused, message["landlock"])
         self.isolation = message["ready"]
 
-    def _check_parent(self, user: int) -> None:
+    def _check_parent(self) -> None:
         """Raises SandboxError if the sandbox's user may not enter the folder in which its folder is made. Each command
         would fail."""
         folder = self._parent or tempfile.gettempdir()
-        if closed := closed_parent(folder, user):
+        if closed := closed_parent(folder):
             raise SandboxError(
                 f"the folder of a sandbox must lie where other users may enter, got {folder}, and {closed} is closed "
                 f"to them; choose another folder, or allow it: chmod o+x {closed}"

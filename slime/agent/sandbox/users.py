@@ -21,15 +21,12 @@ def free_user() -> int | None:
     return first + secrets.randbelow(last - first) if last - first > 1000 else None
 
 
-def closed_parent(folder: str | Path, user: int) -> Path | None:
-    """Returns the outermost folder on the path of `folder`, itself included, that a user who owns none of them may not
-    enter. Returns None if there is none."""
+def closed_parent(folder: str | Path) -> Path | None:
+    """Returns the first folder on the path from `/` to `folder` that a `free_user` may not enter. Returns None if such
+    a user may enter all folders."""
     path = Path(os.path.realpath(folder))
-    for parent in (*reversed(path.parents), path):
-        found = parent.stat()
-        if not found.st_mode & (stat.S_IXUSR if found.st_uid == user else stat.S_IXOTH):
-            return parent
-    return None
+    closed = (each for each in (*reversed(path.parents), path) if not each.stat().st_mode & stat.S_IXOTH)
+    return next(closed, None)
 
 
 def _unused() -> tuple[int, int]:
