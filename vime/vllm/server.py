@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -40,6 +41,22 @@ SAMPLING = {
 """Flags that each server gets with this value."""
 SCORED_TOKENS = 2048
 """Tokens per pass of a scoring engine on GPUs. vLLM computes logits of all these tokens outside its memory share."""
+GRAPH_TOKENS = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), 512, 640, 768, 1024, 1280, 1536, 2048)
+"""Tokens per step for which an engine on a GPU captures a CUDA graph: vLLM's own numbers up to 512, and larger ones.
+
+The tokens of a step are those of all running requests and of the prompts that start. 512 running requests and a prompt
+exceed vLLM's largest number. Without a graph, the host starts each kernel, which takes longer than a small model
+computes.
+"""
+_CHOOSES_GRAPHS = (
+    "cudagraph-capture-sizes",
+    "max-cudagraph-capture-size",
+    "compilation-config",
+    "enforce-eager",
+)
+"""vLLM's options that choose the steps with graphs."""
+_MANY_REQUESTS = 256
+"""With fewer requests, the steps rarely exceed vLLM's largest graph, and the start need not capture more graphs."""
 WORKERS = {"cuda": "vime.vllm.worker.workers.GpuWorker", "cpu": "vime.vllm.cpu.worker.CpuWorker"}
 _CPU_ARGV = (
     "--enforce-eager",
@@ -129,8 +146,8 @@ class VllmServer(EngineServer):
             argv += ["--max-logprobs", str(max(spec.top_tokens, 20))]  # 20 is vLLM's default
         if spec.reports_experts:
             argv += [routed_experts.FLAG]
-        if spec.bitwise and spec.device == "cuda":
-            argv += ["--compilation-config", bitwise.compilation(options)]
+        if spec.device == "cuda":
+            argv += self._graphs(options)
         if spec.lora_rank:
             argv += adapter.server_flags(spec.lora_rank)
         if spec.trust_remote_code:
@@ -156,6 +173,16 @@ class VllmServer(EngineServer):
             bitwise=tuple(spec.bitwise),
             fp8_scales=spec.fp8_scales,
         )
+
+    def _graphs(self, options: Collection[str]) -> list[str]:
+        """Returns vLLM's flags for CUDA graphs. `options` are the names of the user's flags for vLLM."""
+        flags = ["--compilation-config", bitwise.compilation()] if self.spec.bitwise else []
+        last = [tokens for tokens in pair_up(self.spec.vllm_argv) if option(tokens) == "max-num-seqs"][-1:]
+        requests = int(last[0][-1].rpartition("=")[2]) if last else _MANY_REQUESTS
+        few = requests < _MANY_REQUESTS and not self.spec.bitwise
+        if few or any(name.startswith(_CHOOSES_GRAPHS) for name in options):
+            return flags
+        return [*flags, "--cudagraph-capture-sizes", *map(str, GRAPH_TOKENS)]
 
     def _multi_node(self) -> list[str]:
         """Returns the flags of vLLM's multi-node mode. The list is empty for an engine on one node."""

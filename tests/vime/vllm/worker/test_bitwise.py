@@ -15,9 +15,6 @@ pytest.importorskip("vllm")
 
 import vllm
 
-from vime.vllm.server import VllmServer, VllmSpec
-from vime.vllm.server_flags import vllm_parser
-
 OLDEST = Path(sys.prefix, "vllm-oldest", "vllm")
 SOURCES = [Path(vllm.__file__).parent, *([OLDEST] if OLDEST.is_dir() else [])]
 PROGRAM = """
@@ -178,18 +175,3 @@ def test_classes_that_are_named_by_a_string_are_in_vllm(source: Path) -> None:
     known |= set(re.findall(r"^from .* import (\w+ as \w+)", text, re.MULTILINE)) | {"ModuleList", "Qwen3MLP"}
     assert not {*_PASSES_ON, *LAYERS, *OPERATORS} - known
     assert "self.do_llama_4_scaling = " in text
-
-
-@pytest.mark.parametrize(
-    "given", [(), ("--max-cudagraph-capture-size", "64"), ("--cudagraph-capture-sizes", "1", "2")]
-)
-def test_who_chooses_the_steps_that_are_graphs_chooses_all(given: tuple[str, ...]) -> None:
-    """vLLM does not accept sizes in --compilation-config together with these flags, for example
-    --sglang-cuda-graph-max-bs."""
-    paths = {"model_path": "m", "run_key": "k", "log_path": "l", "weight_dir": "/w"}
-    spec = VllmSpec(**paths, device="cuda", bitwise=("head",), vllm_argv=("--max-num-seqs", "8", *given))
-    parsed = vllm_parser().parse_args(VllmServer(spec).command()[4:])
-    sizes = parsed.compilation_config.cudagraph_capture_sizes
-    assert parsed.compilation_config.mode == 0
-    assert (sizes or [0])[-1] == (0 if given else 2048)
-    assert bool(given) == bool(parsed.max_cudagraph_capture_size or parsed.cudagraph_capture_sizes)

@@ -17,27 +17,17 @@ from slime.config.sections.kernels import BITWISE_OPERATORS
 if TYPE_CHECKING:
     from torch import nn
 
-_TOKENS = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), 512, 640, 768, 1024, 1280, 1536, 2048]
-"""Tokens per step for which a CUDA graph is captured: vLLM's own numbers up to 512, and larger ones.
-
-Without a graph, the host starts a dozen kernels per layer, which takes longer than a small model computes
-(benchmarks/reports/bitwise_h200.md).
-"""
 _COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}
-_CHOOSES_TOKENS = {"cudagraph-capture-sizes", "max-cudagraph-capture-size"}
-"""vLLM's options that choose which steps are graphs."""
 ENVIRONMENT = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}  # graphs of parts without torch.compile
 """Environment variables of a bitwise server, on each device."""
 
 
-def compilation(user_options: Collection[str]) -> str:
+def compilation() -> str:
     """Returns vLLM's --compilation-config on GPUs, with which nothing is compiled.
 
     A step with one token per request is one graph. Other steps have one graph for each part between two attentions.
-    If `user_options` choose the steps, this function does not, because vLLM does not start with two such choices.
     """
-    tokens = {} if _CHOOSES_TOKENS & set(user_options) else {"cudagraph_capture_sizes": _TOKENS}
-    return json.dumps({**_COMPILATION, **tokens})
+    return json.dumps(_COMPILATION)
 
 
 def register(chosen: Collection[str], fp8_scales: str | None = None) -> None:
