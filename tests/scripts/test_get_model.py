@@ -26,7 +26,10 @@ TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Writes a Llama of two layers in Q4_1, with tied embeddings and a tokenizer of single bytes and one merge."""
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    return write(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tensors(np.random.default_rng(0)))
+
+
+def write(path: Path, weights: dict[str, np.ndarray]) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
     writer.add_embedding_length(HIDDEN)
@@ -45,12 +48,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(True)
     writer.add_chat_template(TEMPLATE)
-    rng = np.random.default_rng(0)
-    for name, values in tensors(rng).items():
+    for name, values in weights.items():
         if values.ndim == 1:
             writer.add_tensor(name, values)
         else:
-            kind = gguf.GGMLQuantizationType.Q4_1
+            kind = (
+                gguf.GGMLQuantizationType.Q8_0 if name == "output.weight" else gguf.GGMLQuantizationType.Q4_1
+            )
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -117,6 +121,23 @@ def test_a_gguf_file_becomes_a_bfloat16_directory(
     get_model.main([NAME, str(out)])
     assert "there already" in capsys.readouterr().out
     assert "must be a new folder, got" in error("gemma3-270m", out)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_that_repeats_the_embeddings_is_tied(tmp_path: Path, same: bool) -> None:
+    """The head has the embeddings' values with 8 bits instead of 4, as in the GGUF files of Qwen2.5."""
+    weights = tensors(np.random.default_rng(0))
+    embeddings = weights["token_embd.weight"]
+    weights["output.weight"] = embeddings if same else np.random.default_rng(1).normal(size=embeddings.shape)
+    get_model.convert(write(tmp_path / "tiny.gguf", weights), tmp_path / "out")
+    stored = load_file(tmp_path / "out/model.safetensors")
+    assert ("lm_head.weight" in stored) == (not same)
+    if same:
+        kind = gguf.GGMLQuantizationType.Q8_0
+        expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(embeddings, kind), kind))
+        torch.testing.assert_close(stored["model.embed_tokens.weight"], expected.bfloat16(), rtol=0, atol=0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == same
 
 
 def test_a_wheel_holds_the_file(known: Path, tmp_path: Path) -> None:
