@@ -11,16 +11,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_ended_by: list[str] = []
+"""Name of the signal that `_interrupt` has received. While Ray waits for an actor, it replaces the exception of a
+signal handler with a KeyboardInterrupt without a name."""
+
 
 def exit_code(interrupt: KeyboardInterrupt) -> int:
     """Returns 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
-    name = str(interrupt.args[0]) if interrupt.args else "SIGINT"
-    return 128 + signal.Signals[name]
+    return 128 + signal.Signals[_name(interrupt)]
 
 
 def by(interrupt: KeyboardInterrupt) -> str:
     """Returns " by SIGTERM", or "" for Ctrl-C."""
-    return f" by {interrupt.args[0]}" if interrupt.args else ""
+    name = _name(interrupt)
+    return "" if name == "SIGINT" else f" by {name}"
+
+
+def _name(interrupt: KeyboardInterrupt) -> str:
+    return str([*interrupt.args, *_ended_by, "SIGINT"][0])
 
 
 stop = threading.Event()
@@ -37,6 +45,7 @@ _asked_by: list[str] = []
 
 def catch_signals() -> None:
     """Turns SIGTERM and SIGHUP into Ctrl-C. Under nohup, SIGHUP stays ignored."""
+    _ended_by.clear()
     for number in _signals():
         signal.signal(number, _interrupt)
 
@@ -98,7 +107,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)  # the terminal is closed, so printing would fail
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
-    raise KeyboardInterrupt(signal.Signals(number).name)
+    _ended_by.append(signal.Signals(number).name)
+    raise KeyboardInterrupt(*_ended_by)
 
 
 @contextmanager

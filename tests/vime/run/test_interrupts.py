@@ -60,11 +60,15 @@ def test_a_signal_while_modules_are_imported_is_one_line(command, name, code):
     ("name", "code", "by"),
     [("SIGINT", 130, ""), ("SIGTERM", 143, " by SIGTERM"), ("SIGHUP", 129, " by SIGHUP")],
 )
-def test_a_signal_while_the_command_reads_its_data_is_one_line(command, name, code, by):
+@pytest.mark.parametrize("replaced", [False, True], ids=["", "replaced"])
+def test_a_signal_while_the_command_reads_its_data_is_one_line(command, name, code, by, replaced):
+    """Ray replaces the exception of a signal handler while it waits for an actor (`replaced`)."""
+    strike = STRIKE.format(name).strip()
+    if replaced:
+        strike = f"try: {strike}\n    except KeyboardInterrupt: raise KeyboardInterrupt from None"
     process = command(
         "train",
-        "from vime.run.interrupts import catch_signals\n"
-        f"def main(argv):\n    catch_signals()\n    {STRIKE.format(name)}",
+        f"from vime.run.interrupts import catch_signals\ndef main(argv):\n    catch_signals()\n    {strike}\n",
     )
     assert process.communicate(timeout=60) == ("", f"vime train: interrupted{by}\n")
     assert process.returncode == code
