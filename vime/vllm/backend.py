@@ -218,7 +218,8 @@ class VllmBackend:
         server = VllmServer(spec).command()[4:]  # after "python -m vime.vllm.serve MODULE"
         for tokens in pair_up(server[: len(server) - len(spec.vllm_argv)]):
             if option(tokens) not in ("host", "port"):  # the address is known when the server starts
-                yield f"{'(set for you)':<40} vLLM {' '.join(tokens)}"
+                shown = tokens if len(tokens) < 10 else [*tokens[:4], "...", tokens[-1]]
+                yield f"{'(set for you)':<40} vLLM {' '.join(shown)}"
         for tokens in pair_up(config.engine.router_argv):
             yield f"{'--router-' + tokens[0][2:]:<40} vllm-router {' '.join(tokens)}"
 

@@ -245,6 +245,7 @@ def test_plan_prints_everything_and_starts_nothing(stock, tmp_path, capsys):
         "  and training needs 33.73 GiB",
         "--vllm-gpu-memory-utilization            vLLM --gpu-memory-utilization 0.7",
         "(set for you)                            vLLM --tensor-parallel-size 2",
+        "(set for you)                            vLLM --cudagraph-capture-sizes 1 2 4 ... 2048",
         "--use-kl-loss with --kl-loss-coef 0",
     ):
         assert line in out, line
