@@ -28,7 +28,7 @@ from slime.data.limits.conversations import Masks
 from slime.data.media.check import check_for
 from slime.data.prompts import LabelCheck, Prompts, load_prompts
 from slime.data.rows import RowColumns
-from slime.data.tokenizer import load_tokenizer, require_template_reads
+from slime.data.tokenizer import require_template_reads, shared_tokenizer
 from slime.hooks import load_function
 from slime.records.errors import FlagError
 from slime.types import Prompt, Sample, SampleGroup
@@ -326,7 +326,7 @@ def load_training_prompts(
 
     @functools.cache
     def tokenizer() -> PreTrainedTokenizerBase:
-        return load_tokenizer(checkpoint, trust_remote_code=c.train.trust_remote_code)
+        return shared_tokenizer(checkpoint, trust_remote_code=c.train.trust_remote_code)
 
     if checkpoint and data.apply_chat_template_kwargs:
         require_template_reads(data.apply_chat_template_kwargs, tokenizer(), "--apply-chat-template-kwargs")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -89,6 +90,22 @@ def load_tokenizer(
     if not tokenizer.encode("a", add_special_tokens=False):
         raise _not_loaded(name_or_path, "it makes no token of the text 'a'")
     return tokenizer
+
+
+def shared_tokenizer(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Returns `load_tokenizer` of the checkpoint. This process loads it once, until a file of the folder changes. A
+    load takes about a second. Callers must not change the tokenizer."""
+    folder = Path(name_or_path)
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    state = tuple(
+        (file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.is_file()
+    )
+    return _loaded(name_or_path, trust_remote_code, state)
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(name_or_path: str, trust_remote_code: bool, state: object) -> PreTrainedTokenizerBase:
+    return load_tokenizer(name_or_path, trust_remote_code=trust_remote_code)
 
 
 def _not_loaded(name_or_path: str, why: str) -> ValueError:

@@ -15,7 +15,7 @@ from slime.data.drawing.mixing import DataSet
 from slime.data.prompts import Prompts
 from slime.data.rows import message_text
 from slime.data.source import load_training_prompts
-from slime.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from slime.data.tokenizer import shared_tokenizer, tokenizer_fingerprint
 from slime.hooks import load_function
 from slime.records.errors import FlagError
 from slime.rollout.eval_datasets import EvalDatasetConfig, read_eval_prompts, resolve_eval_datasets
@@ -176,7 +176,7 @@ def _evaluation_reward(
 
 
 def _tokenizer(c: Config) -> PreTrainedTokenizerBase:
-    return load_tokenizer(c.rollout.hf_checkpoint, trust_remote_code=c.train.trust_remote_code)
+    return shared_tokenizer(c.rollout.hf_checkpoint, trust_remote_code=c.train.trust_remote_code)
 
 
 def _unread_note(found: Prompts) -> str:

@@ -17,7 +17,7 @@ from slime.config import Config
 from slime.config.fields import spelled
 from slime.config.hook_calls import CALLS, check_call
 from slime.config.problems import Problems, split_problems
-from slime.data.tokenizer import load_tokenizer
+from slime.data.tokenizer import shared_tokenizer
 from slime.hooks import load_function
 from slime.memory.cards import Cards
 from slime.operators import decide
@@ -134,7 +134,7 @@ def _load_tokenizer(config: Config) -> None:
     """Loads the tokenizer. A rule of the flags reports a missing --hf-checkpoint."""
     if config.rollout.hf_checkpoint is None or not Path(config.rollout.hf_checkpoint).is_dir():
         return
-    load_tokenizer(config.rollout.hf_checkpoint, trust_remote_code=config.train.trust_remote_code)
+    shared_tokenizer(config.rollout.hf_checkpoint, trust_remote_code=config.train.trust_remote_code)
 
 
 def weights_parent(config: Config) -> Path:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from slime.data.limits.samples import filter_long_prompt
 from slime.data.prompts import ContextLimits, load_prompts, read_file
 from slime.data.rows import RowColumns
-from slime.data.tokenizer import load_tokenizer, require_template_reads
+from slime.data.tokenizer import load_tokenizer, require_template_reads, shared_tokenizer
 from slime.types import Sample
 
 ROWS = [{"prompt": f"q{i}", "label": str(i)} for i in range(5)]
@@ -291,6 +291,17 @@ def test_load_tokenizer(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="--hf-checkpoint must hold a tokenizer"):
         load_tokenizer(str(tmp_path / "empty"))
+
+
+def test_a_process_loads_a_tokenizer_again_only_if_its_files_have_changed(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    first = shared_tokenizer(str(tmp_path))
+    assert shared_tokenizer(str(tmp_path)) is first
+    template = "{{ messages[0].content }}!"
+    make_tokenizer(template).save_pretrained(tmp_path)
+    assert shared_tokenizer(str(tmp_path)).chat_template == template
+    with pytest.raises(ValueError, match="--hf-checkpoint must name an existing directory"):
+        shared_tokenizer(str(tmp_path / "none"))
 
 
 def gsm8k_file(tmp_path: Path) -> str:
