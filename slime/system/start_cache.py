@@ -15,7 +15,9 @@ from hashlib import sha256
 from pathlib import Path
 
 _MOST = 1000
-"""Most entries of a file. A file with more entries begins anew."""
+"""Most entries of an installation. With more entries, it begins anew."""
+_MOST_INSTALLATIONS = 4
+"""Most installations in a file, such as several virtual environments, or images with one home folder."""
 
 
 def start_cache_folder(name: str = "") -> Path | None:
@@ -59,8 +61,8 @@ def files_fingerprint(files: Iterable[Path]) -> str:
 class StartCache:
     """A dictionary in the file NAME.json.
 
-    `fingerprint` identifies the installation that computed the values. The file of another installation is not used.
-    If `fingerprint` returns None, the dictionary stays empty and is not saved.
+    `fingerprint` identifies the installation that computed the values. Each installation has its values in the file. If
+    `fingerprint` returns None, the dictionary stays empty and is not saved.
     """
 
     def __init__(self, name: str, fingerprint: Callable[[], str | None]) -> None:
@@ -73,12 +75,15 @@ class StartCache:
         """Reads the file. Without a usable file, the dictionary is empty."""
         self._fingerprint, self._entries, self._changed = self._find_fingerprint(), {}, False
         folder = start_cache_folder()
-        if folder is None or self._fingerprint is None:
-            return
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            content = json.loads((folder / self._file).read_text(encoding="utf-8"))
-            if content["fingerprint"] == self._fingerprint:
-                self._entries = dict(content["entries"])
+        if folder is not None and self._fingerprint is not None:
+            self._entries = self._stored(folder).get(self._fingerprint, {})
+
+    def _stored(self, folder: Path) -> dict[str, dict[str, object]]:
+        """Returns the values of all installations in the file, the one that was saved last at the end."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            found = json.loads((folder / self._file).read_text(encoding="utf-8"))["installations"]
+            return {name: dict(entries) for name, entries in found.items()}
+        return {}
 
     def get(self, key: str) -> object | None:
         return self._entries.get(key)
@@ -94,7 +99,9 @@ class StartCache:
         folder = start_cache_folder()
         if not self._changed or self._fingerprint is None or folder is None:
             return
-        text = json.dumps({"fingerprint": self._fingerprint, "entries": self._entries})
+        others = {name: kept for name, kept in self._stored(folder).items() if name != self._fingerprint}
+        newest = dict([*others.items(), (self._fingerprint, self._entries)][-_MOST_INSTALLATIONS:])
+        text = json.dumps({"installations": newest})
         with contextlib.suppress(OSError):
             handle, written = tempfile.mkstemp(dir=folder, prefix=self._file)
             with open(handle, "w", encoding="utf-8") as file:

@@ -35,13 +35,31 @@ def test_a_later_start_of_the_same_installation_finds_the_values(folder: Path) -
     assert [file.name for file in folder.iterdir()] == ["flags.json"]
 
 
+def test_the_last_installations_of_a_user_keep_their_values(folder: Path) -> None:
+    """A user with two virtual environments starts with them in turn."""
+    for name in "abcda":
+        keep(name)
+    keep("e")
+    found = {name for name in "abcde" if loaded(name).get("--x") is not None}
+    assert found == {"a", "c", "d", "e"}
+
+
 def test_nothing_is_kept_for_an_unknown_installation(folder: Path) -> None:
     keep(None)
     assert not list(folder.glob("*.json"))
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"fingerprint": "a"}', '{"fingerprint": "a", "entries": 3}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"fingerprint": "a", "entries": {}}',
+        '{"installations": 3}',
+        '{"installations": {"a": 3}}',
+        '{"installations": {"a": {}, "b": null}}',
+    ],
 )
 def test_a_damaged_file_counts_as_missing_and_is_replaced(folder: Path, text: str) -> None:
     keep()
