@@ -103,6 +103,7 @@ def test_an_engine_stands_behind_the_trainers_and_has_its_gpus_for_itself(names)
         placed.release()
 
 
+@pytest.mark.slow
 def test_ray_may_leave_the_variable_alone(names, monkeypatch):
     """Every process then sees all GPUs, unless the placement sets the variable for the process."""
     monkeypatch.setenv(NOSET, "1")

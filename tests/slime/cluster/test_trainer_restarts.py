@@ -183,6 +183,7 @@ def test_ranks_continue_from_memory_to_the_bit(
     assert all(re.search("died|closed" if number == signal.SIGKILL else stopped, e["text"]) for e in lost)
 
 
+@pytest.mark.slow
 def test_a_crash_that_repeats_at_its_step_ends_the_run(
     start: Callable[..., TrainingRun], tmp_path: Path
 ) -> None:

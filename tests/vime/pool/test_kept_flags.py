@@ -35,6 +35,7 @@ def parsed(cache: Path, *flags: str) -> str:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_second_start_with_the_same_flags_does_not_import_vllm(tmp_path: Path) -> None:
     first, second = parsed(tmp_path, *FLAGS), parsed(tmp_path, *FLAGS)
     assert first.endswith(" True") and second == first.removesuffix("True") + "False"

@@ -162,6 +162,7 @@ def test_it_has_every_name_that_has_a_type(copy: Path) -> None:
     assert found(copy) == LACKS
 
 
+@pytest.mark.slow
 def test_a_renamed_one_is_found(copy: Path) -> None:
     """All names are renamed at once, and each has its own message."""
     for place, old, new, _ in TYPED.values():
