@@ -263,8 +263,7 @@ class ForeignReward:
         return positional, words
 
     def _arguments(self, sample: Sample) -> dict[str, object]:
-        """Returns the arguments for one response, by the name of the parameter. A parameter with a default and without
-        a value is left out."""
+        """Returns the arguments for one response by parameter. A parameter that keeps its default is left out."""
         row, known = self.columns.values(sample), self._known(sample)
         texts = {name: known[name] for name in _OF_TRL if name in known}
         own = {name: row[name] for name in (self.columns.input_key, self.columns.label_key) if name in row}

@@ -130,8 +130,7 @@ def to_prompt(
 
 def _others(row: Row, columns: RowColumns) -> Metadata:
     """Returns the columns that no flag names, for the metadata. Columns with bytes, such as images, are left out, and
-    empty cells unless the metadata need whole rows. Dates and decimal numbers become text, because metadata are JSON
-    values."""
+    empty cells unless the metadata need whole rows. Dates and decimal numbers become text, as JSON needs."""
     skipped = OWN_KEYS.union(columns.used, columns.left_out)
     found: Metadata = {}
     for name, value in row.items():

@@ -1,8 +1,7 @@
 """The rollout manager turns prompts into training data. A run has one manager, in its own process.
 
-It owns the data source, the generation state and the conversion to train data. The engine is any object with the
-methods of `slime.protocols.RolloutEngine`. The manager does not use Ray. `slime.cluster.rollout_actor` sends the
-manager's results.
+It owns the data source, the generation state and the conversion to train data. Its engine has the methods of
+`slime.protocols.RolloutEngine`. It does not use Ray: `slime.cluster.rollout_actor` sends its results.
 """
 
 from __future__ import annotations

@@ -182,8 +182,7 @@ class GenerateState:
 
     @functools.cached_property
     def context(self) -> tuple[int | None, str]:
-        """Returns the engines' limit on prompt and response tokens together, and the name of the setting that sets
-        it."""
+        """Returns the engines' limit on prompt and response tokens together, and the name of its setting."""
         return longest_sequence(self.config)
 
     @property

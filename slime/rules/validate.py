@@ -1,7 +1,5 @@
-"""Defines the rules of a resolved configuration, one small function each. Changes nothing.
-
-Every error gives the flag, the rule, the values found and the remedy.
-"""
+"""Defines the rules of a resolved configuration, one small function each. Every error gives the flag, the rule, the
+values found and the remedy."""
 
 from __future__ import annotations
 

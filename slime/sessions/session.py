@@ -373,8 +373,7 @@ class Session:
         return Sample.Status.COMPLETED if self.ended == DONE else Sample.Status.FAILED
 
     def _without_answer(self, reward: float | None) -> Sample:
-        """Returns the sample of a session without an answer. It has one response token, which is not trained on, or no
-        token if the session was aborted."""
+        """Returns the sample without an answer: one response token without training, or none after an abort."""
         sample = blank(self._sample)
         sample.reward = reward
         if self.ended in ABORTS:

@@ -1,7 +1,6 @@
 """`vime plot RUN_DIR [RUN_DIR ...] [--out DIR]`: draws metrics.jsonl as one PNG per picture and overview.png.
 
-Owns the look of the pictures. If a run did not record a metric, a note names it and the metric is not drawn; it is
-never shown as zero. Several runs share each picture, with one colour per run.
+If a run did not record a metric, a note names the metric, and no curve is drawn. Runs share each picture, in colours.
 """
 
 from __future__ import annotations

@@ -181,8 +181,7 @@ class Stream:
 
     def draw(self, missing: int) -> None:
         """Starts generation of the next --over-sampling-batch-size groups of the data source. With rollouts ahead and
-        without over-sampling, it starts `missing` groups. Further groups would be too old before a batch can take
-        them."""
+        without over-sampling, it starts `missing` groups. Further groups would be too old for their batch."""
         wanted = self.flags.over_sampling_batch_size or self.target
         if self.runs_ahead and wanted <= self.target:
             wanted = missing

@@ -1,8 +1,7 @@
 """Serves SGLang's HTTP routes, to which slime's plug-ins post, on an engine server (fields: vime.sglang_api.request).
 
-`POST /generate` calls vLLM's engine client directly, as requests for a group do (group_route). Log-probs belong to the
-distribution from which the token was sampled, as for our own client. vllm-router drops fields of /generate, so
-vime.sglang_api.gateway sends the body through the router inside a field of /inference/v1/generate.
+`POST /generate` calls vLLM's engine client directly, as group_route does. Log-probs are those of the sampled
+distribution. vllm-router drops fields of /generate, so vime.sglang_api.gateway sends the body inside another field.
 """
 
 from __future__ import annotations
