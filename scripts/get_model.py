@@ -42,8 +42,8 @@ PIECE = re.compile(r"\.gguf|/data/part\d+\.bin$")
 READER = ("gguf", "accelerate")
 """Packages that transformers needs to read a GGUF file."""
 SAME_MATRIX = 0.2
-"""Input embeddings and output head with a smaller relative difference are one matrix. 4-bit rounding changes a matrix
-by at most 0.1, and the relative difference of two unrelated matrices is above 1."""
+"""Input embeddings and output head with a smaller relative difference are one matrix. The difference is 0.045 in the
+file of the 0.5B, and about 1.4 between unrelated matrices of equal norm."""
 
 
 @dataclass(frozen=True)
@@ -174,14 +174,14 @@ def begin_texts(tokenizer: PreTrainedTokenizerFast, file: Path) -> None:
 
 
 def tie_embeddings(model: PreTrainedModel) -> None:
-    """Ties input embeddings and output head if they are two roundings of one matrix, as in the GGUF files of Qwen2.5.
+    """Ties input embeddings and output head if the GGUF file stores one matrix twice, with different rounding.
 
-    The model keeps the head's values, which such files store with more bits. Without this, it would have one matrix
-    more than the published model.
+    The model keeps the head's values: the file of the 0.5B has 8 bits for the head and 5 bits for the embeddings. The
+    published model has one matrix.
     """
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     difference = (embeddings.weight - head.weight).float().norm() / head.weight.float().norm()
-    if 0 < difference < SAME_MATRIX:
+    if difference < SAME_MATRIX:
         embeddings.weight = head.weight
         model.config.tie_word_embeddings = True
 

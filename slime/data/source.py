@@ -13,7 +13,7 @@ import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.algo.losses import MASKED_ROLLOUTS, SFT_ROLLOUT, loss_for
 from slime.config.foreign_rewards import any_foreign
@@ -32,9 +32,6 @@ from slime.data.tokenizer import require_template_reads, shared_tokenizer
 from slime.hooks import load_function
 from slime.records.errors import FlagError
 from slime.types import Prompt, Sample, SampleGroup
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PromptLocation = list[int]
 """The location of a drawn prompt: the index of its data set, its first and its last visit, and the index of the prompt.
@@ -324,10 +321,7 @@ def load_training_prompts(
     of_prompt, of_context = c.rollout.rollout_max_prompt_len, c.rollout.rollout_max_context_len
     limit = find_lowest(of_prompt, of_context) if masked else prompt_limit(of_prompt, of_context)
 
-    @functools.cache
-    def tokenizer() -> PreTrainedTokenizerBase:
-        return shared_tokenizer(checkpoint, trust_remote_code=c.train.trust_remote_code)
-
+    tokenizer = functools.partial(shared_tokenizer, checkpoint, trust_remote_code=c.train.trust_remote_code)
     if checkpoint and data.apply_chat_template_kwargs:
         require_template_reads(data.apply_chat_template_kwargs, tokenizer(), "--apply-chat-template-kwargs")
     context = None

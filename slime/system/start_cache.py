@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 _MOST = 1000
-"""Most entries of an installation. With more entries, it begins anew."""
+"""Most entries of an installation. When it has more, it begins anew."""
 _MOST_INSTALLATIONS = 4
 """Most installations in a file, such as several virtual environments, or images with one home folder."""
 
@@ -79,7 +79,7 @@ class StartCache:
             self._entries = self._stored(folder).get(self._fingerprint, {})
 
     def _stored(self, folder: Path) -> dict[str, dict[str, object]]:
-        """Returns the values of all installations in the file, the one that was saved last at the end."""
+        """Returns the values of each installation in the file. The last installation was saved last."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             found = json.loads((folder / self._file).read_text(encoding="utf-8"))["installations"]
             return {name: dict(entries) for name, entries in found.items()}

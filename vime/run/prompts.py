@@ -204,7 +204,7 @@ def _rollouts(c: Config, number: int) -> int | None:
 
 
 def _evaluation(c: Config, most_bytes: int | None = None) -> Iterator[tuple[EvalDatasetConfig, Prompts]]:
-    tokenizer = functools.cache(functools.partial(_tokenizer, c))
+    tokenizer = functools.partial(_tokenizer, c)
     for data in resolve_eval_datasets(c):
         if not c.rollout.hf_checkpoint:
             data = dataclasses.replace(

@@ -44,9 +44,9 @@ SCORED_TOKENS = 2048
 GRAPH_TOKENS = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), 512, 640, 768, 1024, 1280, 1536, 2048)
 """Tokens per step for which an engine on a GPU captures a CUDA graph: vLLM's own numbers up to 512, and larger ones.
 
-The tokens of a step are those of all running requests and of the prompts that start. 512 running requests and a prompt
-exceed vLLM's largest number. Without a graph, the host starts each kernel, which takes longer than a small model
-computes.
+A step has one token for each running request, plus the tokens of new prompts. With 512 running requests and a prompt,
+it exceeds vLLM's largest number. Without a graph, the host starts each kernel, which takes longer than a small model
+computes (benchmarks/reports/rollout_graphs_qwen2_5_0_5b_h200.md).
 """
 _CHOOSES_GRAPHS = (
     "cudagraph-capture-sizes",
@@ -175,11 +175,10 @@ class VllmServer(EngineServer):
         )
 
     def _graphs(self, options: Collection[str]) -> list[str]:
-        """Returns vLLM's flags for CUDA graphs. `options` are the names of the user's flags for vLLM."""
+        """Returns vLLM's flags for CUDA graphs. `options` has the names of the user's flags for vLLM."""
         flags = ["--compilation-config", bitwise.compilation()] if self.spec.bitwise else []
-        last = [tokens for tokens in pair_up(self.spec.vllm_argv) if option(tokens) == "max-num-seqs"][-1:]
-        requests = int(last[0][-1].rpartition("=")[2]) if last else _MANY_REQUESTS
-        few = requests < _MANY_REQUESTS and not self.spec.bitwise
+        values = {option(tokens): tokens[-1].rpartition("=")[2] for tokens in pair_up(self.spec.vllm_argv)}
+        few = int(values.get("max-num-seqs", _MANY_REQUESTS)) < _MANY_REQUESTS and not self.spec.bitwise
         if few or any(name.startswith(_CHOOSES_GRAPHS) for name in options):
             return flags
         return [*flags, "--cudagraph-capture-sizes", *map(str, GRAPH_TOKENS)]
