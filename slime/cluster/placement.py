@@ -84,21 +84,23 @@ class Placement:
     """Bundles by group of trainer ranks (`slime.roles.groups`), in rank order."""
     engine_bundles: dict[str, list[list[int]]]
     """Bundles by engine, under the name of the served model. The engine's first bundle on a node hosts the node's
-    server process."""
+    server process. Engines that share a GPU have the same bundle."""
     share: float
     nodes: list[Node]
     """One entry per bundle."""
     gpus: list[Gpu] = field(default_factory=list)
     """One entry per bundle. The list is empty on CPUs."""
 
-    def options(self, bundle: int) -> dict[str, object]:
+    def options(self, bundle: int, actors: int = 1) -> dict[str, object]:
         """Returns Ray options that put an actor into `bundle`. Trainer and engine of a colocated run take half of a
-        device each.
+        device each. `actors` engines share the part of an engine.
 
         An engine with several GPUs needs an actor in its first bundle only. The group reserves the other bundles for
         this run. With colocation, they hold the trainer ranks that share these GPUs.
         """
         amount = self.share * (1 if self.resource == "GPU" else CORES_PER_CPU_DEVICE)
+        if actors > 1:
+            amount = int(amount / actors * 10_000) / 10_000  # Ray rounds to four digits, and the sum must fit
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
         resources = {"num_gpus": amount, "num_cpus": 0} if self.resource == "GPU" else {"num_cpus": amount}
         return {**resources, "scheduling_strategy": strategy}
@@ -198,6 +200,8 @@ def reserve_devices(config: Config) -> Placement:
             name: _cut([order[index] for index in each.indices], each.size)
             for name, each in indices.engines.items()
         }
+        together = config.cluster.rollout_engines_per_gpu
+        engines[POLICY] = [bundles for bundles in engines[POLICY] for _ in range(together)]
         share = 0.5 if config.cluster.colocate else 1.0
         placed = Placement(group, resource, trainers, engines, share, nodes, gpus)
         _require_nodes(placed, config)
@@ -388,11 +392,7 @@ def cpu_threads(config: Config) -> tuple[int, int]:
     """
     cores = os.cpu_count() or 1
     trainers = max(trainer_ranks(config), 1)
-    engines = (
-        max(config.cluster.rollout_num_gpus // config.cluster.rollout_num_gpus_per_engine, 1)
-        if not config.debug.debug_train_only
-        else 0
-    )
+    engines = 0 if config.debug.debug_train_only else max(config.num_engines, 1)
     if config.cluster.colocate or not engines:
         return max(cores // trainers, 1), max(cores // max(engines, 1), 1)
     each = max(cores // (trainers + engines), 1)

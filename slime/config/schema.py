@@ -176,7 +176,8 @@ class Config:
     def num_engines(self) -> int:
         """Returns the number of rollout engines, or 0 if only the trainer runs or --rollout-num-gpus is not known
         yet."""
-        return (self.cluster.rollout_num_gpus or 0) // self.cluster.rollout_num_gpus_per_engine
+        c = self.cluster
+        return (c.rollout_num_gpus or 0) // c.rollout_num_gpus_per_engine * c.rollout_engines_per_gpu
 
     @property
     def nodes_per_engine(self) -> int:

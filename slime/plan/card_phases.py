@@ -33,6 +33,9 @@ SLEEPING_ENGINE = 1.9 * GIB
 BESIDES_TRAINER = 1.5 * GIB
 """Bytes of GPU memory of a trainer's CUDA context and libraries, and of communicators of a single rank."""
 
+ENGINE_BESIDES = BESIDES_GENERATING - BESIDES_TRAINER
+"""The part of an engine in BESIDES_GENERATING."""
+
 COMMUNICATORS = 2.5 * GIB
 """Least bytes for the communicators of a trainer whose engines are on other GPUs. The value is chosen, not measured. On
 an H100, a Qwen3-4B failed at its first gradient norm with 1.5 GiB for context, libraries and communicators together.
@@ -88,25 +91,28 @@ def list_engine_moments(
 ) -> Iterator[Moment]:
     """Yields the moments while the engine uses the GPU. If the bytes of its KV cache are given, the engine takes these
     bytes and the weights. It still does not start if less than its share is free."""
-    facts = c.engine.engine_facts
-    left, share, cache = e.left(leaving), facts.memory_share, facts.cache_bytes
-    besides = BESIDES_GENERATING + communicator_bytes(c)
+    facts, several = c.engine.engine_facts, c.cluster.rollout_engines_per_gpu
+    left, share, cache = e.left(leaving), facts.memory_share / several, facts.cache_bytes
+    besides = besides_generating(c)
     if cache:
         weights = engine_weights(c, e.shape).bytes
         taken, how = weights + cache, f"{amount(weights)} of weights and {amount(cache)} of KV cache"
+        others = (several - 1) * (taken + ENGINE_BESIDES)
         yield Moment(
             "when an engine starts",
-            left + BESIDES_TRAINER + share * device_bytes,
-            f"{amount(left + BESIDES_TRAINER)} of the trainer, {share:g} of the GPU that "
-            f"{facts.project} wants to find free",
+            left + BESIDES_TRAINER + others + share * device_bytes,
+            f"{amount(left + BESIDES_TRAINER)} of the trainer, "
+            + (f"{amount(others)} of {several - 1} other engines, " if others else "")
+            + f"{share:g} of the GPU that {facts.project} wants to find free",
             LOADING,
         )
     else:
         taken, how = share * device_bytes, f"{share:g} of the GPU"
+    engines = "the engine" if several == 1 else f"each of {several} engines"
     yield Moment(
         "while engines generate",
-        left + taken + besides,
-        f"{amount(left)} of the trainer, {how} for the engine, {amount(besides)} besides",
+        left + several * taken + besides,
+        f"{amount(left)} of the trainer, {how} for {engines}, {amount(besides)} besides",
         GENERATING,
     )
 
@@ -115,11 +121,12 @@ def hand_over(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:
     """Returns the moment when the trainer sends its weights to an engine that has woken without its KV cache. The rest
     of the trainer's state has left the card."""
     left = e.left([part for part in leaving if part != "parameters"])
-    weights, besides = engine_weights(c, e.shape).bytes, besides_tensors(c)
+    weights = engine_weights(c, e.shape).bytes * c.cluster.rollout_engines_per_gpu
+    besides = besides_tensors(c)
     return Moment(
         "while weights are handed over",
         left + weights + besides,
-        f"{amount(left)} of the trainer, {amount(weights)} of the engine's weights, {amount(besides)} besides",
+        f"{amount(left)} of the trainer, {amount(weights)} of the engines' weights, {amount(besides)} besides",
         HAND_OVER,
     )
 
@@ -131,8 +138,15 @@ def besides_tensors(c: Config) -> float:
     if not c.num_engines:
         return own
     if c.cluster.colocate:
-        return own + SLEEPING_ENGINE + engine_communicator_bytes(c)
+        sleeping = SLEEPING_ENGINE * c.cluster.rollout_engines_per_gpu
+        return own + sleeping + engine_communicator_bytes(c)
     return max(own, BESIDES_TRAINER + COMMUNICATORS)
+
+
+def besides_generating(c: Config) -> float:
+    """Returns the GPU memory of trainer and engines in addition to the trainer's tensors and the engines' weights and
+    KV caches."""
+    return BESIDES_TRAINER + c.cluster.rollout_engines_per_gpu * ENGINE_BESIDES + communicator_bytes(c)
 
 
 def training(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:

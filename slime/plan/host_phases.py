@@ -136,6 +136,7 @@ def _list_run_items(c: Config, e: Estimate) -> Iterator[HostItem]:
     if c.num_engines and not c.rollout.rollout_external_engine_addrs:
         separate = 0 if c.cluster.colocate else c.cluster.actor_num_gpus_per_node
         here = min(c.cluster.rollout_num_gpus, per_node - separate if separate < per_node else per_node)
+        here *= c.cluster.rollout_engines_per_gpu
         servers = -(-here // size)
         each = SERVER + (SPREAD if size > 1 else 0)
         how = f"{servers} servers x {amount(each)} + {here} workers x {amount(WORKER)}"

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from slime.config import Config
 from slime.config.sections.cluster import PARTS
 from slime.plan.card_phases import (
-    BESIDES_GENERATING,
     BESIDES_TRAINER,
+    ENGINE_BESIDES,
+    besides_generating,
     card_moments,
     engine_weights,
     hand_over,
@@ -23,7 +24,6 @@ from slime.plan.card_phases import (
     registered,
     training,
 )
-from slime.plan.communicators import communicator_bytes
 from slime.plan.memory_estimate import Estimate
 from slime.plan.units import GIB, amount
 
@@ -66,7 +66,7 @@ def decide_residence(c: Config, e: Estimate, device_bytes: float | None) -> Memo
     """Decides which parts leave. `device_bytes` is the memory of the GPU. If it is None (unknown), the result is no
     decision.
 
-    While engines generate: remaining state + buckets + the engine's memory + BESIDES_GENERATING <= memory of the GPU.
+    While engines generate: remaining state + buckets + the engines' memory + `besides_generating` <= memory of the GPU.
     The result is the set that fulfils this and moves the fewest bytes. --offload-train offloads all of
     --offload-train-parts for every size of memory, and --no-offload-train offloads none.
     """
@@ -126,16 +126,18 @@ def _fits(c: Config, e: Estimate, leaving: Collection[str], device_bytes: float 
 
 def _by_size(c: Config, e: Estimate, allowed: Collection[str]) -> Iterator[str]:
     """Yields the decision for each size of GPU: `list_engine_moments` <= memory, solved for the memory."""
-    free, cache = 1 - c.engine.engine_facts.memory_share, c.engine.engine_facts.cache_bytes
+    facts, several = c.engine.engine_facts, c.cluster.rollout_engines_per_gpu
+    free, cache = 1 - facts.memory_share / several, facts.cache_bytes
     yield "what leaves the device while engines generate is decided when its memory is known, here it is not:"
     if free <= 0:
         return
-    besides = BESIDES_GENERATING + communicator_bytes(c)
+    besides = besides_generating(c)
     for leaving in choices(e, allowed):
         left = e.left(leaving)
         if cache:
             taken = engine_weights(c, e.shape).bytes + cache
-            least = max(left + taken + besides, (left + BESIDES_TRAINER) / free)
+            others = (several - 1) * (taken + ENGINE_BESIDES)
+            least = max(left + several * taken + besides, (left + BESIDES_TRAINER + others) / free)
         else:
             least = (left + besides) / free
         yield f"  from {amount(least)} on: {', '.join(leaving) or 'nothing'}"

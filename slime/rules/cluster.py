@@ -16,6 +16,7 @@ from slime.roles import CRITIC, get_roles
 from slime.roles.critic import wanted_devices
 from slime.roles.groups import build_groups, trainer_ranks
 from slime.roles.served import served_models
+from slime.weight_sync.registry import CHANNELS, default_channel
 
 _FIX = "lower it, or set --nvlink-domain-size to what NVLink connects"
 
@@ -179,6 +180,41 @@ def check_engines(c: Config) -> None:
             "be a multiple of --num-gpus-per-node when it is larger",
             f"{size} and {node}",
             f"use {size // node * node} or {(size // node + 1) * node}",
+        )
+    _check_engines_per_gpu(c)
+
+
+def _check_engines_per_gpu(c: Config) -> None:
+    """Checks that several engines of a GPU have one GPU each, take no measured memory, and get weights without NCCL.
+
+    An engine without the bytes of its KV cache measures the GPU's free memory while the others start. NCCL refuses two
+    ranks of a communicator on one GPU.
+    """
+    several, on_gpus = c.cluster.rollout_engines_per_gpu, c.cluster.device == "cuda"
+    if several == 1:
+        return
+    flag, facts = "--rollout-engines-per-gpu", c.engine.engine_facts
+    if (size := c.cluster.rollout_num_gpus_per_engine) > 1:
+        got = f"{several} and --rollout-num-gpus-per-engine {size}"
+        raise FlagError(flag, "be 1 for engines of several GPUs", got, "leave one of the two out")
+    if c.rollout.rollout_external_engine_addrs:
+        raise FlagError(flag, "be 1 with --rollout-external-engine-addrs", several, "list each engine there")
+    if on_gpus and "cache_bytes" not in facts.flag_of:
+        raise FlagError(flag, f"be 1 with engines of {facts.project}", several, "leave the flag out")
+    if on_gpus and facts.cache_bytes is None:
+        raise FlagError(
+            f"{flag} {several}",
+            f"come with {facts.flag('cache_bytes')}",
+            "it without",
+            "give the bytes of one engine's keys and values, for example 8589934592 (8 GiB)",
+        )
+    transport = c.weight_update.update_weight_transport
+    if on_gpus and CHANNELS[transport].collective:
+        raise FlagError(
+            f"--update-weight-transport {transport}",
+            "reach one engine per GPU",
+            f"{flag} {several}",
+            f"use {default_channel(None)}, or ipc with --colocate",
         )
 
 

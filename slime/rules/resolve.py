@@ -259,6 +259,10 @@ def _weight_update(c: argparse.Namespace) -> None:
                 "reaches tensor-parallel workers alone"
             )
             usual = default_channel(None)
+        if CHANNELS[usual].collective and gpus and (several := c.rollout_engines_per_gpu) > 1:
+            why = f"--rollout-engines-per-gpu {several}, and NCCL reaches one engine per GPU"
+            c.notes.append(f"--update-weight-transport is {default_channel(None)}, not {usual}: {why}")
+            usual = default_channel(None)
         c.update_weight_transport = usual
     elif gpus == "shared" and CHANNELS[set_values].gpus == "apart":
         c.notes.append(

@@ -122,7 +122,9 @@ class EngineSlots:
                 placement.nodes[part[0]].address if self.joined else LOOPBACK,
                 placement.visible(part),
                 placement.buses(part),
-                placement.options(part[0]),
+                placement.options(
+                    part[0], 1 if slot.dedicated else self.config.cluster.rollout_engines_per_gpu
+                ),
             )
             for part in placement.by_node(slot.bundles)
         ]

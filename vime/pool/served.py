@@ -92,6 +92,7 @@ def _settings(config: Config, model: ServedModel, backend: RolloutBackend) -> Co
         hf_checkpoint=model.checkpoint,
         rollout_num_gpus=model.devices,
         rollout_num_gpus_per_engine=model.devices_per_engine,
+        rollout_engines_per_gpu=1,
         colocate=False,
         rollout_external_engine_addrs=None,
         use_rollout_routing_replay=False,

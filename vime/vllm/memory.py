@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from slime.config import Config
 from slime.models.decoder import Hf
-from slime.plan.card_phases import BESIDES_GENERATING, BESIDES_TRAINER, engine_weights
+from slime.plan.card_phases import ENGINE_BESIDES, engine_weights
 from slime.plan.fit import Need
 from slime.plan.memory_decision import TOO_SMALL, gpu
 from slime.plan.memory_estimate import Item
@@ -50,11 +50,12 @@ def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
     weights, token, state = engine_weights(c, shape).bytes, _token(c, shape).bytes, _state(c, shape).bytes
     more_gpus = f"--rollout-num-gpus-per-engine (now {c.cluster.rollout_num_gpus_per_engine})"
     if cache_bytes := c.engine.engine_facts.cache_bytes:
-        besides = BESIDES_GENERATING - BESIDES_TRAINER
-        free, short = float(cache_bytes), weights + cache_bytes + besides - device_bytes
+        several, besides = c.cluster.rollout_engines_per_gpu, ENGINE_BESIDES
+        free, short = float(cache_bytes), several * (weights + cache_bytes + besides) - device_bytes
         composition = (
             f"{amount(weights)} of weights, {amount(cache_bytes)} of KV cache, {amount(besides)} besides"
         )
+        composition += f" for each of {several} engines" if several > 1 else ""
         bound = f"--vllm-kv-cache-memory-bytes (now {cache_bytes})"
         change = f"lower {bound} or raise {more_gpus}"
     else:

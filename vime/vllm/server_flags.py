@@ -241,7 +241,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         read_decoder(read_hf_config(config.rollout.hf_checkpoint)).vision if sees_images(config) else None
     )
     return common_settings(config) | {
-        "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
+        "vllm_argv": (*fp8.in_blocks(config.engine.backend_argv), *_share(config)),
         "sleeps": frees_memory(config),
         **adapter.settings(config),
         "bitwise": operators.bitwise(config),
@@ -254,6 +254,13 @@ def engine_settings(config: Config) -> dict[str, Any]:
         # GPUs also serve frozen models of families that are not trained here
         "stateful": on_cpu and read_decoder(read_hf_config(config.rollout.hf_checkpoint)).stateful,
     }
+
+
+def _share(config: Config) -> tuple[str, ...]:
+    """Returns the flag that divides --vllm-gpu-memory-utilization among several engines of a GPU. vLLM does not start
+    if less is free."""
+    several, share = config.cluster.rollout_engines_per_gpu, config.engine.engine_facts.memory_share
+    return ("--gpu-memory-utilization", f"{share / several:.4g}") if several > 1 else ()
 
 
 _OWN_VALUES = ("quantization", "speculative_config", "hf_overrides", "model_loader_extra_config")

@@ -29,6 +29,11 @@ class ClusterConfig:
         range=COUNT_OR_ZERO,
     )
     rollout_num_gpus_per_engine: int = flag(1, "number of GPUs per rollout engine", range=COUNT)
+    rollout_engines_per_gpu: int = flag(
+        1,
+        "number of rollout engines that share a GPU; for small models, whose rollouts the CPU limits",
+        range=COUNT,
+    )
     num_gpus_per_node: int = flag(
         8, "number of GPUs per node (default with --gpu: as in its usual system)", range=COUNT
     )

@@ -15,6 +15,7 @@ def placement_config(device: str, **flags: Any) -> Config:
         "actor_num_gpus_per_node": 1,
         "rollout_num_gpus": 1,
         "rollout_num_gpus_per_engine": 1,
+        "rollout_engines_per_gpu": 1,
         "num_gpus_per_node": 8,
         "colocate": False,
         "device": device,

@@ -26,6 +26,7 @@ CRITIC = {"advantage_estimator": "ppo"}
         (16, {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}, (3, 3)),
         (16, {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "colocate": True}, (4, 4)),
         (16, {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 8, "colocate": True}, (4, 2)),
+        (16, {"rollout_num_gpus": 2, "rollout_engines_per_gpu": 3, "colocate": True}, (16, 2)),
         (16, {"actor_num_nodes": 2, "rollout_num_gpus": 0, "debug_train_only": True}, (8, 16)),
         (2, {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2}, (1, 1)),
         (16, {**CRITIC, "critic_num_gpus_per_node": 3, "colocate": True}, (4, 16)),
@@ -93,6 +94,8 @@ def test_colocated_engines_share_the_trainers_devices(cluster):
         ({**CRITIC, "critic_devices": "own", "colocate": True}, [[0], [1]], [[0]]),
         ({**CRITIC, "critic_num_gpus_per_node": 1, "colocate": True}, [[0]], [[0]]),
         ({"debug_rollout_only": True, "rollout_num_gpus": 2}, [[]], [[0], [1]]),
+        ({"colocate": True, "rollout_engines_per_gpu": 3}, [[0]], [[0], [0], [0]]),
+        ({"rollout_num_gpus": 2, "rollout_engines_per_gpu": 2}, [[0]], [[1], [1], [2], [2]]),
     ],
 )
 def test_places_of_groups_and_engines(cluster, flags, trainers, engines):

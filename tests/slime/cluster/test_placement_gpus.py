@@ -88,6 +88,24 @@ def test_colocated_engines_share_the_gpus_of_neighbouring_trainers(names):
         placed.release()
 
 
+def test_several_engines_of_a_gpu_run_on_it_beside_a_trainer(names):
+    """A third of half a GPU has no exact value in Ray, which rounds to four digits."""
+    several = 3
+    placed = reserve_devices(placement_config("cuda", rollout_engines_per_gpu=several, colocate=True))
+    try:
+        (trainer,), engines = placed.trainer_bundles[0], placed.engine_bundles["policy"]
+        assert engines == [[trainer]] * several
+        actors = [start(placed, [trainer])]
+        actors += [
+            Process.options(**placed.options(bundle, several)).remote(placed.visible([bundle]))
+            for (bundle,) in engines
+        ]
+        seen = ray.get([actor.child_sees.remote() for actor in actors], timeout=60)
+        assert seen == [placed.gpus[trainer].name] * (1 + several)
+    finally:
+        placed.release()
+
+
 def test_an_engine_stands_behind_the_trainers_and_has_its_gpus_for_itself(names):
     placed = reserve_devices(
         placement_config("cuda", actor_num_gpus_per_node=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)

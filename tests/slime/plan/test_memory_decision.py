@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from memory_cases import FULL, QWEN3_4B, config
 
-from slime.plan.card_phases import BESIDES_GENERATING, BESIDES_TRAINER, FRAGMENTATION
+from slime.plan.card_phases import BESIDES_GENERATING, BESIDES_TRAINER, ENGINE_BESIDES, FRAGMENTATION
 from slime.plan.memory_decision import choices, decide_residence
 from slime.plan.memory_estimate import estimate
 from slime.plan.units import GIB
@@ -153,3 +153,17 @@ def test_the_sizes_told_without_a_gpu_are_those_that_decide_on_one(share):
         assert line == f"  from {least / GIB:.2f} GiB on: {', '.join(leaving) or 'nothing'}"
         assert decided(least / GIB + 1e-6, **given_kv(share))[0] == leaving
         assert before is None or decided(least / GIB + 1e-6, **given_kv(share))[0] != before
+
+
+@pytest.mark.parametrize("share", [0.1, 0.92])
+def test_several_engines_of_a_gpu_add_their_weights_caches_and_contexts(share):
+    """Three engines generate at once. The last to start finds the others on the GPU, and needs a third of the share."""
+    flags = given_kv(share) | {"rollout_engines_per_gpu": 3}
+    e, each = estimate(config(**flags), QWEN3_4B), 4_022_272_000 * 2 + KV
+    generating = e.left(()) + 3 * (each + ENGINE_BESIDES) + BESIDES_TRAINER
+    starting = e.left(()) + 2 * (each + ENGINE_BESIDES) + BESIDES_TRAINER
+    least = max(generating, starting / (1 - share / 3)) / GIB
+    leaving, text = decided(least + 1e-6, **flags)
+    assert leaving == () and f"while engines generate {generating / GIB:.2f} GiB of" in text
+    assert decided(least - 1e-3, **flags)[0] == ("gradients",)
+    assert f"  from {least:.2f} GiB on: nothing" in decided(None, **flags)[1]
