@@ -15,6 +15,7 @@ appears only when it is complete. The file get_model.json in OUT_DIR describes i
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -26,7 +27,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -157,6 +158,21 @@ def join(files: Sequence[Path], out: Path, model: Published) -> None:
         )
 
 
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Lets all readers of a GGUF file in this block share one parse. transformers reads the file for config, weights
+    and tokenizer, and each parse of a vocabulary of 152,000 tokens takes several seconds."""
+    import gguf
+
+    reader = gguf.GGUFReader
+    parse = functools.cache(reader)
+    gguf.GGUFReader = lambda file: parse(str(file))
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
+
+
 def begin_texts(tokenizer: PreTrainedTokenizerFast, file: Path) -> None:
     """Adds the begin token to the tokenizer's texts if the GGUF file requires it. The reader of transformers leaves it
     out, and Gemma then repeats one word."""
@@ -197,13 +213,14 @@ def convert(gguf: Path, out: Path) -> int:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
+    with read_once():
+        model = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        begin_texts(tokenizer, gguf)
     tie_embeddings(model)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
     tokenizer.model_max_length = model.config.max_position_embeddings
-    begin_texts(tokenizer, gguf)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     # Every release of transformers reads the general class name in the same way.

@@ -140,6 +140,20 @@ def test_a_head_that_repeats_the_embeddings_is_tied(tmp_path: Path, same: bool) 
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == same
 
 
+def test_the_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+
+    class Counting(gguf.GGUFReader):
+        def __init__(self, path: str) -> None:
+            parsed.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counting)
+    file = write(tmp_path / "tiny.gguf", tensors(np.random.default_rng(0)))
+    get_model.convert(file, tmp_path / "out")
+    assert parsed == [str(file)]
+
+
 def test_a_wheel_holds_the_file(known: Path, tmp_path: Path) -> None:
     wheel = tmp_path / "model-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as packed:
