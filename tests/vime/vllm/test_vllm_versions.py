@@ -268,3 +268,13 @@ def test_an_architecture_that_the_version_lacks_is_refused(tmp_path, monkeypatch
     )
     config.num_engines = 0
     flags.check_architecture(config)
+
+
+def test_files_without_an_installed_package_have_no_plugin(tmp_path, monkeypatch):
+    """Packages are searched in the folders of sys.path. PYTHONPATH adds folders in which no package is installed."""
+    vllm_versions.require_plugin()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ValueError) as error:
+        vllm_versions.require_plugin()
+    assert "vime must be installed, so that vLLM loads its plug-in, got only its files" in str(error.value)
+    assert "pip install --no-deps --no-build-isolation -e . in its folder" in str(error.value)
