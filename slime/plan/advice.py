@@ -115,6 +115,7 @@ def changes(c: Config, shape: Shape) -> Iterator[Sequence[Change]]:
     yield inputs_on_host(c)
     yield host_adam(c)
     yield engine_share(c)
+    yield engines_per_gpu(c)
     yield offloading(c)
     yield context_parallel(c, shape)
     yield tensor_parallel(c, shape)
@@ -221,6 +222,15 @@ def engine_share(c: Config) -> list[Change]:
         )
         for share in shares
         if abs(share - facts.memory_share) > 1e-6
+    ]
+
+
+def engines_per_gpu(c: Config) -> list[Change]:
+    """Returns smaller numbers of engines that share a GPU."""
+    now = c.cluster.rollout_engines_per_gpu
+    return [
+        Change(f"--rollout-engines-per-gpu {count}", str(now), c.with_values(rollout_engines_per_gpu=count))
+        for count in range(now - 1, 0, -1)
     ]
 
 

@@ -33,8 +33,10 @@ SLEEPING_ENGINE = 1.9 * GIB
 BESIDES_TRAINER = 1.5 * GIB
 """Bytes of GPU memory of a trainer's CUDA context and libraries, and of communicators of a single rank."""
 
-ENGINE_BESIDES = BESIDES_GENERATING - BESIDES_TRAINER
-"""The part of an engine in BESIDES_GENERATING."""
+FURTHER_ENGINE, FURTHER_SLEEPING = 2.2 * GIB, 1.3 * GIB
+"""Bytes that each further engine of a GPU needs, in addition to its weights and its KV cache: while it generates, and
+while it sleeps. An H200 had 7.07 and 1.29 GiB for each of four engines of a 0.5B with 0.92 GiB of weights and 4 GiB of
+KV cache."""
 
 COMMUNICATORS = 2.5 * GIB
 """Least bytes for the communicators of a trainer whose engines are on other GPUs. The value is chosen, not measured. On
@@ -97,7 +99,7 @@ def list_engine_moments(
     if cache:
         weights = engine_weights(c, e.shape).bytes
         taken, how = weights + cache, f"{amount(weights)} of weights and {amount(cache)} of KV cache"
-        others = (several - 1) * (taken + ENGINE_BESIDES)
+        others = (several - 1) * (taken + FURTHER_ENGINE)
         yield Moment(
             "when an engine starts",
             left + BESIDES_TRAINER + others + share * device_bytes,
@@ -138,7 +140,7 @@ def besides_tensors(c: Config) -> float:
     if not c.num_engines:
         return own
     if c.cluster.colocate:
-        sleeping = SLEEPING_ENGINE * c.cluster.rollout_engines_per_gpu
+        sleeping = SLEEPING_ENGINE + (c.cluster.rollout_engines_per_gpu - 1) * FURTHER_SLEEPING
         return own + sleeping + engine_communicator_bytes(c)
     return max(own, BESIDES_TRAINER + COMMUNICATORS)
 
@@ -146,7 +148,9 @@ def besides_tensors(c: Config) -> float:
 def besides_generating(c: Config) -> float:
     """Returns the GPU memory of trainer and engines in addition to the trainer's tensors and the engines' weights and
     KV caches."""
-    return BESIDES_TRAINER + c.cluster.rollout_engines_per_gpu * ENGINE_BESIDES + communicator_bytes(c)
+    return (
+        BESIDES_GENERATING + (c.cluster.rollout_engines_per_gpu - 1) * FURTHER_ENGINE + communicator_bytes(c)
+    )
 
 
 def training(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:

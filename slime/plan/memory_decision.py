@@ -15,7 +15,7 @@ from slime.config import Config
 from slime.config.sections.cluster import PARTS
 from slime.plan.card_phases import (
     BESIDES_TRAINER,
-    ENGINE_BESIDES,
+    FURTHER_ENGINE,
     besides_generating,
     card_moments,
     engine_weights,
@@ -136,7 +136,7 @@ def _by_size(c: Config, e: Estimate, allowed: Collection[str]) -> Iterator[str]:
         left = e.left(leaving)
         if cache:
             taken = engine_weights(c, e.shape).bytes + cache
-            others = (several - 1) * (taken + ENGINE_BESIDES)
+            others = (several - 1) * (taken + FURTHER_ENGINE)
             least = max(left + several * taken + besides, (left + BESIDES_TRAINER + others) / free)
         else:
             least = (left + besides) / free

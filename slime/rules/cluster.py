@@ -199,6 +199,8 @@ def _check_engines_per_gpu(c: Config) -> None:
         raise FlagError(flag, "be 1 for engines of several GPUs", got, "leave one of the two out")
     if c.rollout.rollout_external_engine_addrs:
         raise FlagError(flag, "be 1 with --rollout-external-engine-addrs", several, "list each engine there")
+    if c.engine.prefill_num_servers:
+        raise FlagError(flag, "be 1 with --prefill-num-servers", several, "leave one of the two out")
     if on_gpus and "cache_bytes" not in facts.flag_of:
         raise FlagError(flag, f"be 1 with engines of {facts.project}", several, "leave the flag out")
     if on_gpus and facts.cache_bytes is None:

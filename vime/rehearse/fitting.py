@@ -119,6 +119,7 @@ def _fit_layout(flags: Flags, processes: int) -> None:
     flags.set("actor_num_nodes", "one host", 1)
     flags.set("actor_num_gpus_per_node", f"at most {processes} trainer processes here", ranks * data)
     flags.set("rollout_num_gpus_per_engine", "one process serves the tiny model", 1)
+    flags.limit("rollout_engines_per_gpu", 1, "one process serves the tiny model")
     if not flags.has("colocate"):
         flags.set("rollout_num_gpus", "one engine", 1)
     else:

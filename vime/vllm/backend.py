@@ -26,7 +26,7 @@ from vime.pool.engine_flags import (
 )
 from vime.pool.engine_server import option, pair_up
 from vime.sglang_api.translate_flags import PREFIX, targets, translate_sglang
-from vime.vllm import fp8
+from vime.vllm import fp8, versions
 from vime.vllm import server_flags as flags
 from vime.vllm.caches.flags import check_prefill_engines, require_connector
 from vime.vllm.peer_names import VLLM_PEER_NAMES
@@ -220,16 +220,20 @@ class VllmBackend:
             if option(tokens) not in ("host", "port"):  # the address is known when the server starts
                 shown = tokens if len(tokens) < 10 else [*tokens[:4], "...", tokens[-1]]
                 yield f"{'(set for you)':<40} vLLM {' '.join(shown)}"
+        if share := flags.memory_share(config):
+            yield f"{'(set for you)':<40} vLLM {' '.join(share)}, for each engine of a GPU"
         for tokens in pair_up(config.engine.router_argv):
             yield f"{'--router-' + tokens[0][2:]:<40} vllm-router {' '.join(tokens)}"
 
     def require_reachable(self, config: Config) -> None:
-        """Checks that external engines and an external router answer, and that only this run uses the router. Also
-        checks that engines on CPUs can compute the model."""
+        """Checks that external engines and an external router answer, and that only this run uses the router. Checks
+        that own engines find our plug-in, and that engines on CPUs can compute the model."""
         # This check is not in `rules`, because a plan for GPUs can be made on a machine with CPUs only.
         fp8.check_on_cpu(config)
         check_cpu(config)
         require_connector(config)
+        if config.num_engines and not config.rollout.rollout_external_engine_addrs:
+            versions.require_plugin()
         external.require_reachable(config)
 
     def pool(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from slime.config import Config
 from slime.models.decoder import Hf
-from slime.plan.card_phases import ENGINE_BESIDES, engine_weights
+from slime.plan.card_phases import BESIDES_GENERATING, BESIDES_TRAINER, FURTHER_ENGINE, engine_weights
 from slime.plan.fit import Need
 from slime.plan.memory_decision import TOO_SMALL, gpu
 from slime.plan.memory_estimate import Item
@@ -50,14 +50,16 @@ def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
     weights, token, state = engine_weights(c, shape).bytes, _token(c, shape).bytes, _state(c, shape).bytes
     more_gpus = f"--rollout-num-gpus-per-engine (now {c.cluster.rollout_num_gpus_per_engine})"
     if cache_bytes := c.engine.engine_facts.cache_bytes:
-        several, besides = c.cluster.rollout_engines_per_gpu, ENGINE_BESIDES
-        free, short = float(cache_bytes), several * (weights + cache_bytes + besides) - device_bytes
-        composition = (
-            f"{amount(weights)} of weights, {amount(cache_bytes)} of KV cache, {amount(besides)} besides"
-        )
-        composition += f" for each of {several} engines" if several > 1 else ""
+        several = c.cluster.rollout_engines_per_gpu
+        besides = BESIDES_GENERATING - BESIDES_TRAINER + (several - 1) * FURTHER_ENGINE
+        free, short = float(cache_bytes), several * (weights + cache_bytes) + besides - device_bytes
+        parts = [f"{amount(weights)} of weights", f"{amount(cache_bytes)} of KV cache"]
+        parts[-1] += f" for each of {several} engines" if several > 1 else ""
+        composition = f"{', '.join(parts)}, {amount(besides)} besides"
         bound = f"--vllm-kv-cache-memory-bytes (now {cache_bytes})"
         change = f"lower {bound} or raise {more_gpus}"
+        if several > 1:
+            change = f"lower {bound} or --rollout-engines-per-gpu (now {several})"
     else:
         share = c.engine.engine_facts.memory_share
         free, short = share * device_bytes - weights, weights - share * device_bytes

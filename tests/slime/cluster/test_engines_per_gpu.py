@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from vime.backends import parse_config
+from vime.backends import backend_for, parse_config
 from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.server_flags import engine_settings
 
 TWO = "--rollout-engines-per-gpu 2 --vllm-kv-cache-memory-bytes 1073741824"
+GPU = "--device cuda --rollout-batch-size 64 --n-samples-per-prompt 16 --global-batch-size 512"
 APART = "--no-colocate --rollout-num-gpus 1"
 
 
@@ -58,6 +59,10 @@ def test_channel(argv, flags, transport):
             "--device cuda --rollout-backend sglang --rollout-engines-per-gpu 2",
             "--rollout-engines-per-gpu must be 1 with engines of SGLang, got 2",
         ),
+        (
+            f"--device cuda {APART} {TWO} --prefill-num-servers 1",
+            "--rollout-engines-per-gpu must be 1 with --prefill-num-servers, got 2",
+        ),
         ("--rollout-engines-per-gpu 0", "--rollout-engines-per-gpu must be"),
     ],
 )
@@ -67,8 +72,17 @@ def test_refused(argv, flags, message):
     assert message in str(error.value)
 
 
+def test_a_note_recommends_them_for_small_models_with_many_requests(argv):
+    gpu = GPU.split()
+    assert any("--rollout-engines-per-gpu 4" in note for note in parse_config([*argv, *gpu]).notes)
+    for flags in (TWO, "--rollout-batch-size 32", "--device cpu"):
+        notes = parse_config([*argv, *gpu, *flags.split()]).notes
+        assert not any("--rollout-engines-per-gpu 4" in note for note in notes)
+
+
 def test_each_engine_wants_its_part_of_the_share_free(argv):
     c = parse_config([*argv, *TWO.split(), *["--device", "cuda", "--vllm-gpu-memory-utilization", "0.5"]])
     command = VllmServer(VllmSpec(**engine_settings(c), run_key="", log_path="")).command()
     shares = [command[i + 1] for i, word in enumerate(command) if word == "--gpu-memory-utilization"]
     assert (c.num_engines, shares[-1]) == (4, "0.25")
+    assert any("--gpu-memory-utilization 0.25" in line for line in backend_for(c).command_lines(c))

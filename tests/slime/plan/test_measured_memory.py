@@ -143,6 +143,19 @@ def test_the_30b_on_four_h200_that_died_does_not_fit():
     assert "380 GiB, of which a plan fills 93%" in shortage(small.worst)
 
 
+def test_fewer_engines_per_gpu_are_advised():
+    """Eight engines and the trainer's state need 8 x (7.49 + 8) + 7 x 2.2 + 7.5 + 68.9 = 215.7 GiB. Three fit."""
+    facts = engine_facts({"kv_cache_memory_bytes": 8 * GIB, "gpu_memory_utilization": 0.4})
+    flags = {
+        "offload_train": False,
+        "rollout_engines_per_gpu": 8,
+        "max_tokens_per_gpu": 4096,
+        "engine_facts": facts,
+    }
+    best = advise(config(**flags), QWEN3_4B, MachineSizes(H200))[0]
+    assert str(best) == "--rollout-engines-per-gpu 3 (now 8) gives 88.46 GiB, fits"
+
+
 def test_advice_is_what_a_new_plan_gives():
     """The first flag makes the run fit, and no smaller value of the flag does."""
     c, machine = config(**FOUR), MachineSizes(H200, HOST)

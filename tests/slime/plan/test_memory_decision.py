@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from memory_cases import FULL, QWEN3_4B, config
 
-from slime.plan.card_phases import BESIDES_GENERATING, BESIDES_TRAINER, ENGINE_BESIDES, FRAGMENTATION
+from slime.plan.card_phases import BESIDES_GENERATING, BESIDES_TRAINER, FRAGMENTATION, FURTHER_ENGINE
 from slime.plan.memory_decision import choices, decide_residence
 from slime.plan.memory_estimate import estimate
 from slime.plan.units import GIB
@@ -160,8 +160,8 @@ def test_several_engines_of_a_gpu_add_their_weights_caches_and_contexts(share):
     """Three engines generate at once. The last to start finds the others on the GPU, and needs a third of the share."""
     flags = given_kv(share) | {"rollout_engines_per_gpu": 3}
     e, each = estimate(config(**flags), QWEN3_4B), 4_022_272_000 * 2 + KV
-    generating = e.left(()) + 3 * (each + ENGINE_BESIDES) + BESIDES_TRAINER
-    starting = e.left(()) + 2 * (each + ENGINE_BESIDES) + BESIDES_TRAINER
+    generating = e.left(()) + 3 * each + 2 * FURTHER_ENGINE + BESIDES_GENERATING
+    starting = e.left(()) + 2 * (each + FURTHER_ENGINE) + BESIDES_TRAINER
     least = max(generating, starting / (1 - share / 3)) / GIB
     leaving, text = decided(least + 1e-6, **flags)
     assert leaving == () and f"while engines generate {generating / GIB:.2f} GiB of" in text

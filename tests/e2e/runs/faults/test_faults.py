@@ -53,10 +53,12 @@ def test_a_run_whose_trainer_was_killed_is_resumed(world: World) -> None:
 
 @pytest.mark.slow
 def test_engine_killed_in_a_broadcast_leaves_the_update_to_the_other(world: World) -> None:
-    """The engine dies in the first update. The other engine gets all of the weights, whatever it had before."""
+    """Two engines share a device, and one dies in the first update. The other gets all weights, whatever it had
+    before."""
     flags = [
         *world.grpo("broadcast", rollouts=2),
-        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "2", "--check-weight-update-equal"),
+        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--rollout-engines-per-gpu", "2"),
+        "--check-weight-update-equal",
         # gloo with many buckets
         *("--update-weight-transport", "nccl", "--update-weight-buffer-size", "50000"),
     ]
