@@ -273,4 +273,6 @@ def channels(c: Config) -> list[Change]:
         return []
     gpus = "shared" if c.cluster.colocate else "apart"
     other = next(name for name, channel in CHANNELS.items() if channel.gpus == gpus)
+    if CHANNELS[other].collective and c.cluster.rollout_engines_per_gpu > 1:
+        return []
     return [Change(f"--update-weight-transport {other}", now, c.with_values(update_weight_transport=other))]

@@ -185,9 +185,9 @@ def check_engines(c: Config) -> None:
 
 
 def _check_engines_per_gpu(c: Config) -> None:
-    """Checks that several engines of a GPU have one GPU each, take no measured memory, and get weights without NCCL.
+    """Checks engines that share a GPU: each uses no other GPU, has a given KV cache, and gets weights without NCCL.
 
-    An engine without the bytes of its KV cache measures the GPU's free memory while the others start. NCCL refuses two
+    Without a given size, an engine would measure the GPU's free memory while the other engines start. NCCL refuses two
     ranks of a communicator on one GPU.
     """
     several, on_gpus = c.cluster.rollout_engines_per_gpu, c.cluster.device == "cuda"

@@ -8,7 +8,6 @@ import glob
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from slime.algo.losses import MASKED_ROLLOUTS, SFT_ROLLOUT, held_out, loss_for, sampled
 from slime.bridges import megatron_versions
@@ -36,7 +35,8 @@ from slime.rules.off_policy import cuts, mismatch_notes
 from slime.rules.packages import package_notes
 from slime.rules.precision.fp8 import use_own_layers
 from slime.rules.weights.cache_flush import flush_notes
-from slime.weight_sync.registry import CHANNELS, default_channel
+from slime.rules.weights.channel import choose_channel
+from slime.weight_sync.registry import default_channel
 
 _OF_RANK = ("lora_alpha", "lora_name")
 _DRIVER_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/dxg", "/dev/kfd")
@@ -65,7 +65,8 @@ def resolve(set_values: Values, notes: list[str] | None = None) -> Config:
     draft.overrides, remarks = same_result(draft.overrides)
     draft.overrides, more = use_own_layers(draft.overrides)
     draft.notes += [*remarks, *more]
-    _weight_update(draft)
+    draft.update_weight_disk_keep_files |= draft.update_weight_delta_keep_files
+    choose_channel(draft)
     _trainer(draft, set_values)
     _kernels(draft)
     _run_dir(draft)
@@ -240,35 +241,6 @@ def _trainer(c: argparse.Namespace, set_values: Values) -> None:
             f"--cp-comm-type {c.cp_comm_type} is taken as the default: no ring is here, and the result is the same"
         )
         c.cp_comm_type = None
-
-
-def _weight_update(c: argparse.Namespace) -> None:
-    gpus: Literal["shared", "apart"] | None = None
-    if c.device == "cuda":
-        gpus = "shared" if c.colocate else "apart"
-    c.update_weight_disk_keep_files = c.update_weight_disk_keep_files or c.update_weight_delta_keep_files
-    queued = c.rollout_data_transport == "straw"  # rollout hosts read files
-    set_values, usual = c.update_weight_transport, default_channel(None if queued else gpus)
-    if set_values is None:
-        names = ("data_parallel_size", "pipeline_parallel_size")
-        sizes = {name: getattr(c.engine_facts, name) for name in names}
-        if CHANNELS[usual].tensor_parallel_only and c.rollout_num_gpus and max(sizes.values()) > 1:
-            remarks = ", ".join(f"{c.engine_facts.flag(name)} {size}" for name, size in sizes.items())
-            c.notes.append(
-                f"--update-weight-transport is {default_channel(None)}, not {usual}: {remarks}, and a broadcast "
-                "reaches tensor-parallel workers alone"
-            )
-            usual = default_channel(None)
-        if CHANNELS[usual].collective and gpus and (several := c.rollout_engines_per_gpu) > 1:
-            why = f"--rollout-engines-per-gpu {several}, and NCCL reaches one engine per GPU"
-            c.notes.append(f"--update-weight-transport is {default_channel(None)}, not {usual}: {why}")
-            usual = default_channel(None)
-        c.update_weight_transport = usual
-    elif gpus == "shared" and CHANNELS[set_values].gpus == "apart":
-        c.notes.append(
-            f"--update-weight-transport {set_values} is {usual} with --colocate: trainer and engines share their GPUs"
-        )
-        c.update_weight_transport = usual
 
 
 def _batches(c: argparse.Namespace) -> None:

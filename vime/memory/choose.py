@@ -192,21 +192,28 @@ def share_knobs(c: Config, hf: Hf, device: float, user_flags: set[str]) -> Itera
     )
 
 
+_ENGINES_PER_GPU = "rollout_engines_per_gpu"
+"""A flag whose rule reads the bytes of the engines' KV cache."""
+
+
 def light_config(argv: Sequence[str]) -> Config:
     """Returns the configuration without the engine's parser, whose import takes seconds.
 
-    It reads only those engine flags that affect the engine's memory. `vime train` parses all flags.
+    It reads only those engine flags that affect the engine's memory. `vime train` parses all flags, and checks the
+    rules that read engine flags.
     """
-    own, engine = list[str](), dict[str, float | str]()
+    own, engine, later = list[str](), dict[str, float | str](), dict[str, int]()
     for group in with_config_files(split_argv(argv)):
         prefix, _, name = group.name.partition("_")
         if prefix == "vllm" and name in _ENGINE_FLAGS and group.values:
             engine[name] = _ENGINE_FLAGS[name](group.values[-1])
-        if prefix not in ("vllm", "router"):
+        if group.name == _ENGINES_PER_GPU and group.values:
+            later[group.name] = int(group.values[-1])
+        elif prefix not in ("vllm", "router"):
             own += [spelled(group.name), *group.values]
     c = parse_config(own)
     facts = engine_facts(engine) if c.engine.rollout_backend == "vllm" else c.engine.engine_facts
-    return c.with_values(engine_facts=facts, backend_args={**c.engine.backend_args, **engine})
+    return c.with_values(engine_facts=facts, backend_args={**c.engine.backend_args, **engine}, **later)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ from slime.tracking.phases import PHASES
 from vime.backends import served_engines
 from vime.memory.sizes import machine_sizes
 from vime.pool.served import spelled_for
-from vime.vllm.memory import engine_memory, engine_need, engine_verdict, scored_logits
+from vime.vllm.memory import card_need, engine_memory, engine_need, engine_verdict, scored_logits
 
 
 def memory_lines(items: Sequence[Item]) -> Iterator[str]:
@@ -114,7 +114,7 @@ def engine_needs(hf: Hf, machine: MachineSizes) -> Also:
     def needs(c: Config) -> Iterable[Need]:
         if machine.device is None or not c.num_engines or c.rollout.rollout_external_engine_addrs:
             return []
-        return [engine_need(c, hf, machine.device)]
+        return [engine_need(c, hf, machine.device), *card_need(c, hf, machine.device)]
 
     return needs
 

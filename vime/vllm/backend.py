@@ -221,7 +221,7 @@ class VllmBackend:
                 shown = tokens if len(tokens) < 10 else [*tokens[:4], "...", tokens[-1]]
                 yield f"{'(set for you)':<40} vLLM {' '.join(shown)}"
         if share := flags.memory_share(config):
-            yield f"{'(set for you)':<40} vLLM {' '.join(share)}, for each engine of a GPU"
+            yield f"{'(set for you)':<40} vLLM {' '.join(share)} instead, for each engine of a GPU"
         for tokens in pair_up(config.engine.router_argv):
             yield f"{'--router-' + tokens[0][2:]:<40} vllm-router {' '.join(tokens)}"
 

@@ -14,7 +14,7 @@ from slime.plan.memory_decision import TOO_SMALL, gpu
 from slime.plan.memory_estimate import Item
 from slime.plan.model_shape import Shape
 from slime.plan.units import BYTES, amount
-from slime.tracking.phases import LOADING
+from slime.tracking.phases import GENERATING, LOADING
 from vime.pool.engine_flags import engine_tensor_parallel
 from vime.vllm.server import SCORED_TOKENS
 
@@ -50,8 +50,7 @@ def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
     weights, token, state = engine_weights(c, shape).bytes, _token(c, shape).bytes, _state(c, shape).bytes
     more_gpus = f"--rollout-num-gpus-per-engine (now {c.cluster.rollout_num_gpus_per_engine})"
     if cache_bytes := c.engine.engine_facts.cache_bytes:
-        several = c.cluster.rollout_engines_per_gpu
-        besides = BESIDES_GENERATING - BESIDES_TRAINER + (several - 1) * FURTHER_ENGINE
+        several, besides = c.cluster.rollout_engines_per_gpu, _besides(c)
         free, short = float(cache_bytes), several * (weights + cache_bytes) + besides - device_bytes
         parts = [f"{amount(weights)} of weights", f"{amount(cache_bytes)} of KV cache"]
         parts[-1] += f" for each of {several} engines" if several > 1 else ""
@@ -78,12 +77,32 @@ def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
     return f"fits {gpu(device_bytes)}: {composition}, {_at_a_time(c, free, token, state)}"
 
 
+def _besides(c: Config) -> float:
+    """Returns the GPU memory of all engines of a GPU in addition to their weights and KV caches."""
+    return BESIDES_GENERATING - BESIDES_TRAINER + (c.cluster.rollout_engines_per_gpu - 1) * FURTHER_ENGINE
+
+
+def sequence_bytes(c: Config, shape: Shape, hf: Hf) -> float:
+    """Returns the bytes of the KV cache that a sequence of --vllm-max-model-len tokens needs."""
+    tokens = c.engine.backend_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
+    return _token(c, shape).bytes * tokens + _state(c, shape).bytes
+
+
+def card_need(c: Config, hf: Hf, device_bytes: float) -> list[Need]:
+    """Returns the memory of a GPU that only engines use, if the bytes of their KV cache are given. Otherwise an engine
+    takes its share of the GPU."""
+    cache_bytes = c.engine.engine_facts.cache_bytes
+    if c.cluster.colocate or not cache_bytes:
+        return []
+    each = engine_weights(c, Shape.of(hf)).bytes + cache_bytes
+    whole = c.cluster.rollout_engines_per_gpu * each + _besides(c)
+    return [Need("a GPU", "while engines generate", GENERATING, whole, device_bytes, whole)]
+
+
 def engine_need(c: Config, hf: Hf, device_bytes: float) -> Need:
     """Returns the memory that an engine needs to start: its weights and the KV cache for one sequence."""
     shape, facts = Shape.of(hf), c.engine.engine_facts
-    weights = engine_weights(c, shape).bytes
-    sequence = c.engine.backend_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
-    one = _token(c, shape).bytes * sequence + _state(c, shape).bytes
+    weights, one = engine_weights(c, shape).bytes, sequence_bytes(c, shape, hf)
     if cache_bytes := facts.cache_bytes:
         return Need("an engine's KV cache", "when an engine starts", LOADING, one, float(cache_bytes), one)
     limit = facts.memory_share * device_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from slime.models import family_for, read_decoder
 from slime.models.lora import sends_adapters
 from slime.models.vision import sees_images
 from slime.plan.model_shape import Shape
+from slime.plan.units import GIB
 from slime.records.errors import FlagError
 from slime.roles.groups import several_nodes, trainer_ranks
 from slime.roles.served import count_policy_top_tokens, frozen_devices
@@ -35,6 +37,7 @@ from vime.pool.engine_flags import (
 )
 from vime.vllm import fp8, versions
 from vime.vllm.cpu import engine as cpu_engine
+from vime.vllm.memory import sequence_bytes
 from vime.vllm.server import SAMPLING
 from vime.vllm.worker import adapter
 
@@ -152,24 +155,19 @@ def remarks(config: Config) -> Iterator[str]:
 
 def _engines_per_gpu(config: Config) -> Iterator[str]:
     """Yields a note if several engines per GPU would make the rollouts of this model faster."""
-    c = config.cluster
+    c, count = config.cluster, 4
     several = max(c.rollout_engines_per_gpu, c.rollout_num_gpus_per_engine) > 1
-    if (
-        c.device != "cuda"
-        or not config.num_engines
-        or several
-        or config.rollout.rollout_external_engine_addrs
-    ):
+    if c.device != "cuda" or not c.colocate or not config.num_engines or several:
         return
     requests = (config.data.rollout_batch_size or 0) * config.data.n_samples_per_prompt // config.num_engines
-    if (
-        requests < MANY_REQUESTS
-        or Shape.of(read_hf_config(config.rollout.hf_checkpoint)).params > SMALL_MODEL
-    ):
+    hf = read_hf_config(config.rollout.hf_checkpoint)
+    shape = Shape.of(hf)
+    if requests < MANY_REQUESTS or shape.params > SMALL_MODEL:
         return
+    cache = max(4, math.ceil(sequence_bytes(config, shape, hf) / GIB)) * GIB
     yield (
-        f"--rollout-engines-per-gpu 4 --vllm-kv-cache-memory-bytes {4 << 30} can make the rollouts of this small model "
-        "faster (2.6 times for a 0.5B with 1,024 samples on a GPU with 16 CPU cores)"
+        f"--rollout-engines-per-gpu {count} --vllm-kv-cache-memory-bytes {cache} can make the rollouts of this small "
+        "model faster (2.6 times for a 0.5B with 1,024 samples on a host with 16 CPU cores)"
     )
 
 
@@ -288,7 +286,8 @@ def memory_share(config: Config) -> tuple[str, ...]:
     """Returns the flag that divides --vllm-gpu-memory-utilization among several engines of a GPU. vLLM does not start
     if less is free."""
     several, share = config.cluster.rollout_engines_per_gpu, config.engine.engine_facts.memory_share
-    return ("--gpu-memory-utilization", f"{share / several:.4g}") if several > 1 else ()
+    divided = several > 1 and config.cluster.device == "cuda"
+    return ("--gpu-memory-utilization", f"{share / several:.4g}") if divided else ()
 
 
 _OWN_VALUES = ("quantization", "speculative_config", "hf_overrides", "model_loader_extra_config")

@@ -151,7 +151,7 @@ def require_plugin() -> None:
         raise FlagError(
             "vime",
             "be installed, so that vLLM loads its plug-in",
-            f"only its files, and no plug-in {PLUGIN}",
+            f"no installed package with the plug-in {PLUGIN}",
             PLUGIN_REMEDY,
         )
 

@@ -276,5 +276,7 @@ def test_files_without_an_installed_package_have_no_plugin(tmp_path, monkeypatch
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(ValueError) as error:
         vllm_versions.require_plugin()
-    assert "vime must be installed, so that vLLM loads its plug-in, got only its files" in str(error.value)
+    assert "vime must be installed, so that vLLM loads its plug-in, got no installed package with" in str(
+        error.value
+    )
     assert "pip install --no-deps --no-build-isolation -e . in its folder" in str(error.value)

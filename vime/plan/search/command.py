@@ -13,6 +13,7 @@ from slime.config import Config
 from slime.hardware import HARDWARE, Hardware
 from slime.plan.fit import MachineSizes, shortage
 from slime.plan.units import GIB
+from slime.records.errors import FlagError
 from vime.backends import parse_config
 from vime.memory.lines import whole_fit
 from vime.memory.sizes import take_sizes
@@ -59,6 +60,10 @@ def main(argv: Sequence[str]) -> int:
     flags, sizes = take_sizes(rest)
     gpus = read_count(text)
     c = parse_config([*flags, *LAYOUT])
+    if (several := c.cluster.rollout_engines_per_gpu) > 1:
+        raise FlagError(
+            "--rollout-engines-per-gpu", f"be 1 with {SEARCH}", several, "add --rollout-engines-per-gpu 1"
+        )
     if c.cluster.gpu is None:
         raise ValueError(f"{SEARCH} must go with --gpu, got none; name one of {', '.join(sorted(HARDWARE))}")
     gpu = HARDWARE[c.cluster.gpu]

@@ -96,7 +96,6 @@ def with_layout(c: Config, gpu: Hardware, layout: GpuLayout) -> Config:
         colocate=layout.colocated,
         rollout_num_gpus=layout.engines * layout.engine_gpus,
         rollout_num_gpus_per_engine=layout.engine_gpus,
-        rollout_engines_per_gpu=1,
         tensor_model_parallel_size=layout.tp,
         sequence_parallel=layout.tp > 1,
         pipeline_model_parallel_size=layout.pp,
