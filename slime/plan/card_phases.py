@@ -123,12 +123,12 @@ def hand_over(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:
     """Returns the moment when the trainer sends its weights to an engine that has woken without its KV cache. The rest
     of the trainer's state has left the card."""
     left = e.left([part for part in leaving if part != "parameters"])
-    weights = engine_weights(c, e.shape).bytes * c.cluster.rollout_engines_per_gpu
-    besides = besides_tensors(c)
+    several, besides = c.cluster.rollout_engines_per_gpu, besides_tensors(c)
+    weights, whose = several * engine_weights(c, e.shape).bytes, "engine's" if several == 1 else "engines'"
     return Moment(
         "while weights are handed over",
         left + weights + besides,
-        f"{amount(left)} of the trainer, {amount(weights)} of the engines' weights, {amount(besides)} besides",
+        f"{amount(left)} of the trainer, {amount(weights)} of the {whose} weights, {amount(besides)} besides",
         HAND_OVER,
     )
 

