@@ -14,15 +14,15 @@ def choose_channel(c: argparse.Namespace) -> None:
     if c.device == "cuda":
         gpus = "shared" if c.colocate else "apart"
     queued = c.rollout_data_transport == "straw"  # rollout hosts read files
-    given, usual = c.update_weight_transport, default_channel(None if queued else gpus)
-    if given is None:
+    set_value, usual = c.update_weight_transport, default_channel(None if queued else gpus)
+    if set_value is None:
         if why := _missed_engines(c, usual):
             c.notes.append(f"--update-weight-transport is {default_channel(None)}, not {usual}: {why}")
             usual = default_channel(None)
         c.update_weight_transport = usual
-    elif gpus == "shared" and CHANNELS[given].gpus == "apart":
+    elif gpus == "shared" and CHANNELS[set_value].gpus == "apart":
         c.notes.append(
-            f"--update-weight-transport {given} is {usual} with --colocate: trainer and engines share their GPUs"
+            f"--update-weight-transport {set_value} is {usual} with --colocate: trainer and engines share their GPUs"
         )
         c.update_weight_transport = usual
 
