@@ -36,6 +36,7 @@ assert run.state == "finished" and len({sample.reward for sample in run.samples}
 """
 
 
+@pytest.mark.slow
 def test_the_cells_of_the_notebook(tmp_path: Path) -> None:
     """The reward is a function of `__main__`, and an event loop is running, as in a notebook."""
     notebook = json.loads((ROOT / "examples/notebook/train.ipynb").read_text())

@@ -69,6 +69,7 @@ def compare(world: World, name: str, rollouts: int, *flags: str, ranks: int = 1)
     return total
 
 
+@pytest.mark.slow
 def test_experts_have_the_same_bits(world: World) -> None:
     assert compare(world, "one", 2) > 400
 

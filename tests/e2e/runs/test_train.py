@@ -179,9 +179,9 @@ def test_parts_of_a_step_add_up_to_it(whole: Path) -> None:
     for step, row in steps.items():
         assert ("perf/profile_time" in row) == (step == TRACED)
         assert 0 < row["perf/handover_time"] < row["perf/train_time"]
-        waited = row["perf/train_wait_time"]  # the rest is the call of the rollout manager
+        waited = row["perf/train_wait_time"]  # the rollout begins just before the driver waits
         rollout = row["perf/rollout_time"] + row["perf/make_data_time"]
-        assert 0.5 * waited < rollout < waited + 0.005  # the rollout begins just before the driver waits
+        assert max(0.5 * waited, 0.5) > waited - rollout > -0.005  # a busy machine delays the call's answer
     times = step_times(load_run(whole))
     measured = sum(seconds.sum() for name, seconds in times.parts.items() if name != UNMEASURED)
     assert measured == pytest.approx(times.whole.sum(), rel=0.02)

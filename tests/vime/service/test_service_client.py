@@ -248,6 +248,7 @@ def test_records_of_a_tenant(service: ServiceProcess, trainer: tinker.TrainingCl
     assert len(folders) == sum(path.split("/")[-2] == "weights" for path in listed) - 1
 
 
+@pytest.mark.slow
 def test_a_killed_service_continues(service: ServiceProcess, alice: tinker.ServiceClient) -> None:
     """The client notices nothing, and the numbers equal those without a kill, to the bit."""
     data, audit = [make_datum("kill and continue")], service.data / "audit.jsonl"
