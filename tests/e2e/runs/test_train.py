@@ -166,13 +166,12 @@ def assert_adds_up(steps: list[dict[str, float]], names: tuple[str, ...], whole:
 def test_parts_of_a_step_add_up_to_it(whole: Path) -> None:
     """Each level is measured separately: the driver's step, rank 0's training, its optimizer steps."""
     steps = rows(whole, "rollout/step")
-    assert_adds_up(
-        list(steps.values()), ("train_wait", "sleep", "train", "wake_up", "update_weights"), "step"
-    )
+    every = [*steps.values()]
+    assert_adds_up(every, ("train_wait", "sleep", "train", "wake_up", "update_weights"), "step")
     of_update = tuple(f"update_weights_{name}" for name in ("wait", "pause", "load", "finish"))
-    assert_adds_up(list(steps.values()), of_update, "update_weights")
+    assert_adds_up(every, of_update, "update_weights")
     inside = ("data_preprocess", "ref_log_probs", "advantages", "actor_train", "rollout_metrics")
-    assert_adds_up(list(steps.values()), inside, "trainer")
+    assert_adds_up(every, inside, "trainer")
     parts = ("pack", "forward", "policy_loss", "backward", "reduce_grads", "optimizer", "step_metrics")
     # In a traced step the profiler itself works between the ranges.
     assert_adds_up([row for step, row in steps.items() if step != TRACED], parts, "actor_train")
