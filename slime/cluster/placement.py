@@ -93,7 +93,7 @@ class Placement:
 
     def options(self, bundle: int, actors: int = 1) -> dict[str, object]:
         """Returns Ray options that put an actor into `bundle`. Trainer and engine of a colocated run take half of a
-        device each. `actors` engines share the part of an engine.
+        device each. If several engines share a GPU, `actors` is their number.
 
         An engine with several GPUs needs an actor in its first bundle only. The group reserves the other bundles for
         this run. With colocation, they hold the trainer ranks that share these GPUs.

@@ -99,7 +99,7 @@ def list_engine_moments(
     if cache:
         weights = engine_weights(c, e.shape).bytes
         taken, how = weights + cache, f"{amount(weights)} of weights and {amount(cache)} of KV cache"
-        others = (several - 1) * (taken + FURTHER_ENGINE)
+        others = started_engines(c, taken)
         yield Moment(
             "when an engine starts",
             left + BESIDES_TRAINER + others + share * device_bytes,
@@ -148,9 +148,19 @@ def besides_tensors(c: Config) -> float:
 def besides_generating(c: Config) -> float:
     """Returns the GPU memory of trainer and engines in addition to the trainer's tensors and the engines' weights and
     KV caches."""
-    return (
-        BESIDES_GENERATING + (c.cluster.rollout_engines_per_gpu - 1) * FURTHER_ENGINE + communicator_bytes(c)
-    )
+    return BESIDES_TRAINER + engines_besides(c) + communicator_bytes(c)
+
+
+def engines_besides(c: Config) -> float:
+    """Returns the GPU memory of a GPU's engines in addition to weights and KV caches, while they generate."""
+    further = c.cluster.rollout_engines_per_gpu - 1
+    return BESIDES_GENERATING - BESIDES_TRAINER + further * FURTHER_ENGINE
+
+
+def started_engines(c: Config, each: float) -> float:
+    """Returns the GPU memory of the engines that a GPU's last engine finds when it starts. `each` is the sum of an
+    engine's weights and KV cache."""
+    return (c.cluster.rollout_engines_per_gpu - 1) * (each + FURTHER_ENGINE)
 
 
 def training(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:

@@ -15,13 +15,13 @@ from slime.config import Config
 from slime.config.sections.cluster import PARTS
 from slime.plan.card_phases import (
     BESIDES_TRAINER,
-    FURTHER_ENGINE,
     besides_generating,
     card_moments,
     engine_weights,
     hand_over,
     list_engine_moments,
     registered,
+    started_engines,
     training,
 )
 from slime.plan.memory_estimate import Estimate
@@ -136,7 +136,7 @@ def _by_size(c: Config, e: Estimate, allowed: Collection[str]) -> Iterator[str]:
         left = e.left(leaving)
         if cache:
             taken = engine_weights(c, e.shape).bytes + cache
-            others = (several - 1) * (taken + FURTHER_ENGINE)
+            others = started_engines(c, taken)
             least = max(left + several * taken + besides, (left + BESIDES_TRAINER + others) / free)
         else:
             least = (left + besides) / free

@@ -79,7 +79,7 @@ class StartCache:
             self._entries = self._stored(folder).get(self._fingerprint, {})
 
     def _stored(self, folder: Path) -> dict[str, dict[str, object]]:
-        """Returns the values of each installation in the file. The last installation was saved last."""
+        """Returns the values by installation, in the order in which the installations saved them."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             found = json.loads((folder / self._file).read_text(encoding="utf-8"))["installations"]
             return {name: dict(entries) for name, entries in found.items()}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -207,7 +208,7 @@ def light_config(argv: Sequence[str]) -> Config:
         prefix, _, name = group.name.partition("_")
         if prefix == "vllm" and name in _ENGINE_FLAGS and group.values:
             engine[name] = _ENGINE_FLAGS[name](group.values[-1])
-        if group.name == _ENGINES_PER_GPU and group.values:
+        if group.name == _ENGINES_PER_GPU and re.fullmatch("[1-9][0-9]*", "".join(group.values[-1:])):
             later[group.name] = int(group.values[-1])
         elif prefix not in ("vllm", "router"):
             own += [spelled(group.name), *group.values]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from slime.config import Config
 from slime.models.decoder import Hf
-from slime.plan.card_phases import BESIDES_GENERATING, BESIDES_TRAINER, FURTHER_ENGINE, engine_weights
+from slime.plan.card_phases import engine_weights, engines_besides
 from slime.plan.fit import Need
 from slime.plan.memory_decision import TOO_SMALL, gpu
 from slime.plan.memory_estimate import Item
@@ -49,8 +49,9 @@ def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
     shape = Shape.of(hf)
     weights, token, state = engine_weights(c, shape).bytes, _token(c, shape).bytes, _state(c, shape).bytes
     more_gpus = f"--rollout-num-gpus-per-engine (now {c.cluster.rollout_num_gpus_per_engine})"
+    several = c.cluster.rollout_engines_per_gpu
     if cache_bytes := c.engine.engine_facts.cache_bytes:
-        several, besides = c.cluster.rollout_engines_per_gpu, _besides(c)
+        besides = engines_besides(c)
         free, short = float(cache_bytes), several * (weights + cache_bytes) + besides - device_bytes
         parts = [f"{amount(weights)} of weights", f"{amount(cache_bytes)} of KV cache"]
         parts[-1] += f" for each of {several} engines" if several > 1 else ""
@@ -67,25 +68,23 @@ def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
         change = f"raise {bound} or {more_gpus}"
     if short > 0:
         return f"{TOO_SMALL} {gpu(device_bytes)}: {composition}, {amount(short)} too much; {change}"
-    sequence = c.engine.backend_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
-    if token * sequence + state > free:
+    if (needed := sequence_bytes(c, shape, hf)) > free:
+        more = f"raise {bound}" if several > 1 else f"raise {bound} or {more_gpus}"
         return (
             f"{TOO_SMALL} {gpu(device_bytes)}: {composition}, {amount(free)} for the KV cache, but one sequence of "
-            f"{sequence} tokens needs {amount(token * sequence + state)}; raise {bound} or {more_gpus}, or set a lower "
-            "--vllm-max-model-len"
+            f"{_sequence_tokens(c, hf)} tokens needs {amount(needed)}; {more}, or set a lower --vllm-max-model-len"
         )
     return f"fits {gpu(device_bytes)}: {composition}, {_at_a_time(c, free, token, state)}"
 
 
-def _besides(c: Config) -> float:
-    """Returns the GPU memory of all engines of a GPU in addition to their weights and KV caches."""
-    return BESIDES_GENERATING - BESIDES_TRAINER + (c.cluster.rollout_engines_per_gpu - 1) * FURTHER_ENGINE
-
-
 def sequence_bytes(c: Config, shape: Shape, hf: Hf) -> float:
     """Returns the bytes of the KV cache that a sequence of --vllm-max-model-len tokens needs."""
-    tokens = c.engine.backend_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
-    return _token(c, shape).bytes * tokens + _state(c, shape).bytes
+    return _token(c, shape).bytes * _sequence_tokens(c, hf) + _state(c, shape).bytes
+
+
+def _sequence_tokens(c: Config, hf: Hf) -> int:
+    tokens: int = c.engine.backend_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
+    return tokens
 
 
 def card_need(c: Config, hf: Hf, device_bytes: float) -> list[Need]:
@@ -95,7 +94,7 @@ def card_need(c: Config, hf: Hf, device_bytes: float) -> list[Need]:
     if c.cluster.colocate or not cache_bytes:
         return []
     each = engine_weights(c, Shape.of(hf)).bytes + cache_bytes
-    whole = c.cluster.rollout_engines_per_gpu * each + _besides(c)
+    whole = c.cluster.rollout_engines_per_gpu * each + engines_besides(c)
     return [Need("a GPU", "while engines generate", GENERATING, whole, device_bytes, whole)]
 
 

@@ -88,7 +88,7 @@ def test_colocated_engines_share_the_gpus_of_neighbouring_trainers(names):
         placed.release()
 
 
-def test_several_engines_of_a_gpu_run_on_it_beside_a_trainer(names):
+def test_several_engines_and_a_trainer_share_a_gpu(names):
     """A third of half a GPU has no exact value in Ray, which rounds to four digits."""
     several = 3
     placed = reserve_devices(placement_config("cuda", rollout_engines_per_gpu=several, colocate=True))

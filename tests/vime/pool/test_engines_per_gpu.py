@@ -105,7 +105,7 @@ def test_each_engine_wants_its_part_of_the_share_free(argv):
 
 
 def test_engines_on_their_own_gpu_must_fit_it(argv):
-    """Two engines with 60 GiB of KV cache each, 7.49 GiB of weights each, and 8.2 GiB besides."""
+    """Two engines with 60 GiB of KV cache each, 7.49 GiB of weights each, and 8.2 GiB for contexts and graphs."""
     flags = f"--device cuda {APART} --rollout-engines-per-gpu 2 --vllm-kv-cache-memory-bytes {60 << 30}"
     c, machine = parse_config([*argv, *flags.split()]), MachineSizes(139.8 * 2**30)
     assert whole_fit(c, QWEN3_4B, machine).worst.when == "while engines generate"
@@ -120,6 +120,9 @@ def test_engines_on_their_own_gpu_must_fit_it(argv):
 def test_a_launcher_reads_the_flag_without_the_parser_of_vllm(argv):
     c = light_config([*argv, "--device", "cuda", *TWO.split()])
     assert (c.num_engines, c.engine.engine_facts.cache_bytes) == (4, 1 << 30)
+    for wrong in ("0", "two"):
+        with pytest.raises(ValueError, match="--rollout-engines-per-gpu must be"):
+            light_config([*argv, "--rollout-engines-per-gpu", wrong])
 
 
 def test_a_search_of_layouts_has_one_engine_per_gpu(argv, tmp_path):
