@@ -14,6 +14,9 @@
     critic   policy and engine on the first GPU, the critic on the second; weights by shared memory
     teacher  trainer and engine on the first GPU, an engine with the teacher on the second; weights by shared memory
     history  as apart, with --record-memory-history
+    shared   trainer DP 2, four engines, of which two share each GPU; weights by shared memory
+    packed   one trainer on the first GPU, one engine on the second; weights by vLLM's own NCCL channel
+    context  trainer CP 2 that gathers keys and values, two engines of one GPU; weights by shared memory
 
 Each engine compares all of its weights with the trainer's after every update (--check-weight-update-equal). The
 engines' memory is given in bytes, because vLLM's own measurement would count the other runs' memory. All layouts of a
@@ -93,6 +96,12 @@ NEVER_RUN = {
         ),
     ),
     "history": (*LAYOUTS["apart"], "--record-memory-history"),
+    "shared": (*LAYOUTS["data"], "--rollout-engines-per-gpu", "2"),
+    "packed": (
+        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"),
+        *("--update-weight-transport", "vllm-nccl"),
+    ),
+    "context": (*LAYOUTS["data"], "--context-parallel-size", "2", "--cp-comm-type", "all_gather"),
 }
 GROUPS = {"layouts": LAYOUTS, "never_run": NEVER_RUN}
 ENGINES = {
@@ -108,6 +117,9 @@ ENGINES = {
     "files": ["{0},{1}"],
     "critic": ["{0}"],
     "history": ["{1}"],
+    "shared": ["{0}", "{0}", "{1}", "{1}"],
+    "packed": ["{1}"],
+    "context": ["{0}", "{1}"],
 }
 """GPUs that the engines of a layout must see. The policy's and a teacher's engine have the same name."""
 EXPERTS, DENSE = "qwen3-moe-tiny", "qwen3-50m"
