@@ -52,14 +52,15 @@ def make_pools(config: Config, placed: Placement, source: WeightSource | None) -
     """Returns every model's engines, not started yet. `source` is the trainer, if the run has one."""
     policy: EnginePool = NoEngines()
     frozen: dict[str, EnginePool] = {}
+    spelled = {}
     for engines in served_engines(config):
         model = engines.model
         pool = engines.backend.pool(engines.settings, placed, None if model.frozen else source, model)
         if model.frozen:
-            frozen[model.name] = pool
+            frozen[model.name], spelled[model.name] = pool, engines.spelled
         else:
             policy = pool
-    return ServedModels(policy, frozen, config.engine.policy_name)
+    return ServedModels(policy, frozen, config.engine.policy_name, spelled)
 
 
 def require_reachable(config: Config) -> None:

@@ -6,7 +6,7 @@ A frozen model keeps its checkpoint's weights and has its own devices. Its engin
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,10 +104,18 @@ class ServedModels:
     """An EnginePool of the policy and the frozen models. The loop controls only the policy's engines. All engines
     start, are supervised and end together."""
 
-    def __init__(self, policy: EnginePool, frozen: Mapping[str, EnginePool], name: str = "default") -> None:
-        """Stores the pools. `name` is the policy's name for hooks."""
+    def __init__(
+        self,
+        policy: EnginePool,
+        frozen: Mapping[str, EnginePool],
+        name: str = "default",
+        spelled: Mapping[str, Callable[[str], str]] | None = None,
+    ) -> None:
+        """Stores the pools. `name` is the policy's name for hooks. `spelled` has the functions that put the flags of
+        frozen models into texts (`ServedEngines.spelled`), by the names of these models."""
         self._policy, self._frozen, self._name = policy, dict(frozen), name
         self._all = (policy, *frozen.values())
+        self._spelled = spelled or {}
 
     @property
     def pools(self) -> Mapping[str, EnginePool]:
@@ -137,18 +145,26 @@ class ServedModels:
     def launch(self) -> None:
         """Starts the processes of all models. If a process does not start, the processes of all models are stopped."""
         with self._stopped_on_failure():
-            for pool in self._all:
-                pool.launch()
+            self._call(lambda pool: pool.launch())
 
     def check_launched(self) -> None:
-        for pool in self._all:
-            pool.check_launched()
+        self._call(lambda pool: pool.check_launched())
 
     def wait_ready(self) -> None:
         """Returns when the engines of all models serve. See EnginePool."""
         with self._stopped_on_failure():
-            for pool in self._all:
-                pool.wait_ready()
+            self._call(lambda pool: pool.wait_ready())
+
+    def _call(self, method: Callable[[EnginePool], None]) -> None:
+        """Calls a method of each pool. A RuntimeError of a frozen model's pool gets the model's name and flags."""
+        for name, pool in self.pools.items():
+            try:
+                method(pool)
+            except RuntimeError as error:
+                if name not in self._frozen:
+                    raise
+                text = self._spelled.get(name, str)(str(error))
+                raise RuntimeError(f"the engines of {name} failed: {text}") from error
 
     @contextmanager
     def _stopped_on_failure(self) -> Iterator[None]:
@@ -174,8 +190,7 @@ class ServedModels:
         return self._policy.wake()
 
     def check_health(self) -> None:
-        for pool in self._all:
-            pool.check_health()
+        self._call(lambda pool: pool.check_health())
 
     def stop(self) -> None:
         with ThreadPoolExecutor(len(self._all)) as threads:

@@ -334,3 +334,23 @@ def test_a_failed_start_ends_all(tmp_path: Path) -> None:
         pools.wait_ready()
     assert teacher._members[0].handle.poll() is not None and teacher._router.poll() is not None
     pools.stop()
+
+
+def test_an_error_names_the_model_and_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remedy for a full GPU names --vllm-gpu-memory-utilization, which does not set a teacher's memory."""
+    *_, engines = served_engines(parse_config(argv(tmp_path)))
+    teacher = NoEngines()
+
+    def fail() -> None:
+        raise RuntimeError("an engine must start, got no memory; lower --vllm-gpu-memory-utilization")
+
+    monkeypatch.setattr(teacher, "wait_ready", fail)
+    pools = ServedModels(
+        NoEngines(), {"teacher-default": teacher}, "actor", {"teacher-default": engines.spelled}
+    )
+    with pytest.raises(RuntimeError) as error:
+        pools.wait_ready()
+    assert str(error.value) == (
+        "the engines of teacher-default failed: an engine must start, got no memory; lower "
+        "--opd-teacher-engine-args gpu-memory-utilization"
+    )
