@@ -22,10 +22,11 @@ BUCKET_BYTES = 8 * 2**20
 NAME = "engine-1-1"
 
 
-def weights(version: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Makes 64 MiB of bfloat16, with a tensor that is no multiple of any alignment. They are equal on every GPU."""
+def weights(version: int, device: torch.device, rows: int = 1024) -> dict[str, torch.Tensor]:
+    """Makes 64 MiB of bfloat16 with 1,024 rows, with a tensor that is no multiple of any alignment. They are equal on
+    every GPU."""
     generator = torch.Generator(device).manual_seed(version)
-    shapes = [(1024, 1024 + index) for index in range(32)] + [(7,)]
+    shapes = [(rows, 1024 + index) for index in range(32)] + [(7,)]
     return {
         f"layer.{index}": torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
         for index, shape in enumerate(shapes)
@@ -64,10 +65,10 @@ def engine(tmp_path: Path) -> Iterator[tuple[mp.Process, mp.SimpleQueue, mp.Simp
     dist.destroy_process_group()
 
 
-def make_channel(tmp_path: Path) -> PackedNcclChannel:
+def make_channel(tmp_path: Path, bucket_bytes: int = BUCKET_BYTES) -> PackedNcclChannel:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    return PackedNcclChannel(tmp_path, BUCKET_BYTES, device, timeout_s=60)
+    return PackedNcclChannel(tmp_path, bucket_bytes, device, timeout_s=60)
 
 
 def test_bits_arrive(tmp_path: Path, engine: tuple[mp.Process, mp.SimpleQueue, mp.SimpleQueue]) -> None:
@@ -89,10 +90,11 @@ def test_bits_arrive(tmp_path: Path, engine: tuple[mp.Process, mp.SimpleQueue, m
 def test_a_lost_engine_is_an_error_never_run(
     tmp_path: Path, engine: tuple[mp.Process, mp.SimpleQueue, mp.SimpleQueue]
 ) -> None:
-    """The receiver is killed before it takes the second part. The driver then gives the group up."""
+    """The receiver is killed before it takes the second part. The driver then gives the group up. A part has 512 MiB,
+    because NCCL's buffers hold smaller parts without a receiver."""
     process, orders, answers = engine
-    channel = make_channel(tmp_path)
-    state = weights(0, channel.device)
+    channel = make_channel(tmp_path, 512 * 2**20)
+    state = weights(0, channel.device, rows=16384)
     parts = channel.parts(Export(state.items), 0, compare=False, receivers={NAME: 1})
     orders.put(next(parts).info)
     second = next(parts)

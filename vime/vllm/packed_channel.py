@@ -108,9 +108,12 @@ class PackedNcclChannel(WeightChannel):
         self._info = everywhere(info)[0]
 
     def _send(self, tensors: list[Named]) -> None:
-        """Sends in a thread, because nothing ends a broadcast to a dead engine."""
+        """Sends in a thread, because nothing ends a broadcast to a dead engine. A broadcast that fits into
+        NCCL's buffers ends without its receivers, so the group's mark is also read before a broadcast."""
         errors: list[BaseException] = []
         group: GroupInfo = self._info["group"]  # type: ignore[assignment]
+        if is_abandoned(group):
+            raise self._lost()
 
         def send() -> None:
             try:
@@ -125,13 +128,16 @@ class PackedNcclChannel(WeightChannel):
         while thread.is_alive():
             thread.join(_LOOK_S)
             if thread.is_alive() and (is_abandoned(group) or time.monotonic() > end):
-                raise RuntimeError(
-                    f"a broadcast of --update-weight-transport {self.name} must reach all engines, got one that is "
-                    "lost; resume the run, or use nccl, which goes on without a lost engine"
-                )
+                raise self._lost()
         if errors:
             give_up(group)
             raise errors[0]
+
+    def _lost(self) -> RuntimeError:
+        return RuntimeError(
+            f"a broadcast of --update-weight-transport {self.name} must reach all engines, got one that is lost; "
+            "resume the run, or use nccl, which goes on without a lost engine"
+        )
 
     def _broadcast(self, tensors: list[Named]) -> None:
         if self._group is None:
