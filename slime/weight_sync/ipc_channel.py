@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +22,9 @@ from slime.protocols import WeightUpdate
 from slime.weight_sync.buckets import compute_bucket_bytes, fill, grouped, views
 from slime.weight_sync.channel import Export, Info, Part, TrainerSettings, WeightChannel, Worker
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables with the settings of PyTorch's allocator. The first one takes precedence."""
+_EXPANDABLE = re.compile(r"expandable_segments\s*:\s*True", re.IGNORECASE)
 Handle = list[str | int | bool | None]
 """The values that torch needs to map a bucket into another process, as JSON types."""
 
@@ -69,12 +74,30 @@ class IpcChannel(WeightChannel):
 
     def _allocate(self, size: int) -> None:
         """Allocates two buckets, and collects all ranks' handles by the UUID of their GPUs."""
-        self._buckets = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        with plain_segments():
+            self._buckets = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         mine = [_handle(bucket) for bucket in self._buckets]
         of_ranks: list[tuple[str, list[Handle]]] = [("", [])] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (uuid, mine))
         self._handles = [{gpu: handles[i] for gpu, handles in of_ranks} for i in range(2)]
+
+
+@contextmanager
+def plain_segments() -> Iterator[None]:
+    """Allocates memory outside of expandable segments, if PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF turns them on.
+
+    Another process maps an expandable segment by a system call (pidfd_getfd) that containers usually forbid.
+    """
+    settings = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
+    if not _EXPANDABLE.search(settings):
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(_EXPANDABLE.sub("expandable_segments:False", settings))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def _handle(bucket: Tensor) -> Handle:

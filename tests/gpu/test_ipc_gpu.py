@@ -50,6 +50,33 @@ def engine(tmp_path) -> Iterator[tuple[mp.SimpleQueue, mp.SimpleQueue]]:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def expandable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Allocates in expandable segments, as a trainer with this variable does."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    yield
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def test_buckets_are_not_in_expandable_segments_never_run(expandable, engine):
+    test_another_process_reads_the_bits_of_every_version(engine, 1 << 20)
+    channel = IpcChannel(32 << 20, torch.device("cuda", 0))
+    state = {name: tensor.cuda() for name, tensor in weights(0).items()}
+    list(channel.parts(Export(state.items), 0, compare=False, receivers={}))
+    other = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
+
+    def is_expandable(tensor: torch.Tensor) -> bool:
+        start, found = tensor.data_ptr(), torch.cuda.memory_snapshot()
+        return next(
+            each["is_expandable"]
+            for each in found
+            if each["address"] <= start < each["address"] + each["total_size"]
+        )
+
+    assert is_expandable(other) and not is_expandable(channel._buckets[0])
+
+
 @pytest.mark.parametrize("limit", [1 << 30, 1 << 20, 4096])
 def test_another_process_reads_the_bits_of_every_version(engine, limit):
     orders, answers = engine
