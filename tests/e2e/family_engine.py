@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +143,15 @@ def trained_models(
     root: Path,
     names: Sequence[str],
     *,
-    shape: dict[str, Any] | None = None,
+    shapes: Mapping[str, dict[str, Any]] | None = None,
     dtype: str | None = None,
     checksums: bool = True,
 ) -> Trained:
-    """Returns `root`, and per model the log-probs before and after a step, each with its update. `shape` and `dtype`
-    replace those of the cases."""
+    """Returns `root`, and per model the log-probs before and after a step, each with its update. `shapes` (name of a
+    case -> sizes) and `dtype` replace those of the cases."""
     for name in names:
         case = CASES[name]
-        tiny_checkpoint(root / name, case.kind, **(engine_shape(case) | (shape or {})))
+        tiny_checkpoint(root / name, case.kind, **(engine_shape(case) | (shapes or {}).get(name, {})))
         if case.kind in REMOTE_KINDS:
             with_remote_config(root / name, case.kind)
         if case.kind in WITH_PROCESSOR:

@@ -46,7 +46,9 @@ def test_an_engine_takes_updates(
 ) -> None:
     """tests/e2e/engines/test_engine_fp8.py does the same on CPUs. The dense model's updates have checksums, with
     which the engine compares every live tensor. Experts in fp8 are not compared."""
-    trained = trained_models(tmp_path, [name], shape=shape, dtype="bfloat16", checksums=shape is SHAPE)
+    trained = trained_models(
+        tmp_path, [name], shapes={name: shape}, dtype="bfloat16", checksums=shape is SHAPE
+    )
     (before, first), (after, second) = versions_of(trained, name)
     settings = {"dtype": "bfloat16", "quantization": "fp8_per_block"}
     with offline_engine(tmp_path / name, tmp_path / f"{name}-weights", monkeypatch, **settings) as engine:

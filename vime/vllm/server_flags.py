@@ -246,11 +246,20 @@ def check_context_length(config: Config) -> None:
 
 
 def check_architecture(config: Config) -> None:
-    """Checks that the installed vLLM has the architecture of the checkpoint."""
+    """Checks that the installed vLLM has the architecture of the checkpoint and reads its configuration."""
     checkpoint = config.rollout.hf_checkpoint
-    if config.num_engines and (
-        name := versions.missing_architecture(read_hf_config(checkpoint).get("model_type", ""))
-    ):
+    if not config.num_engines:
+        return
+    kind = read_hf_config(checkpoint).get("model_type", "")
+    if versions.misreads_sizes(kind):
+        raise FlagError(
+            "--hf-checkpoint",
+            "have a configuration that the installed vLLM reads",
+            f"{kind} in {checkpoint}, whose layers have heads of different sizes: vLLM {versions.installed()} fails "
+            "with the installed transformers",
+            "install a newer vLLM",
+        )
+    if name := versions.missing_architecture(kind):
         raise FlagError(
             "--hf-checkpoint",
             "have an architecture of the installed vLLM",

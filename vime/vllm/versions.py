@@ -56,6 +56,8 @@ log-probs of prompts in come from the function of sampled   that function has a 
 the newer model runner  tokens in its own module            the module for prompts
 logits in its sampler   in the model's dtype                in float32                          always float32, in
                                                                                                 `bitwise/sampling.py`
+heads of Gemma 4        one size is read, an error of newer sizes per layer                     `misreads_sizes`
+                        transformers
 flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
                                                             and others
 
@@ -232,8 +234,8 @@ def server_module() -> str:
 
 
 def _module_file(module: str) -> Path | None:
-    """Returns the source file of a module of vLLM without an import, or None."""
-    spec = find_spec("vllm")
+    """Returns the source file of a module of a package without an import, or None."""
+    spec = find_spec(module.partition(".")[0])
     folders = [] if spec is None else spec.submodule_search_locations or []
     files = [Path(folder, *module.split(".")[1:]).with_suffix(".py") for folder in folders]
     return next((file for file in files if file.is_file()), None)
@@ -303,6 +305,21 @@ def missing_architecture(model_type: str) -> str | None:
     if name is None or file is None:
         return None
     return None if f'"{name}"' in file.read_text(encoding="utf-8") else name
+
+
+def misreads_sizes(model_type: str) -> bool:
+    """Returns True if the installed vLLM fails at a configuration whose layers have heads of different sizes.
+
+    transformers gives such sizes per layer, and raises an error if vLLM reads one size of the whole model.
+    """
+    given = _module_file("transformers.models.gemma4.configuration_gemma4")
+    reader = _module_file("vllm.transformers_utils.model_arch_config_convertor")
+    if model_type not in ("gemma4", "gemma4_text") or given is None or reader is None:
+        return False
+    by_layer = "per_layer_config"
+    return by_layer in given.read_text(encoding="utf-8") and by_layer not in reader.read_text(
+        encoding="utf-8"
+    )
 
 
 def finish_body(version: int) -> dict[str, str]:

@@ -253,7 +253,9 @@ def test_an_architecture_that_the_version_lacks_is_refused(tmp_path, monkeypatch
     oldest = Path(sys.prefix, "vllm-oldest", "vllm", "model_executor", "models", "registry.py")
     if not oldest.is_file():
         pytest.skip("the source of the oldest vLLM is not here")
-    monkeypatch.setattr(vllm_versions, "_module_file", lambda module: oldest)
+    find = vllm_versions._module_file
+    files = {"vllm.model_executor.models.registry": oldest}
+    monkeypatch.setattr(vllm_versions, "_module_file", lambda module: files.get(module) or find(module))
     assert vllm_versions.missing_architecture("qwen3_5_moe_text") == "Qwen3_5MoeForCausalLM"
     assert [vllm_versions.missing_architecture(kind) for kind in ("qwen3_5", "qwen3_5_moe", "llama")] == [
         None
@@ -268,6 +270,30 @@ def test_an_architecture_that_the_version_lacks_is_refused(tmp_path, monkeypatch
     )
     config.num_engines = 0
     flags.check_architecture(config)
+
+
+def test_sizes_per_layer_that_the_version_does_not_read_are_refused(tmp_path, monkeypatch):
+    """vLLM 0.26 reads head_dim of a whole Gemma 4, and newer versions of transformers have it per layer only."""
+    (tmp_path / "config.json").write_text('{"model_type": "gemma4_text"}')
+    config = SimpleNamespace(num_engines=1, rollout=SimpleNamespace(hf_checkpoint=str(tmp_path)))
+    if vllm_versions.installed() != OLDEST:
+        flags.check_architecture(config)
+    name = "model_arch_config_convertor"
+    oldest = Path(sys.prefix, "vllm-oldest", "vllm", "transformers_utils", f"{name}.py")
+    if not oldest.is_file():
+        pytest.skip("the source of the oldest vLLM is not here")
+    find = vllm_versions._module_file
+    files = {f"vllm.transformers_utils.{name}": oldest}
+    monkeypatch.setattr(vllm_versions, "_module_file", lambda module: files.get(module) or find(module))
+    monkeypatch.setattr(vllm_versions, "installed", lambda: OLDEST)
+    with pytest.raises(ValueError) as error:
+        flags.check_architecture(config)
+    assert str(error.value) == (
+        "--hf-checkpoint must have a configuration that the installed vLLM reads, got gemma4_text in "
+        f"{tmp_path}, whose layers have heads of different sizes: vLLM {OLDEST} fails with the installed transformers; "
+        "install a newer vLLM"
+    )
+    assert not vllm_versions.misreads_sizes("gemma3_text")
 
 
 def test_files_without_an_installed_package_have_no_plugin(tmp_path, monkeypatch):
