@@ -80,7 +80,7 @@ STATUS: dict[str, SupportStatus] = {
     "mistral": SupportStatus("Mistral", "mistral-7b", gpu=_TINY),
     "minimax_m2": SupportStatus("MiniMax", "minimax-m2", gpu=_TINY),
     "mimo": SupportStatus("MiMo", "mimo-7b", gpu=_TINY),
-    "nemotron_h": SupportStatus("NVIDIA", "nemotron-3-nano-30b-a3b"),
-    "olmo3": SupportStatus("OLMo", "olmo-3-7b"),
+    "nemotron_h": SupportStatus("NVIDIA", "nemotron-3-nano-30b-a3b", gpu=_TINY_H200),
+    "olmo3": SupportStatus("OLMo", "olmo-3-7b", gpu=_TINY_H200),
 }
 """Maps `model_type` to its status."""
