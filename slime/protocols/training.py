@@ -42,7 +42,7 @@ class RolloutBatch:
     tokens: int
     """Number of tokens, including prompts. A prompt that several samples share counts for every sample."""
     forward_flops: float
-    """FLOPs of a forward pass (`slime.data.packing.forward_flops`). A shared prompt counts once per computation."""
+    """FLOPs of a forward pass (`slime.data.sharing.flops`). A shared prompt counts once per computation."""
     old_flops: float = 0.0
     """FLOPs of the pass for old log-probs, which may leave out the samples of the first step."""
     ahead_flops: float = 0.0

@@ -27,7 +27,7 @@ from slime.data import columns
 from slime.data.drawing.position import state_path
 from slime.data.media.tower_work import sum_tower_work
 from slime.data.rank_data import RankData, mark_saved_samples
-from slime.data.sharing.flops import forward_flops, prediction_flops
+from slime.data.sharing.flops import micro_batch_flops, prediction_flops
 from slime.data.sharing.prompts import shares_prompts
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import check_samples, checked_data, held_out_data, scheduled
@@ -230,7 +230,7 @@ class RolloutManager:
     ) -> RolloutBatch:
         """Returns the rollout for the trainers. Its counts exclude the samples of `_left_out`."""
         totals = [n for data in ranks for n in data["total_lengths"]]
-        flops, old = (sum(self._forward_flops(data, old=old) for data in ranks) for old in (False, True))
+        flops, old = map(sum, zip(*map(self._forward_flops, ranks), strict=True))
         ahead = 0.0
         if self.config.algorithm.enable_mtp_training:
             ahead = sum(prediction_flops(data, self.hf_config) for data in ranks)
@@ -249,16 +249,13 @@ class RolloutManager:
         """Returns the configuration with the values that hooks have set in their `args`."""
         return RunContext.from_state(self.state).config
 
-    def _forward_flops(self, data: RankData, *, old: bool) -> float:
-        """Returns the FLOPs of a forward pass over a rank's samples. `old` selects the pass for old log-probs."""
+    def _forward_flops(self, data: RankData) -> tuple[float, float]:
+        """Returns the FLOPs of a forward pass over a rank's samples, and of the pass for old log-probs."""
         carried = columns.carried(data, self.config, training=True, policy=True)
-        return forward_flops(
-            data,
-            carried,
-            self.hf_config,
-            share_prompts=shares_prompts(self.config, self.hf_config),
-            first_step=not old or before_first_step(self.config, len(data["num_microbatches"])),
-        )
+        shared = shares_prompts(self.config, self.hf_config)
+        each = micro_batch_flops(data, carried, self.hf_config, share_prompts=shared)
+        whole = before_first_step(self.config, len(data["num_microbatches"]))
+        return sum(each), sum(each if whole else each[data["num_microbatches"][0] :])
 
     def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float], Facts | None]:
         """Returns groups, their metrics, and the facts about their sampling (None if a saved rollout lacks them)."""

@@ -13,6 +13,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import fields
 from typing import TypeVar
 
 from slime.config.schema import Config
@@ -271,10 +272,9 @@ def _cache_and_speculation(samples: list[Sample]) -> dict[str, float]:
         cached = sum(s.prefix_cache_info.cached_tokens for s in samples)
         metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
         metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
-    counts: Counter[str] = Counter()
-    for sample in samples:
-        counts.update(sample.spec_info.to_dict())
-    total = SpeculationCounts(**counts)
+    total = SpeculationCounts()
+    for name in (each.name for each in fields(total)):
+        setattr(total, name, sum(getattr(sample.spec_info, name) for sample in samples))
     if total.spec_draft_token_num and total.spec_verify_ct:
         metrics["spec_accept_rate"] = total.spec_accept_rate
         metrics["spec_accept_length"] = total.spec_accept_length

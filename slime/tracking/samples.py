@@ -27,7 +27,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -320,7 +320,7 @@ def write_samples(
         record.images = write_thumbnails(run_dir / SAMPLES / IMAGES, samples[record.place].multimodal_inputs)
         record.group_size = None if record.group is None else sizes[record.group]
         record.score = read_reward_number(record.reward, reward_key)
-    return _write(run_dir, f"{rollout}.jsonl", [head, *map(asdict, records)])
+    return _write(run_dir, f"{rollout}.jsonl", [head, *map(vars, records)])  # asdict would copy each token
 
 
 def read_reward_number(reward: object, key: str | None) -> float | None:
@@ -343,9 +343,14 @@ def _write(run_dir: Path, name: str, lines: list[Line]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with temporary.open("w", encoding="utf-8") as file:
             for line in lines:
-                file.write(json.dumps(line, default=value_text) + "\n")
+                file.write(json.dumps(line, default=_plain) + "\n")
         temporary.rename(path)
     return path
+
+
+def _plain(value: object) -> object:
+    """Returns a value without a form in JSON in such a form: a dataclass as a dictionary, and others as text."""
+    return vars(value) if is_dataclass(value) and hasattr(value, "__dict__") else value_text(value)
 
 
 def _record(

@@ -18,26 +18,17 @@ def prediction_flops(data: TrainData, hf_config: Hf) -> float:
     return sum(flops(data["total_lengths"][i], data["response_lengths"][i]) for i in samples)
 
 
-def forward_flops(
-    data: TrainData,
-    columns: Sequence[str],
-    hf_config: Hf,
-    *,
-    share_prompts: bool,
-    first_step: bool = True,
-) -> float:
-    """Returns the FLOPs of a forward pass over a rank's samples. A prompt that a micro-batch shares counts once.
-
-    `columns` are the columns that the micro-batches carry, as in `pack`. With `first_step`, the samples of the first
-    step count, too.
-    """
+def micro_batch_flops(
+    data: TrainData, columns: Sequence[str], hf_config: Hf, *, share_prompts: bool
+) -> list[float]:
+    """Returns the FLOPs of a forward pass over each of a rank's micro-batches. A prompt that a micro-batch shares
+    counts once. `columns` are the columns that the micro-batches carry, as in `pack`."""
     flops, vision = ForwardFlops(hf_config), read_decoder(hf_config).vision
-    total = 0.0
-    for samples in data["micro_batch_indices"][0 if first_step else data["num_microbatches"][0] :]:
-        lengths = ((data["total_lengths"][i], data["response_lengths"][i]) for i in samples)
-        total += sum(flops(n, response) for n, response in lengths)
+    found = []
+    for samples in data["micro_batch_indices"]:
+        total = sum(flops(data["total_lengths"][i], data["response_lengths"][i]) for i in samples)
         if share_prompts:
             images = sample_images(data, samples, vision)
-            taken = (n for _, n in shared_prompts(data, samples, columns, images))
-            total -= sum(flops(n, 0) for n in taken)
-    return total
+            total -= sum(flops(n, 0) for _, n in shared_prompts(data, samples, columns, images))
+        found.append(total)
+    return found

@@ -87,10 +87,9 @@ def _identities(
         for run in images.runs:
             image[run.start : run.start + run.length] = numbers[images.media[run.medium].key]
         parts.append(image)
-    row = token_slice([len(tokens)])
-    for rows_of in (COLUMNS[name].to_rows for name in columns):
-        if rows_of is not None:
-            parts.append(rows_of(data, [i], row).flatten(1).numpy())
+    if ragged := [rows_of for name in columns if (rows_of := COLUMNS[name].to_rows) is not None]:
+        row = token_slice([len(tokens)])
+        parts += [rows_of(data, [i], row).flatten(1).numpy() for rows_of in ragged]
     return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1)
 
 

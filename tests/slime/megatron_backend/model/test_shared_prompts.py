@@ -18,7 +18,7 @@ from trainer_cases import make_checkpoints, make_config, make_samples, rank_data
 
 from slime.checkpoints.hf_config import read_hf_config
 from slime.data.packing import pack
-from slime.data.sharing.flops import forward_flops
+from slime.data.sharing.flops import micro_batch_flops
 from slime.data.sharing.prompts import sample_images, shared_prompts, shares_prompts
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.model.attention import PackedAttention, packed_layout
@@ -252,11 +252,11 @@ def test_flops_count_a_shared_prompt_once(roots):
     data, hf = rank_data(config, make_samples()), read_hf_config(config.rollout.hf_checkpoint)
     lengths = list(zip(data["total_lengths"], data["response_lengths"], strict=True))
     own = sum(ForwardFlops(hf)(n, r) for n, r in lengths)
-    assert forward_flops(data, [], hf, share_prompts=False) == own
+    assert sum(micro_batch_flops(data, [], hf, share_prompts=False)) == own
     # Groups 0 and 1 have two samples with the prompt, group 3 has three.
     n0, n1, n3 = (lengths[i][0] - lengths[i][1] for i in (0, 2, 6))
     saved = sum(ForwardFlops(hf)(n, 0) for n in (n0, n1, n3, n3))
-    assert forward_flops(data, [], hf, share_prompts=True) == pytest.approx(own - saved, rel=1e-12)
+    assert sum(micro_batch_flops(data, [], hf, share_prompts=True)) == pytest.approx(own - saved, rel=1e-12)
 
 
 def test_settings_without_sharing(roots):

@@ -11,8 +11,6 @@ from rank_processes import on_ranks
 from trainer_cases import exported, make_checkpoints, make_config, make_samples, rank_data
 
 from slime.algo.needs import before_first_step
-from slime.checkpoints.hf_config import read_hf_config
-from slime.data.sharing.flops import forward_flops
 from slime.megatron_backend.step import scorers
 from slime.megatron_backend.step.trainer import MegatronTrainer
 
@@ -151,15 +149,3 @@ def test_a_log_prob_that_is_not_finite_ends_the_run_before_the_first_step(root, 
     trainer.trainings[-1].optimizer_steps = lambda *_: pytest.fail("trained")
     with pytest.raises(FloatingPointError, match="old_log_probs must be finite, got nan in rollout 3"):
         trainer.train(3, data)
-
-
-def test_flops_of_the_pass_are_those_of_later_steps(root):
-    config = make_config(root, **STEPS)
-    data, hf = rank_data(config, make_samples()), read_hf_config(config.rollout.hf_checkpoint)
-    whole = forward_flops(data, [], hf, share_prompts=True)
-    later = forward_flops(data, [], hf, share_prompts=True, first_step=False)
-    count = data["num_microbatches"][0]
-    first = forward_flops(
-        {**data, "micro_batch_indices": data["micro_batch_indices"][:count]}, [], hf, share_prompts=True
-    )
-    assert 0 < first < whole and later == pytest.approx(whole - first, rel=1e-12)
