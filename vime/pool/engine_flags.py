@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn, TypedDict, cast
@@ -57,6 +58,12 @@ WITHOUT_ROUTER = {
     ),
 }
 """Flags of slime's own router that have no effect, with the reason."""
+
+
+_NUMBERS = "numbers"
+"""Entry of a StartCache: name of a flag that takes a number -> where the parser stores it, and "int" or "float"."""
+_PLAIN_NUMBER = {"int": re.compile(r"\d{1,15}"), "float": re.compile(r"\d{1,15}(\.\d{1,15})?")}
+"""Texts that every such flag accepts. The program's parser checks others, such as -1 and 4G."""
 
 
 class RaisingParser(argparse.ArgumentParser):
@@ -135,8 +142,11 @@ class PrefixOwner:
         """Checks one flag, or returns the result of an earlier start. Returns None for a flag with the value that the
         servers of a run get anyway."""
         key = json.dumps(tokens)
-        if self._kept is not None and (kept := self._kept.get(key)) is not None:
-            return cast(_Checked, kept)
+        if self._kept is not None:
+            if (kept := self._kept.get(key)) is not None:
+                return cast(_Checked, kept)
+            if (number := self._plain_number(tokens)) is not None:
+                return number
         options = self.options()
         if name not in options:
             near = nearest(name, options, prefix=f"--{self.prefix[:-1]}-")
@@ -150,7 +160,29 @@ class PrefixOwner:
         flag = _Checked(dest=dest, collects=collects, values=self._typed(tokens, group.typed))
         if self._kept is not None:
             self._kept.put(key, flag)
+            self._kept.put(_NUMBERS, self.numbers())
         return flag
+
+    def _plain_number(self, tokens: list[str]) -> _Checked | None:
+        """Returns the result for a number without an import, if an earlier start has stored that the flag takes
+        numbers."""
+        name, *values = tokens
+        known = cast(dict[str, list[str]], self._kept.get(_NUMBERS) or {}) if self._kept is not None else {}
+        dest, kind = known.get(name.removeprefix("--").replace("-", "_"), ("", ""))
+        if not dest or len(values) != 1 or not _PLAIN_NUMBER[kind].fullmatch(values[0]):
+            return None
+        number = int(values[0]) if kind == "int" else float(values[0])
+        return _Checked(dest=dest, collects=False, values={dest: number})
+
+    def numbers(self) -> dict[str, list[str]]:
+        """Maps the name of each option that takes any number to its dest and to "int" or "float". Reserved options are
+        left out. Imports the project."""
+        found = {}
+        for name, action in self.options().items():
+            any_value = type(action) is argparse._StoreAction and not action.choices and action.nargs is None
+            if any_value and action.dest not in self.reserved and (kind := _number_kind(action.type)):
+                found[name] = [action.dest, kind]
+        return found
 
     def _typed(self, tokens: list[str], typed: str) -> dict[str, Any]:
         """Returns the value that the project's parser gives to one flag, if JSON can represent the value."""
@@ -186,6 +218,21 @@ class PrefixOwner:
                 "choices": _plain(list(action.choices)) if action.choices else None,
                 "translated_to": f"{self.project} --{flag}",
             }
+
+
+def _number_kind(convert: object) -> str | None:
+    """Returns "int" or "float" if `convert` makes numbers of this type from texts, otherwise None. A parser of JSON
+    does not accept 007."""
+    if not callable(convert):
+        return None
+    try:
+        values = [convert("007"), convert("12345")]
+    except (
+        Exception
+    ):  # the project's functions raise errors of many classes for a text that they do not accept
+        return None
+    kinds = {type(value) for value in values}
+    return next(iter(kinds)).__name__ if values == [7, 12345] and kinds in ({int}, {float}) else None
 
 
 def _plain(value: object) -> Any:
