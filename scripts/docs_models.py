@@ -41,7 +41,7 @@ NEWEST: dict[str, tuple[str, ...]] = {
     "Kimi K2.5": ("kimi_k25", "kimi-k2-5", "21dff1df", "the same", "the vision tower"),
     "MiniMax-M2": (
         *("minimax_m2", "minimax-m2", "6dabfba6, for five families", "5 and 4"),
-        "a GPU run since its norms of queries and keys changed",
+        "",
     ),
 }
 """Family -> (values of model_type, tiny models of the record, commits that added it, new and changed files of

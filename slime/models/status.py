@@ -43,7 +43,11 @@ _DELTA = "bfloat16"
 """vLLM's kernels of gated delta nets for CPUs have no other dtype."""
 
 STATUS: dict[str, SupportStatus] = {
-    "qwen2": SupportStatus("Qwen", "qwen2.5-7b", larger="Qwen2.5-0.5B with random weights"),
+    "qwen2": SupportStatus(
+        *("Qwen", "qwen2.5-7b"),
+        larger="Qwen2.5-0.5B with random weights",
+        gpu="Qwen2.5-Coder-0.5B and 1.5B, published weights (H100 and H200)",
+    ),
     "qwen2_5_vl": SupportStatus("Qwen", "qwen2.5-vl-7b", steps=False),
     "qwen2_moe": SupportStatus("Qwen", "qwen1.5-moe-a2.7b", gpu=_TINY),
     "qwen3": SupportStatus("Qwen", "qwen3-4b", gpu="Qwen3-4B, random weights (H200)"),

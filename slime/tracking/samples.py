@@ -349,8 +349,10 @@ def _write(run_dir: Path, name: str, lines: list[Line]) -> Path:
 
 
 def _plain(value: object) -> object:
-    """Returns a value without a form in JSON in such a form: a dataclass as a dictionary, and others as text."""
-    return vars(value) if is_dataclass(value) and hasattr(value, "__dict__") else value_text(value)
+    """Converts a value that JSON cannot represent: a dataclass to a dictionary, others to text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    return value_text(value)
 
 
 def _record(

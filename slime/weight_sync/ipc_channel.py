@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +21,7 @@ from slime.protocols import WeightUpdate
 from slime.weight_sync.buckets import compute_bucket_bytes, fill, grouped, views
 from slime.weight_sync.channel import Export, Info, Part, TrainerSettings, WeightChannel, Worker
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables with the settings of PyTorch's allocator. The first one takes precedence."""
-_EXPANDABLE = re.compile(r"expandable_segments\s*:\s*True", re.IGNORECASE)
+_EXPANDABLE = re.compile(r"expandable_segments\s*:\s*True")
 Handle = list[str | int | bool | None]
 """The values that torch needs to map a bucket into another process, as JSON types."""
 
@@ -85,11 +82,11 @@ class IpcChannel(WeightChannel):
 
 @contextmanager
 def plain_segments() -> Iterator[None]:
-    """Allocates memory outside of expandable segments, if PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF turns them on.
+    """Allocates memory outside of expandable segments, if the settings of PyTorch's allocator turn them on.
 
     Another process maps an expandable segment by a system call (pidfd_getfd) that containers usually forbid.
     """
-    settings = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
+    settings = _read_settings()
     if not _EXPANDABLE.search(settings):
         yield
         return
@@ -98,6 +95,13 @@ def plain_segments() -> Iterator[None]:
         yield
     finally:
         torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def _read_settings() -> str:
+    """Returns the settings of PyTorch's allocator, from variables of the environment or from a later call."""
+    if read := getattr(torch._C, "_accelerator_getAllocatorSettings", None):  # torch 2.11 may lack it
+        return str(read())
+    return str(torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
 
 
 def _handle(bucket: Tensor) -> Handle:

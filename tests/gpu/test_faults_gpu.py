@@ -45,7 +45,7 @@ def test_trainer_rank_that_dies_is_named_though_its_peers_wait_for_it(world: Wor
 
 
 @pytest.mark.multi_gpu
-def test_killed_rank_continues_from_memory_never_run(world: World) -> None:
+def test_killed_rank_continues_from_memory(world: World) -> None:
     """Weights go over NCCL to an engine that goes on, and the states of bfloat16 weights come from /dev/shm."""
     run_dir = world.root / "memory"
     flags = [*world.grpo("memory", rollouts=4), "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"]

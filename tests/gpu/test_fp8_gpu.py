@@ -92,7 +92,7 @@ def test_an_engine_keeps_the_scheme(
             engine.take(second, load=False)
 
 
-def test_the_driver_reports_the_compute_capabilities_never_run() -> None:
+def test_the_driver_reports_the_compute_capabilities() -> None:
     """`vime train` refuses fp8 on older GPUs before it starts. This process has no context for the check."""
     counted = range(torch.cuda.device_count())
     assert Cards().capabilities() == [torch.cuda.get_device_capability(index) for index in counted]

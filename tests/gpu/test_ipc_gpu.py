@@ -51,9 +51,9 @@ def engine(tmp_path) -> Iterator[tuple[mp.SimpleQueue, mp.SimpleQueue]]:
 
 
 @pytest.fixture
-def expandable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Allocates in expandable segments, as a trainer with this variable does."""
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+def expandable() -> Iterator[None]:
+    """Allocates in expandable segments. Cached blocks of earlier tests are freed, because torch would reuse them."""
+    torch.cuda.empty_cache()
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     yield
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")

@@ -103,7 +103,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 240) -> None:
         time.sleep(0.1)
 
 
-def test_two_gpus_answer_as_one_does_never_run(pair: Pair) -> None:
+def test_two_gpus_answer_as_one_does(pair: Pair) -> None:
     check_equal(pair)
     before = answered(pair.url("prefill"), pair.key)
     prompt = [*PROMPT[:280], 7, 7]

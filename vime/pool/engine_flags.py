@@ -227,9 +227,7 @@ def _number_kind(convert: object) -> str | None:
         return None
     try:
         values = [convert("007"), convert("12345")]
-    except (
-        Exception
-    ):  # the project's functions raise errors of many classes for a text that they do not accept
+    except Exception:  # border: functions of another program may raise any error
         return None
     kinds = {type(value) for value in values}
     return next(iter(kinds)).__name__ if values == [7, 12345] and kinds in ({int}, {float}) else None

@@ -38,7 +38,7 @@ class ServedEngines:
         return cls(model, backend, _settings(config, model, backend) if model.frozen else config)
 
     def spelled(self, text: str) -> str:
-        """Returns a line of the plan with this model's flags in place of the policy's."""
+        """Returns a text of this project with this model's flags in place of the policy's."""
         return replace_flags(text, functools.partial(_spelled, self.model))
 
     def check(self) -> None:
@@ -163,8 +163,8 @@ class ServedModels:
             except RuntimeError as error:
                 if name not in self._frozen:
                     raise
-                text = self._spelled.get(name, str)(str(error))
-                raise RuntimeError(f"the engines of {name} failed: {text}") from error
+                message = f"the engines of {name} failed: {self._spelled.get(name, str)(str(error))}"
+                raise RuntimeError(message) from error
 
     @contextmanager
     def _stopped_on_failure(self) -> Iterator[None]:

@@ -56,8 +56,8 @@ log-probs of prompts in come from the function of sampled   that function has a 
 the newer model runner  tokens in its own module            the module for prompts
 logits in its sampler   in the model's dtype                in float32                          always float32, in
                                                                                                 `bitwise/sampling.py`
-heads of Gemma 4        one size is read, an error of newer sizes per layer                     `misreads_sizes`
-                        transformers
+heads of Gemma 4        reads one size: an error with       reads sizes per layer               `misreads_sizes`
+                        newer transformers
 flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
                                                             and others
 
@@ -312,12 +312,12 @@ def misreads_sizes(model_type: str) -> bool:
 
     transformers gives such sizes per layer, and raises an error if vLLM reads one size of the whole model.
     """
-    given = _module_file("transformers.models.gemma4.configuration_gemma4")
+    source = _module_file("transformers.models.gemma4.configuration_gemma4")
     reader = _module_file("vllm.transformers_utils.model_arch_config_convertor")
-    if model_type not in ("gemma4", "gemma4_text") or given is None or reader is None:
+    if model_type not in ("gemma4", "gemma4_text") or source is None or reader is None:
         return False
     by_layer = "per_layer_config"
-    return by_layer in given.read_text(encoding="utf-8") and by_layer not in reader.read_text(
+    return by_layer in source.read_text(encoding="utf-8") and by_layer not in reader.read_text(
         encoding="utf-8"
     )
 

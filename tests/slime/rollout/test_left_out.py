@@ -1,5 +1,5 @@
 """Tests samples of a batch that fill no optimizer step, from plug-ins and saved files; samples that the run keeps;
-and samples that the border check rejects."""
+FLOPs of a batch; and samples that the border check rejects."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rollout_double import EngineDouble, make_tokenizer
 from slime.config.hook_calls import Hooks
 from slime.config.schema import Config
 from slime.data.train_data import convert_samples_to_train_data
+from slime.plan.flops import ForwardFlops
 from slime.records import once
 from slime.rollout.manager import RolloutManager
 from slime.rules.resolve import resolve
@@ -84,6 +85,19 @@ def test_samples_that_fill_no_step_are_counted(build, tmp_path, caplog, source):
     )
     *_, event = read_events(tmp_path / "run", ("left_out",))
     assert (event["rollout"], event["samples"], event["groups"]) == (0, left, groups)
+
+
+@pytest.mark.parametrize("audit", ["off", "audit"])
+def test_flops_of_the_pass_for_old_log_probs(build, audit):
+    """The first of three optimizer steps needs no such pass, unless the audit compares its samples."""
+    function = "test_left_out.fifteen_samples"
+    manager = build(rollout_function_path=function, global_batch_size=4, rlk_consistency=audit)
+    batch = manager.generate(0)
+    (data,) = batch.rank_data
+    assert data["num_microbatches"] == [4, 4, 4]
+    one = ForwardFlops(manager.hf_config)(2, 1)
+    assert batch.forward_flops == pytest.approx(12 * one, rel=1e-12)
+    assert batch.old_flops == pytest.approx((12 if audit == "audit" else 8) * one, rel=1e-12)
 
 
 @pytest.mark.parametrize(

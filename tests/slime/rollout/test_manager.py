@@ -90,21 +90,6 @@ def test_a_rollout(build):
     assert prompts(manager.generate(1))[::2] == ["c len=3 :", "d len=4 :"]
 
 
-@pytest.mark.parametrize("audit", ["off", "audit"])
-def test_flops_of_the_pass_for_old_log_probs(build, audit):
-    """The first optimizer step needs no such pass, unless the audit compares its samples."""
-    manager = build(global_batch_size=2, rlk_consistency=audit)
-    batch = manager.generate(0)
-    (data,) = batch.rank_data
-    assert data["num_microbatches"] == [2, 2]
-    flops = ForwardFlops(manager.hf_config)
-    each = [
-        flops(data["total_lengths"][i], data["response_lengths"][i]) for (i,) in data["micro_batch_indices"]
-    ]
-    assert batch.forward_flops == pytest.approx(sum(each), rel=1e-12)
-    assert batch.old_flops == pytest.approx(sum(each if audit == "audit" else each[2:]), rel=1e-12)
-
-
 def test_the_curriculum_sees_the_groups_that_a_filter_drops(build, tmp_path):
     """Prompts a and b get equal rewards and are dropped. The second epoch leaves them out."""
     named = write_lines(
