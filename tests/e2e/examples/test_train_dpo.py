@@ -44,6 +44,7 @@ def dpo(world: World, name: str, *flags: str) -> str:
     return run(command, world.root / f"{name}.out")
 
 
+@pytest.mark.slow
 def test_the_example_learns_to_prefer(world: World) -> None:
     printed = dpo(world, "example", "--eval-interval", "10")
     assert "step: ref_log_probs (reference) -> train policy\n" in printed

@@ -92,7 +92,7 @@ def test_rollouts_outlive_their_manager_and_lost_ones_are_made_again(
     assert read_ledger(tmp_path / "run").is_exact
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_manager_stays_dead_without_positions_and_after_its_last_restart(
     tmp_path: Path, checkpoint: Path, restarts: int
 ) -> None:
