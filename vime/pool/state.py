@@ -6,6 +6,7 @@ Supervision (`vime.pool.pool`), engines that join and leave (`vime.pool.changes`
 
 from __future__ import annotations
 
+import errno
 import http.client
 import logging
 import threading
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from vime.pool.engine_slots import EngineSlots
 
 logger = logging.getLogger(__name__)
+_UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+"""Errors of a network that was cut. The engine may answer again when the network is back."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,9 @@ class PoolState:
         def acted(member: Member) -> None:
             try:
                 act(member)
-            except (ControlError, OSError, http.client.HTTPException):
-                if member.is_alive(self.patience_s):
+            except (ControlError, OSError, http.client.HTTPException) as error:
+                cut = isinstance(error, OSError) and error.errno in _UNREACHABLE
+                if member.is_alive(self.patience_s) and not cut:
                     raise
                 member.serving, member.doomed = False, True
                 logger.warning("engine %s died during a control call", member.control.url)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -184,6 +186,25 @@ def test_an_engine_that_refuses_weights_is_an_error(doubles: Callable[..., Doubl
     VllmControl(two.pool.engine_urls[1], KEY)._post("/refuse", "/update_weights")
     with pytest.raises(ControlError, match=r"must accept POST /update_weights, got HTTP 500: told to refuse"):
         two.publish(file_parts)
+
+
+@pytest.mark.parametrize("number", [errno.ENETUNREACH, errno.ECONNABORTED])
+def test_an_engine_behind_a_cut_network_is_replaced(
+    doubles: Callable[..., Doubles], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It answers after the cut, but may lack a part of the update. Other errors of its calls end the run."""
+    cluster = doubles(1)
+    (first,) = cluster.pool.engine_urls
+
+    def fail() -> None:
+        monkeypatch.undo()
+        raise OSError(number, "the call failed")
+
+    monkeypatch.setattr(cluster.pool._members[0], "start_weight_update", fail)
+    ends = nullcontext() if number == errno.ENETUNREACH else pytest.raises(OSError, match="the call failed")
+    with ends:
+        cluster.publish(file_parts)
+        wait_for(lambda: cluster.pool.engine_urls not in ([], [first]))
 
 
 def test_an_engine_that_does_not_answer_is_replaced(doubles: Callable[..., Doubles]) -> None:
