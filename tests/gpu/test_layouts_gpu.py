@@ -20,7 +20,7 @@
 
 Each engine compares all of its weights with the trainer's after every update (--check-weight-update-equal). The
 engines' memory is given in bytes, because vLLM's own measurement would count the other runs' memory. All layouts of a
-group take as long as the slowest run. A group uses up to 30 GiB of each GPU. The last group has never passed.
+group take as long as the slowest run. The last group has never passed.
 """
 
 from __future__ import annotations

@@ -308,9 +308,10 @@ def missing_architecture(model_type: str) -> str | None:
 
 
 def misreads_sizes(model_type: str) -> bool:
-    """Returns True if the installed vLLM fails at a configuration whose layers have heads of different sizes.
+    """Returns True if the installed vLLM cannot read the head sizes of this model type.
 
-    transformers gives such sizes per layer, and raises an error if vLLM reads one size of the whole model.
+    Newer versions of transformers store Gemma 4's head sizes per layer. They raise an error if an older vLLM reads one
+    size for all layers.
     """
     source = _module_file("transformers.models.gemma4.configuration_gemma4")
     reader = _module_file("vllm.transformers_utils.model_arch_config_convertor")
