@@ -45,6 +45,10 @@ class StateFile:
             for each, start in zip(dtypes, starts, strict=True)
         )
 
+    def moments(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the two moments of a weight."""
+        return self.first[number], self.second[number]
+
     def fetch(self) -> None:
         """Lets the kernel read the pages ahead."""
         self._pages.madvise(mmap.MADV_WILLNEED)

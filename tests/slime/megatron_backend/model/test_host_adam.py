@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 
 import pytest
@@ -108,13 +109,40 @@ def test_parts_share_few_buffers(hf_dir, monkeypatch):
         close_optimizer(made[1])
 
 
-def test_threads_are_set_for_the_step_only(hf_dir):
-    parts = trainer(hf_dir, **HOST)
+def test_threads_update_slices_at_the_same_time(hf_dir, monkeypatch):
+    """Slices equal whole weights. Each thread computes alone, so that a busy core delays its own slice only."""
+    wanted, parts = (trainer(hf_dir, **HOST, params_dtype="bfloat16") for _ in range(2))
+    expected = run(wanted, 0, 3)
+    monkeypatch.setattr(host_adam, "SLICE", 64)
     inner(parts)._threads, before = 3, torch.get_num_threads()
-    seen = []
-    inner(parts)._on_host[0]._adam.register_step_post_hook(lambda *_: seen.append(torch.get_num_threads()))
-    run(parts, 0, 1)
-    assert seen == [3] and torch.get_num_threads() == before
+    together, plain, seen = threading.Barrier(3, timeout=60), host_adam.adamw, set()
+
+    def counted(*args, **kwargs):
+        if threading.get_ident() not in seen:
+            seen.add(threading.get_ident())
+            together.wait()
+        assert torch.get_num_threads() == 1
+        plain(*args, **kwargs)
+
+    monkeypatch.setattr(host_adam, "adamw", counted)
+    got = run(parts, 0, 1)
+    assert len(seen) == 3 and torch.get_num_threads() == before
+    monkeypatch.setattr(host_adam, "adamw", plain)
+    got += run(parts, 1, 3)
+    if not torch.cuda.is_available():
+        assert got == expected
+        assert_same(weights(parts), weights(wanted))
+
+
+def test_an_error_of_a_slice_ends_the_step(hf_dir, monkeypatch):
+    parts = trainer(hf_dir, **HOST)
+
+    def fail(*args, **kwargs):
+        raise MemoryError("a slice")
+
+    monkeypatch.setattr(host_adam, "adamw", fail)
+    with pytest.raises(MemoryError, match="a slice"):
+        run(parts, 0, 1)
 
 
 def test_the_state_is_written_by_all_threads(hf_dir, monkeypatch):
