@@ -3,7 +3,7 @@
     tensors of the trainer          slime.plan.memory_estimate: state, and the memory that a step adds
     gaps of its allocator           FRAGMENTATION of the memory that a step adds
     communicators                   slime.plan.communicators
-    context and libraries           BESIDES_TRAINER
+    context and libraries           BESIDES_TRAINER, and KERNELS from the first step on
     the engine on a shared card     asleep (SLEEPING_ENGINE), with its weights, or with its share
 
 The constants are measured (tests/slime/plan/test_measured_memory.py compares the sums with records of real runs). The
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 from slime.config import Config
 from slime.plan.communicators import communicator_bytes, engine_communicator_bytes
-from slime.plan.memory_estimate import Estimate, Item
+from slime.plan.memory_estimate import Estimate, Item, grad_bytes
 from slime.plan.model_shape import Params, Shape
 from slime.plan.scheme_bytes import count_quantized
 from slime.plan.units import BYTES, GIB, amount, count
+from slime.roles import Role
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, SAVING, TRAINING
 
 BESIDES_GENERATING = 7.5 * GIB
@@ -38,15 +39,20 @@ FURTHER_ENGINE, FURTHER_SLEEPING = 2.2 * GIB, 1.3 * GIB
 while it sleeps. An H200 had 7.07 and 1.29 GiB for each of four engines of a 0.5B with 0.92 GiB of weights and 4 GiB of
 KV cache."""
 
-COMMUNICATORS = 2.5 * GIB
+COMMUNICATORS = 1.3 * GIB
 """Least bytes for the communicators of a trainer whose engines are on other GPUs. The value is chosen, not measured. On
-an H100, a Qwen3-4B failed at its first gradient norm with 1.5 GiB for context, libraries and communicators together.
-With a communicator for each of Megatron's groups, used or not, they took 8.3 GiB."""
+an H100, a Qwen3-4B failed at its first gradient norm with 1.5 GiB for context, libraries, kernels and communicators
+together. With a communicator for each of Megatron's groups, used or not, they took 8.3 GiB."""
 
-FRAGMENTATION = 0.09
+KERNELS = 1.2 * GIB
+"""Bytes of GPU memory that a trainer's process takes outside of the allocator in its first step, and keeps: modules of
+kernels, their local memory, workspaces. On an H200, the process of a Qwen3-4B with Adam on the host had 2.97 GiB before
+its first step and 4.30 GiB after it, with the same tensors."""
+
+FRAGMENTATION = 0.07
 """Gaps in the blocks of PyTorch's allocator, as a fraction of the memory that a step adds. A Qwen3-4B on one H200 had
 128.1 GiB in use in a step with 120.0 GiB of tensors. The step itself had added 51.2 GiB of the 120.0 GiB. The gaps were
-4.6 GiB, without the context and the sleeping engine."""
+3.5 GiB, without the context, `KERNELS` and the sleeping engine."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +87,26 @@ def card_moments(
 
 
 def loading(c: Config, e: Estimate) -> Moment:
-    """Returns the moment when the trainer has loaded its weights and created its optimizer, and nothing has left the
-    card."""
-    kept, besides = e.left(()), BESIDES_TRAINER
-    made_of = f"{amount(kept)} of tensors, {amount(besides)} besides"
+    """Returns the moment with the most memory while the trainer starts: it has its optimizer, and nothing has left the
+    card, or megatron-core copies the weights that train into one buffer (`param_and_grad_buffer`)."""
+    copied = copied_weights(c, e)
+    built = e.sum_part("parameters") + e.sum_part("gradients") + copied
+    kept, besides = max(e.left(()), built), BESIDES_TRAINER
+    twice = f", {amount(copied)} of weights twice," if kept == built else ","
+    made_of = f"{amount(kept)} of tensors{twice} {amount(besides)} besides"
     return Moment("while it loads", kept + besides, made_of, LOADING)
+
+
+def copied_weights(c: Config, e: Estimate) -> float:
+    """Returns the bytes of the weights that are on the card twice when the buffers of gradients exist, and the
+    optimizer does not. Models of several trained roles are built one after the other."""
+    if not c.megatron.use_distributed_optimizer:
+        return 0.0
+    gradients: dict[Role | None, float] = {}
+    for item in e.kept:
+        if item.part == "gradients":
+            gradients[item.of] = gradients.get(item.of, 0.0) + item.bytes
+    return max(gradients.values(), default=0.0) * BYTES[c.megatron.params_dtype] / grad_bytes(c)
 
 
 def list_engine_moments(
@@ -166,7 +187,7 @@ def started_engines(c: Config, each: float) -> float:
 def training(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:
     """Returns the moment of a training step, while the engine on the GPU sleeps and the parts `leaving` return when
     needed."""
-    besides = besides_tensors(c)
+    besides = besides_tensors(c) + KERNELS
     whose = "a sleeping engine's and its own" if c.cluster.colocate and c.num_engines else "its own"
     peak = e.peak_with(leaving)
     gaps = FRAGMENTATION * max((item.bytes for item in e.work), default=0.0)

@@ -129,7 +129,7 @@ def role_shape(c: Config, role: Role, policy: Shape) -> Shape:
 
 def role_memory(c: Config, shape: Shape, role: Role) -> Iterator[Item]:
     """Yields the state of a role: weights, gradients, and the optimizer's state (`optimizer_state`)."""
-    size, grad = BYTES[c.megatron.params_dtype], _grad_bytes(c)
+    size, grad = BYTES[c.megatron.params_dtype], grad_bytes(c)
     kinds = list(
         rank_params(c, shape, predicts=None if role is POLICY else False, head=not role.has_values(c))
     )
@@ -242,7 +242,7 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
     rows = trained_params(Selection.of(c), shape, (), list_end_matrices(shape, first=True, last=False)).split
     yield Item("embedding gradient", rows * size / tp, f"{count(rows)} x {size} B / TP {tp}")
     step, arithmetic = 0.0, []
-    if _grad_bytes(c) < 4 and (left := on_device(c)):
+    if grad_bytes(c) < 4 and (left := on_device(c)):
         for kind in rank_params(c, shape, trained=True):
             step += kind.params * 4 / kind.shards * left
             arithmetic.append(f"{kind.share} x 4 B{kind.ranks} / {kind.shards} shards, gradients in fp32")
@@ -261,7 +261,7 @@ def _scanned(c: Config, shape: Shape) -> int:
     return max((kind.attention.scanned for kind in plain), default=0)
 
 
-def _grad_bytes(c: Config) -> int:
+def grad_bytes(c: Config) -> int:
     return 4 if c.megatron.overrides.get("grad_reduce_in_fp32", True) else BYTES[c.megatron.params_dtype]
 
 

@@ -70,15 +70,15 @@ def test_a_colocated_plan_decides_for_the_gpu_that_is_named(flags, capsys):
         "7.50 GiB besides",
         "while weights are handed over 79.77 GiB of 140.40 GiB: 68.88 GiB of the trainer, 7.49 GiB of the engine's "
         "weights, 3.40 GiB besides",
-        "while it trains 75.73 GiB of 140.40 GiB: 72.05 GiB of tensors, a sleeping engine's and its own 3.40 GiB "
-        "besides, 292.14 MiB of gaps between tensors",
+        "while it trains 76.87 GiB of 140.40 GiB: 72.05 GiB of tensors, a sleeping engine's and its own 4.60 GiB "
+        "besides, 227.22 MiB of gaps between tensors",
         "fits a GPU of 140.4 GiB",
     ]
     assert "What would make it fit" not in found
     found = parts(capsys, "--gpu-memory-gib=60", *flags, *COLOCATED)
     assert found[TRAINER][-6].startswith("between trainings gradients, optimizer leave the device")
     assert found[TRAINER][-1].startswith(
-        "does not fit a GPU of 60 GiB: 10.38 GiB too much while it loads; 15.73 GiB"
+        "does not fit a GPU of 60 GiB: 10.38 GiB too much while it loads; 16.87 GiB"
     )
     assert found["What would make it fit"][0].startswith(
         "--optimizer-cpu-offload --optimizer-offload-fraction 0.4 (now 0) gives "
