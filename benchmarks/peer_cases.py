@@ -72,7 +72,7 @@ CASES = {
         **{"micro_tokens": 16384, "micro_samples": 16, "engine_gib": 16.0, "context": 1024},
     ),
     # The gradients are zero between two steps, so their GPU memory is freed without a copy. The weights move to the
-    # host and back. Without expandable segments, PyTorch's allocator holds more memory than the tensors need.
+    # host and back.
     "qwen3-4b-gpu": PeerCase(
         *(QWEN3, "arithmetic"),
         **{"prompts": 16, "answers": 8, "max_tokens": 512, "lr": 1e-6, "device": "cuda"},
@@ -86,7 +86,6 @@ CASES = {
         flags=(
             *("--offload-train", "--offload-train-parts", "gradients", "parameters"),
             *("--rl-kernel-workspace-mib", "512"),
-            *("--train-env-vars", '{"PYTORCH_ALLOC_CONF": "expandable_segments:True"}'),
         ),
     ),
     # The same on a card of 80 GiB. On our side, the whole trainer is offloaded while the engine generates.

@@ -19,6 +19,7 @@ from slime.cluster.rendezvous import open_store
 from slime.config import Config
 from slime.hardware import HARDWARE
 from slime.protocols import TrainResult, WeightUpdate
+from slime.system.allocator import expand_segments
 from slime.system.imports import uncollected
 from slime.tracking.run_record import record_warnings
 
@@ -103,6 +104,8 @@ class TrainerActor:
             self.remarks.append(f"NUMA: {line}")
         os.environ.update(env)  # CUDA and the collectives read these variables later, when they start
         os.environ.update({key: str(value) for key, value in config.cluster.train_env_vars.items()})
+        if config.cluster.device == "cuda":
+            expand_segments(os.environ)
         self.config, self.rank = use_node_folder(config), rank
         self.scored: RankData | None = None
         if threads:
