@@ -21,7 +21,7 @@ def world() -> Iterator[World]:
     yield from make_world("cuda")
 
 
-def test_two_runs_train_adapters_of_one_engine_at_once_never_run(world: World, tmp_path: Path) -> None:
+def test_two_runs_train_adapters_of_one_engine_at_once(world: World, tmp_path: Path) -> None:
     train_two_adapters(world, tmp_path)
 
 

@@ -95,7 +95,7 @@ CHANNELS = {
     ),
     "history": (*LAYOUTS["apart"], "--record-memory-history"),
 }
-NEVER_RUN = {
+TEACHERS = {
     "teacher": (
         *("--colocate", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus-per-engine", "1"),
         *("--use-opd", "--opd-type", "vllm", "--opd-teacher-model", "{dense}"),
@@ -108,7 +108,7 @@ NEVER_RUN = {
         ),
     ),
 }
-GROUPS = {"layouts": LAYOUTS, "splits": SPLITS, "channels": CHANNELS, "never_run": NEVER_RUN}
+GROUPS = {"layouts": LAYOUTS, "splits": SPLITS, "channels": CHANNELS, "teachers": TEACHERS}
 CASES = {layout: flags for group in GROUPS.values() for layout, flags in group.items()}
 ENGINES = {
     "tensor": ["{0},{1}"],

@@ -87,7 +87,7 @@ def test_bits_arrive(tmp_path: Path, engine: tuple[mp.Process, mp.SimpleQueue, m
         assert answers.get() == [33, 33], version
 
 
-def test_a_lost_engine_is_an_error_never_run(
+def test_a_lost_engine_is_an_error(
     tmp_path: Path, engine: tuple[mp.Process, mp.SimpleQueue, mp.SimpleQueue]
 ) -> None:
     """The receiver is killed before it takes the second part. The driver then gives the group up. A part has 512 MiB,

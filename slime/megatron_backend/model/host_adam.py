@@ -4,7 +4,7 @@
     gradients -> host (pinned) -> torch's fused AdamW on the CPU -> weights of the model's dtype -> GPU
 
 Each thread updates one slice of a weight at a time. torch's own threads would each take an equal share of a weight, and
-all of them would wait for a thread whose core another process uses: on an H200's host with 16 cores, two busy processes
+every thread would wait for a thread whose core another process uses: on an H200's host with 16 cores, two busy processes
 made such a step 3.6 times as long.
 
 megatron-core's HybridDeviceOptimizer is not used for three reasons. Without Transformer Engine it fails when it is

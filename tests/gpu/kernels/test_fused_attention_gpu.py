@@ -56,7 +56,7 @@ def with_gradients(attention, rows: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("groups", "size"), [(2, 128), (8, 64), (1, 96)])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_cudnn_is_as_accurate_as_flash_never_run(lengths, groups, size, dtype):
+def test_cudnn_is_as_accurate_as_flash(lengths, groups, size, dtype):
     """Against float32, cuDNN's output and gradients are no worse than flash attention's, with slack."""
     rows, scale = inputs(sum(lengths), groups, size, dtype), size**-0.5
     layout = packed_layout(token_slice(lengths), "cuda")
@@ -71,7 +71,7 @@ def test_cudnn_is_as_accurate_as_flash_never_run(lengths, groups, size, dtype):
         assert error <= 1.3 * allowed
 
 
-def test_shared_prompts_never_run():
+def test_shared_prompts():
     """A group's prompt is computed once, so that the other samples begin after it."""
     part = token_slice([1500, 1400, 2048, 1024], prompts=[(0, 0), (0, 300), (0, 300), (0, 300)])
     layout, rows = packed_layout(part, "cuda"), inputs(len(part.tokens), 2, 128)
@@ -91,7 +91,7 @@ def test_shared_prompts_never_run():
         assert error <= 1.3 * allowed < 2e-2 * truth.square().mean().sqrt()
 
 
-def test_a_gradient_with_other_strides_never_run():
+def test_a_gradient_with_other_strides():
     """torch's cache of graphs does not compare the strides of the gradient, so each must arrive contiguous."""
     rows = inputs(1024, 2, 128)
     batches = fused_batches([(0, 512), (0, 512)], "cuda")
@@ -115,7 +115,7 @@ def test_a_gradient_with_other_strides_never_run():
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_a_layer_uses_cudnn_also_under_recomputation_never_run(lengths, caplog):
+def test_a_layer_uses_cudnn_also_under_recomputation(lengths, caplog):
     """A layer with --attention-backend fused runs cuDNN's kernels and logs no obstacle."""
     rows, layout = inputs(sum(lengths), 2, 128), packed_layout(token_slice(lengths), "cuda")
     config = SimpleNamespace(kv_channels=128, attention_backend=AttnBackend.fused)
