@@ -246,6 +246,10 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
         for kind in rank_params(c, shape, trained=True):
             step += kind.params * 4 / kind.shards * left
             arithmetic.append(f"{kind.share} x 4 B{kind.ranks} / {kind.shards} shards, gradients in fp32")
+    if c.megatron.stores_remainders:
+        # slime.megatron_backend.model.remainders: main weights of a slice, and the bits of their weights
+        step += 2 * 4 * 2**26
+        arithmetic.append("67 M x 2 x 4 B, main weights of a slice")
     if c.megatron.optimizer == "muon":
         largest, how = muon_step(c, shape)
         step, arithmetic = step + largest, [*arithmetic, how]

@@ -55,11 +55,6 @@ SAME_RESULT: dict[str, tuple[tuple[object, ...] | None, object, str]] = {
     "use_torch_optimizer_for_cpu_offload": (None, None, _ON_HOST),
     "pin_cpu_grads": (None, None, _ON_HOST),
     "pin_cpu_params": (None, None, _ON_HOST),
-    "use_precision_aware_optimizer": (
-        None,
-        None,
-        "main weights, gradients and moments are float32, its default, too",
-    ),
     "attention_backend": (("unfused", "local"), "auto", _FLASH),
 }
 """Field -> (its values that are replaced, or None for all; the replacement, or None for nothing; the reason)."""
@@ -250,6 +245,15 @@ def check_muon(c: Config) -> None:
             raise FlagError(spelled(name), f"be one of {', '.join(known)}", value, "leave it out")
     if (steps := flags.overrides.get("muon_num_ns_steps", 1)) < 1:
         raise FlagError("--muon-num-ns-steps", "be at least 1", steps, "leave it out for 5")
+
+
+def remainder_notes(c: Config) -> Iterator[str]:
+    """Yields a note on --use-precision-aware-optimizer if no main weights can be remainders."""
+    if c.megatron.use_precision_aware_optimizer and not c.megatron.stores_remainders:
+        yield (
+            "--use-precision-aware-optimizer has no effect: it stores main weights of bfloat16 weights on the device, "
+            "for Adam with --use-distributed-optimizer"
+        )
 
 
 def muon_notes(c: Config) -> Iterator[str]:

@@ -30,7 +30,7 @@ from slime.rules.checkpoint import remarks as read_remarks
 from slime.rules.cluster import critic_notes, drop_prefill_engines
 from slime.rules.flags import FALLBACKS, read_nowhere
 from slime.rules.kernels import provider_notes
-from slime.rules.megatron import muon_notes, never_run, rate_notes, same_result
+from slime.rules.megatron import muon_notes, never_run, rate_notes, remainder_notes, same_result
 from slime.rules.off_policy import cuts, mismatch_notes
 from slime.rules.packages import package_notes
 from slime.rules.precision.fp8 import use_own_layers
@@ -352,6 +352,7 @@ def _remarks(c: Config) -> Iterator[str]:
     yield from flush_notes(c)
     yield from rate_notes(c)
     yield from muon_notes(c)
+    yield from remainder_notes(c)
     version = megatron_versions.installed()  # `vime plan` works without it
     if version is not None and (remark := megatron_versions.check(version)):
         yield remark

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp-gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
     "cp-native": {"context_parallel_size": 2, "rlk_fast": "off"},
     "pp": {"pipeline_model_parallel_size": 2},
+    "remainders-never-run": {"use_precision_aware_optimizer": True},
 }
 PRECISION = {"fp32": {"fp32": True}, "bf16": {"fp32": False, "bf16": True}}
 METRIC_ERROR = {"fp32": 1e-4, "bf16": 3e-2}

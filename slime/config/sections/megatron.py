@@ -99,6 +99,10 @@ class MegatronConfig:
     optimizer_offload_fraction: float = flag(
         1.0, "part of the weights for which --optimizer-cpu-offload does so", range=UNIT
     )
+    use_precision_aware_optimizer: bool = flag(
+        False,
+        "store float32 main weights on the device as the 16 bits that their bfloat16 weights do not have",
+    )
     stream_optimizer_state_to_disk: bool = flag(
         False,
         "keep Adam's main weights and moments in files in --offload-train-disk-dir, and update the weights on the host",
@@ -184,6 +188,13 @@ class MegatronConfig:
             self.expert_model_parallel_size > 1
             or self.expert_tensor_parallel != self.tensor_model_parallel_size
         )
+
+    @property
+    def stores_remainders(self) -> bool:
+        """Returns True if main weights on the device are remainders of 16 bits (--use-precision-aware-optimizer)."""
+        on_device = not self.optimizer_cpu_offload or self.optimizer_offload_fraction < 1
+        adam = self.optimizer == "adam" and self.use_distributed_optimizer
+        return self.use_precision_aware_optimizer and adam and on_device and self.params_dtype == "bfloat16"
 
     @property
     def has_fp8_blocks(self) -> bool:

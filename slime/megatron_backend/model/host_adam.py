@@ -4,8 +4,8 @@
     gradients -> host (pinned) -> torch's fused AdamW on the CPU -> weights of the model's dtype -> GPU
 
 Each thread updates one slice of a weight at a time. torch's own threads would each take an equal share of a weight, and
-every thread would wait for a thread whose core another process uses: on an H200's host with 16 cores, two busy processes
-made such a step 3.6 times as long.
+every thread would wait for a thread whose core another process uses: on an H200's host with 16 cores, two busy
+processes made such a step 3.6 times as long.
 
 megatron-core's HybridDeviceOptimizer is not used for three reasons. Without Transformer Engine it fails when it is
 built. Its memory for bf16 weights is not pinned. A resumed run moves the states of its GPU part to the host.
@@ -19,19 +19,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from slime.megatron_backend.host_memory import computing, pinned, unpin
+from slime.megatron_backend.model.remainders import (
+    MOMENTS,
+    Group,
+    RemainderPart,
+    apply_adamw,
+    join_weights,
+    split_weights,
+)
 from slime.megatron_backend.model.state_files import StateFile
 
-Group: TypeAlias = dict[str, Any]
-"""The settings of some weights, and the weights as `params`."""
 _SETTINGS = ("lr", "weight_decay", "betas", "eps")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 PART_BYTES = 2**28
 """Bytes of a part's fp32 gradients, for a state in memory. A part has at least one weight of any size."""
@@ -53,7 +56,8 @@ class OptimizerFiles:
 class HostAdam(torch.optim.Optimizer):
     """AdamW over `groups` of a distributed optimizer, with fp32 main weights and moments of the weights on the host.
 
-    `fraction` of the elements, those of the first weights, are updated on the host. The others stay on the device.
+    `fraction` of the elements, those of the first weights, are updated on the host. The others stay on the device, with
+    12 bytes per element, or 10 for bfloat16 weights with `remainders` (`slime.megatron_backend.model.remainders`).
     Weights are copied in parts of about `PART_BYTES`, or of `files.part_bytes`: the host updates two parts while the
     gradients of the next part arrive. `threads` compute on the host. The host needs 12 bytes per element, or a file
     with them, and `BUFFERS` pinned buffers with the size of the largest part.
@@ -63,7 +67,13 @@ class HostAdam(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[Group], *, fraction: float, threads: int, files: OptimizerFiles | None = None
+        self,
+        groups: list[Group],
+        *,
+        fraction: float,
+        threads: int,
+        files: OptimizerFiles | None = None,
+        remainders: bool = False,
     ) -> None:
         super().__init__([{**group, "params": []} for group in groups], {})
         for own, group in zip(self.param_groups, groups, strict=True):
@@ -95,11 +105,13 @@ class HostAdam(torch.optim.Optimizer):
                 _HostPart(self, group, part, buffers[i % count], files)
                 for i, (group, part) in enumerate(parts)
             ]
-        self._on_device = [
-            _DevicePart(self, group, kept)
-            for group in self.param_groups
-            if (kept := [weight for weight in group["params"] if weight not in host])
-        ]
+        self._on_device: list[_DevicePart | RemainderPart] = []
+        for group in self.param_groups:
+            kept = [weight for weight in group["params"] if weight not in host]
+            divided = [weight for weight in kept if remainders and weight.dtype == torch.bfloat16]
+            whole = [weight for weight in kept if not remainders or weight.dtype != torch.bfloat16]
+            self._on_device += [_DevicePart(self, group, whole)] if whole else []
+            self._on_device += [RemainderPart(self, group, divided)] if divided else []
         self._copies = torch.cuda.Stream() if self._on_host else None
         self.take_weights()
 
@@ -139,14 +151,21 @@ class HostAdam(torch.optim.Optimizer):
             torch.cuda.current_stream().wait_stream(self._copies)
 
     def get_unscaled_state(self, weight: Tensor, name: str) -> Tensor:
-        """Returns a state of a weight. megatron-core calls this when it saves."""
+        """Returns a state of a weight. megatron-core calls this when it saves. Main weights of which the device has the
+        remainders are on the host."""
         value: Tensor = self.state[weight][name]
-        return value.float()  # the same tensor, or the copy of a moment in a file of another dtype
+        if value.dtype != torch.int16:
+            return value.float()  # the same tensor, or the copy of a moment in a file of another dtype
+        return join_weights(weight.detach(), value)
 
     @torch.no_grad()
     def set_scaled_state(self, weight: Tensor, name: str, value: Tensor) -> None:
-        """Loads a state of a weight."""
-        self.state[weight][name].copy_(value)
+        """Loads a state of a weight. If the device has the remainders of main weights, this also loads the weight."""
+        own: Tensor = self.state[weight][name]
+        if own.dtype == torch.int16:
+            split_weights(value, weight.detach(), own)
+        else:
+            own.copy_(value)
 
     def state_dict(self) -> Group:
         """Returns settings and step counts. megatron-core reads the other states one by one."""
@@ -242,7 +261,7 @@ class _HostPart:
         self._arrived.synchronize()
         self._updates = []
         for state, grad, weight in zip(self._states, self._grads, self._weights, strict=True):
-            tensors = (state["master_param"], grad, *(state[name] for name in _MOMENTS))
+            tensors = (state["master_param"], grad, *(state[name] for name in MOMENTS))
             slices = zip(*(tensor.split(SLICE) for tensor in tensors), strict=True)
             updates = [
                 threads.submit(_update, self._group, state["step"], values, out)
@@ -277,18 +296,7 @@ def _update(group: Group, step: Tensor, values: tuple[Tensor, ...], out: Tensor)
     """
     main, grad, *stored = values
     moments = [each.float() for each in stored]  # copies only if a file has them in another dtype
-    beta1, beta2 = group["betas"]
-    adamw(
-        *([main], [grad], moments[:1], moments[1:], [], [step.clone()]),
-        fused=True,
-        amsgrad=False,
-        maximize=False,
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-    )
+    apply_adamw(group, [main], [grad], moments[:1], moments[1:], [step.clone()])
     for moment, computed in zip(stored, moments, strict=True):
         if moment is not computed:
             moment.copy_(computed)

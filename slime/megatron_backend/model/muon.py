@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slime.bridges.megatron_versions import muon_settings
 from slime.megatron_backend.model.gpt import HiddenGPTModel
-from slime.megatron_backend.model.host_adam import Group
+from slime.megatron_backend.model.remainders import Group
 
 COEFFICIENTS = {
     "simple": ((3.4445, -4.7750, 2.0315),),

@@ -39,7 +39,8 @@ def build_optimizer(
     `role` names the flags of the learning rate and its warm-up, called --lr and --lr-warmup-iters below.
 
     The state is sharded over data-parallel ranks unless --no-use-distributed-optimizer. Main weights and moments are
-    fp32, and on the host with --optimizer-cpu-offload.
+    fp32, and on the host with --optimizer-cpu-offload. With --use-precision-aware-optimizer, main weights on the device
+    are remainders of 16 bits.
 
     Gradients are clipped to --clip-grad by their global norm. The schedule counts samples. It covers
     --lr-decay-iters (default: `total_steps`) steps with their samples: --lr-warmup-iters steps, or
@@ -65,13 +66,13 @@ def build_optimizer(
     }
     fields |= config.megatron.core_overrides(OptimizerConfig)
     core = OptimizerConfig(**fields)
-    on_host = config.megatron.optimizer_cpu_offload
+    own_adam = config.megatron.optimizer_cpu_offload or config.megatron.stores_remainders
     # The groups hold parts of the weights, main weights are a state, and gradients are `decoupled_grad`.
-    core.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
+    core.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = own_adam
     optimizer = get_megatron_optimizer(core, get_parts(model), use_gloo_process_groups=False)
     _number_weights(optimizer)
-    if on_host:
-        _move_to_host(optimizer, config)
+    if own_adam:
+        _use_own_adam(optimizer, config)
     if config.megatron.optimizer == "muon":
         _use_muon(optimizer, cast("list[HiddenGPTModel]", get_parts(model)), core)
     _start_adam(optimizer)
@@ -95,16 +96,17 @@ def _number_weights(optimizer: MegatronOptimizer) -> None:
             }
 
 
-def _move_to_host(optimizer: MegatronOptimizer, config: Config) -> None:
+def _use_own_adam(optimizer: MegatronOptimizer, config: Config) -> None:
     """Replaces each optimizer's Adam, which has no state yet."""
     flags = config.megatron
     for chained in optimizer.chained_optimizers:
         if chained.optimizer is not None:
             chained.optimizer = HostAdam(
                 chained.optimizer.param_groups,
-                fraction=flags.optimizer_offload_fraction,
+                fraction=flags.optimizer_offload_fraction if flags.optimizer_cpu_offload else 0.0,
                 threads=host_threads(config),
                 files=_state_files(flags),
+                remainders=flags.stores_remainders,
             )
 
 

@@ -18,7 +18,7 @@ _ADAM, _MUON = 8, 4
 def optimizer_state(c: Config, one: RankParams) -> tuple[float, str]:
     """Returns the bytes of the optimizer's state for parameters on a rank, before ranks share it, and its
     arithmetic."""
-    main = 0 if c.megatron.params_dtype == "float32" else 4
+    main = 0 if c.megatron.params_dtype == "float32" else 2 if c.megatron.stores_remainders else 4
     if c.megatron.optimizer != "muon":
         return one.params * (main + _ADAM), f"{one.share} x {main + _ADAM} B{one.ranks}"
     how = f"{one.share} x {main + _MUON} B{one.ranks}"

@@ -51,7 +51,13 @@ def weights(parts: tuple) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {"use_distributed_optimizer": False}, {"optimizer_cpu_offload": True}, {"params_dtype": "bfloat16"}],
+    [
+        {},
+        {"use_distributed_optimizer": False},
+        {"optimizer_cpu_offload": True},
+        {"params_dtype": "bfloat16"},
+        {"params_dtype": "bfloat16", "use_precision_aware_optimizer": True},
+    ],
 )
 def test_training_goes_on_while_files_are_written(hf_dir, tmp_path, background, config):
     """The checkpoint has the values of its step, and becomes the latest only when it is complete."""

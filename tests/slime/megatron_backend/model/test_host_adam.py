@@ -115,7 +115,7 @@ def test_threads_update_slices_at_the_same_time(hf_dir, monkeypatch):
     expected = run(wanted, 0, 3)
     monkeypatch.setattr(host_adam, "SLICE", 64)
     inner(parts)._threads, before = 3, torch.get_num_threads()
-    together, plain, seen = threading.Barrier(3, timeout=60), host_adam.adamw, set()
+    together, plain, seen = threading.Barrier(3, timeout=60), host_adam.apply_adamw, set()
 
     def counted(*args, **kwargs):
         if threading.get_ident() not in seen:
@@ -124,10 +124,10 @@ def test_threads_update_slices_at_the_same_time(hf_dir, monkeypatch):
         assert torch.get_num_threads() == 1
         plain(*args, **kwargs)
 
-    monkeypatch.setattr(host_adam, "adamw", counted)
+    monkeypatch.setattr(host_adam, "apply_adamw", counted)
     got = run(parts, 0, 1)
     assert len(seen) == 3 and torch.get_num_threads() == before
-    monkeypatch.setattr(host_adam, "adamw", plain)
+    monkeypatch.setattr(host_adam, "apply_adamw", plain)
     got += run(parts, 1, 3)
     if not torch.cuda.is_available():
         assert got == expected
@@ -140,7 +140,7 @@ def test_an_error_of_a_slice_ends_the_step(hf_dir, monkeypatch):
     def fail(*args, **kwargs):
         raise MemoryError("a slice")
 
-    monkeypatch.setattr(host_adam, "adamw", fail)
+    monkeypatch.setattr(host_adam, "apply_adamw", fail)
     with pytest.raises(MemoryError, match="a slice"):
         run(parts, 0, 1)
 

@@ -82,7 +82,26 @@ def work(rank: int, root: Path) -> None:
         if name == "tp":
             out[name] |= tensor_parallel_only(root, parts[0])
         destroy_parallel()
+    out["remainders"] = [of_bfloat16(rank, root, flag) for flag in (False, True)]
     torch.save(out, root / f"rank{rank}.pt")
+
+
+def of_bfloat16(rank: int, root: Path, remainders: bool) -> dict[str, Any]:
+    """Trains a bfloat16 model on two data-parallel ranks, with main weights in float32 or as remainders. The second
+    model also continues the checkpoint of the first."""
+    config = make_config(lr=LR, params_dtype="bfloat16", use_precision_aware_optimizer=remainders)
+    store = f"file://{root}/store-remainders-{remainders}"
+    info = init_parallel(rank, 2, config, init_method=store, local_rank=rank)
+    parts = trainer(root / "qwen3", config)
+    result = two_steps(parts, info)
+    if remainders:
+        parts = trainer(root / "qwen3", config)
+        load_checkpoint(root / "from-float32", *parts)
+    else:
+        save_checkpoint(root / "from-float32", 2, *parts)
+    result["more"] = two_steps(parts, info, first=2)
+    destroy_parallel()
+    return result
 
 
 def tensor_parallel_only(root: Path, model: Any) -> dict[str, Any]:
@@ -169,6 +188,18 @@ def test_two_ranks_train_as_one(one, two, layout):
         compare_weights(two[rank][layout]["weights"], one["weights"])
     for name, tensor in two[0][layout]["weights"].items():
         assert torch.equal(tensor, two[1][layout]["weights"][name]), name
+
+
+def test_remainders_train_as_float32_main_weights(two):
+    """Both sides have the same sums of gradients, so that only lost last bits differ."""
+    for rank in two:
+        whole, small = rank["remainders"]
+        for steps, wanted in ((small, whole), (small["more"], whole["more"])):
+            torch.testing.assert_close(
+                torch.tensor(steps["logs"]), torch.tensor(wanted["logs"]), rtol=1e-3, atol=0
+            )
+            for name, tensor in wanted["weights"].items():
+                assert (steps["weights"][name] != tensor).float().mean() < 1e-3, name
 
 
 def test_ranks_and_shards(two):

@@ -24,6 +24,13 @@ PPO = {"advantage_estimator": "ppo", "kl_coef": 0.0}
         pytest.param(
             {"colocate": True, "offload_train": True, "optimizer_cpu_offload": True}, marks=pytest.mark.slow
         ),
+        pytest.param(
+            {
+                **{"colocate": True, "offload_train": True, "params_dtype": "bfloat16"},
+                "use_precision_aware_optimizer": True,
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_saves_in_the_background_resume_exactly(build, tmp_path, flags):
