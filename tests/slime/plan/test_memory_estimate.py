@@ -86,23 +86,6 @@ def test_arithmetic_by_hand():
     assert estimate(config(use_kl_loss=True), QWEN3_4B).peak == state + found["head and loss"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "bytes_per_weight", "noted"),
-    [
-        ({}, 12, False),
-        ({"use_precision_aware_optimizer": True}, 10, False),
-        ({"use_precision_aware_optimizer": True, "fp32": True}, 8, True),
-        ({"use_precision_aware_optimizer": True, "use_distributed_optimizer": False}, 12, True),
-        ({"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}, 0, True),
-    ],
-)
-def test_remainders_of_main_weights(flags, bytes_per_weight, noted):
-    c = config(**flags)
-    assert estimate(c, QWEN3_4B).sum_part("optimizer") == bytes_per_weight * PARAMS
-    notes = [note for note in c.notes if note.startswith("--use-precision-aware-optimizer has no effect")]
-    assert len(notes) == noted
-
-
 def test_the_measured_run():
     run = json.loads((RESULTS / "colocated_qwen3_4b_h200.json").read_text())
     measured = max(step["perf/trainer_peak_gib"] for step in run["steps"])

@@ -1,4 +1,4 @@
-"""Compares the plan's memory of Muon with the state and the allocations of real optimizers on a CPU."""
+"""Compares the plan's memory of Muon and of remainders with real optimizers on a CPU, and with numbers by hand."""
 
 from __future__ import annotations
 
@@ -73,3 +73,20 @@ def test_a_step_adds_what_the_plan_counts(tmp_path: Path, precision: str, each: 
     hf = QWEN3_4B | {"intermediate_size": 512, "hidden_size": 256}
     c = config(**MUON, overrides={"muon_fp32_matmul_prec": precision})
     assert muon_step(c, Shape.of(hf))[0] == each * weight.numel()
+
+
+@pytest.mark.parametrize(
+    ("flags", "bytes_per_weight", "noted"),
+    [
+        ({}, 12, False),
+        ({"use_precision_aware_optimizer": True}, 10, False),
+        ({"use_precision_aware_optimizer": True, "fp32": True}, 8, True),
+        ({"use_precision_aware_optimizer": True, "use_distributed_optimizer": False}, 12, True),
+        ({"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}, 0, True),
+    ],
+)
+def test_remainders_of_main_weights(flags, bytes_per_weight, noted):
+    c = config(**flags)
+    assert estimate(c, QWEN3_4B).sum_part("optimizer") == bytes_per_weight * 4_022_272_000
+    notes = [note for note in c.notes if note.startswith("--use-precision-aware-optimizer has no effect")]
+    assert len(notes) == noted

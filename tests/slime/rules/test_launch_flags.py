@@ -153,9 +153,9 @@ def test_what_config_json_leaves_open_is_noted():
             "torch's",
         ),
         (
-            "--use-precision-aware-optimizer",
+            "--optimizer-cpu-offload --use-precision-aware-optimizer",
             {},
-            "--use-precision-aware-optimizer: no effect on the result; main",
+            "--use-precision-aware-optimizer has no effect: it stores main weights of bfloat16 weights",
         ),
         (
             "--attention-backend unfused",
