@@ -56,7 +56,7 @@ NATIVE = Head("native")
 PROVIDER = Head("provider")
 """Logits, and the function of --selected-logprob-provider."""
 
-BITWISE = Head("bitwise")
+BITWISE = Head("bitwise", has_logits=False)
 """The operators of rl_kernel.invariant, which the engine has too."""
 
 VALUES = Head("value head", has_logits=False)
