@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import statistics
 import sys
@@ -36,6 +37,7 @@ from operator_bench.machine import describe
 from slime.checkpoints.hf_config import read_hf_config
 from slime.data.train_data import make_rank_data
 from slime.plan.flops import ForwardFlops
+from slime.system.allocator import expand_segments
 from slime.types import Sample, TrainData
 from vime.backends import parse_config
 
@@ -196,6 +198,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="a JSON file for the result")
     parser.add_argument("--commit", help="of the measured code, where git does not know it")
     arguments, given = parser.parse_known_args(argv)
+    expand_segments(os.environ)  # as trainers of a run do
     try:
         report(arguments, given, argv)
     except ValueError as error:

@@ -104,7 +104,7 @@ class TrainerActor:
             self.remarks.append(f"NUMA: {line}")
         os.environ.update(env)  # CUDA and the collectives read these variables later, when they start
         os.environ.update({key: str(value) for key, value in config.cluster.train_env_vars.items()})
-        if config.cluster.device == "cuda":
+        if config.cluster.device == "cuda" and config.megatron.may_expand_segments:
             expand_segments(os.environ)
         self.config, self.rank = use_node_folder(config), rank
         self.scored: RankData | None = None

@@ -114,11 +114,11 @@ def engines_killed(run: FaultyRun) -> None:
     with launched(deadly, run.output) as launch:
         launch.wait_for(lambda: 1 in run.steps(), "a step after the engine died in an update", 360)
         assert "deadly_update: SIGKILL" in launch.output
-        assert launch.output.count("died during a control call") == 1
+        assert launch.output.count("is replaced: a control call failed") == 1
         assert launch.output.count("serves again") == 1
         hit = run.strike(launch, server(launch), signal.SIGKILL)
         launch.wait_for(lambda: hit + 1 in run.steps(), "a step after the engine died in a rollout", 360)
-        assert launch.output.count("died during a control call") == 1
+        assert launch.output.count("is replaced: a control call failed") == 1
         assert launch.output.count("serves again") == 2
     run.assert_right_weights()
 

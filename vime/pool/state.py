@@ -150,7 +150,7 @@ class PoolState:
                 if member.is_alive(self.patience_s) and not cut:
                     raise
                 member.serving, member.doomed = False, True
-                logger.warning("engine %s died during a control call", member.control.url)
+                logger.warning("engine %s is replaced: a control call failed (%s)", member.control.url, error)
 
         each(self.serving_members(), acted)
 

@@ -197,6 +197,13 @@ class MegatronConfig:
         return self.use_precision_aware_optimizer and adam and on_device and self.params_dtype == "bfloat16"
 
     @property
+    def may_expand_segments(self) -> bool:
+        """Returns False if megatron-core does not support expandable segments of PyTorch's allocator: with buffers that
+        NCCL registers, and with CUDA graphs."""
+        names = ("nccl_ub", "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+        return all(self.overrides.get(name) in (None, False, "none") for name in names)
+
+    @property
     def has_fp8_blocks(self) -> bool:
         """Returns True if the linear layers compute in fp8 with scales per block."""
         return self.overrides.get("fp8_recipe") == "blockwise" and bool(self.overrides.get("fp8"))

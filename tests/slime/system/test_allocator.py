@@ -27,3 +27,14 @@ def test_a_trainer_on_a_gpu_expands_segments(monkeypatch, device, before, flag, 
     actors.TrainerActor(Config.from_flat({"device": device, "train_env_vars": flag}), "trainer", 0, 0, {}, ())
     wanted = after if device == "cuda" or before or flag else [None, None]
     assert [os.environ.get(name) for name in VARIABLES] == wanted
+
+
+@pytest.mark.parametrize(
+    "flag", [{"nccl_ub": True}, {"cuda_graph_impl": "local"}, {"enable_cuda_graph": True}]
+)
+def test_registered_buffers_and_graphs_are_in_plain_segments(monkeypatch, flag) -> None:
+    monkeypatch.setattr(actors, "log_to", lambda *_: None)
+    monkeypatch.setattr(os, "environ", {})
+    config = Config.from_flat({"device": "cuda", "overrides": flag})
+    actors.TrainerActor(config, "trainer", 0, 0, {}, ())
+    assert not os.environ
