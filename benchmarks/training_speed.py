@@ -37,7 +37,7 @@ from operator_bench.machine import describe
 from slime.checkpoints.hf_config import read_hf_config
 from slime.data.train_data import make_rank_data
 from slime.plan.flops import ForwardFlops
-from slime.system.allocator import expand_segments
+from slime.system.allocator import choose_settings
 from slime.types import Sample, TrainData
 from vime.backends import parse_config
 
@@ -198,7 +198,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="a JSON file for the result")
     parser.add_argument("--commit", help="of the measured code, where git does not know it")
     arguments, given = parser.parse_known_args(argv)
-    expand_segments(os.environ)  # as trainers of a run do
+    choose_settings(os.environ, (), expand=True)  # as trainers of a run do
     try:
         report(arguments, given, argv)
     except ValueError as error:

@@ -19,7 +19,7 @@ from slime.cluster.rendezvous import open_store
 from slime.config import Config
 from slime.hardware import HARDWARE
 from slime.protocols import TrainResult, WeightUpdate
-from slime.system.allocator import expand_segments
+from slime.system.allocator import choose_settings
 from slime.system.imports import uncollected
 from slime.tracking.run_record import record_warnings
 
@@ -104,8 +104,9 @@ class TrainerActor:
             self.remarks.append(f"NUMA: {line}")
         os.environ.update(env)  # CUDA and the collectives read these variables later, when they start
         os.environ.update({key: str(value) for key, value in config.cluster.train_env_vars.items()})
-        if config.cluster.device == "cuda" and config.megatron.may_expand_segments:
-            expand_segments(os.environ)
+        if config.cluster.device == "cuda":
+            flag, expand = config.cluster.train_env_vars, config.megatron.may_expand_segments
+            choose_settings(os.environ, flag, expand=expand)
         self.config, self.rank = use_node_folder(config), rank
         self.scored: RankData | None = None
         if threads:

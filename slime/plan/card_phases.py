@@ -39,12 +39,12 @@ FURTHER_ENGINE, FURTHER_SLEEPING = 2.2 * GIB, 1.3 * GIB
 while it sleeps. An H200 had 7.07 and 1.29 GiB for each of four engines of a 0.5B with 0.92 GiB of weights and 4 GiB of
 KV cache."""
 
-COMMUNICATORS = 1.3 * GIB
+COMMUNICATORS = 1.2 * GIB
 """Least bytes for the communicators of a trainer whose engines are on other GPUs. The value is chosen, not measured. On
 an H100, a Qwen3-4B failed at its first gradient norm with 1.5 GiB for context, libraries, kernels and communicators
 together. With a communicator for each of Megatron's groups, used or not, they took 8.3 GiB."""
 
-KERNELS = 1.2 * GIB
+KERNELS = 1.3 * GIB
 """Bytes of GPU memory that a trainer's process takes outside of the allocator in its first step, and keeps: modules of
 kernels, their local memory, workspaces. On an H200, the process of a Qwen3-4B with Adam on the host had 2.97 GiB before
 its first step and 4.30 GiB after it, with the same tensors."""
@@ -144,7 +144,7 @@ def hand_over(c: Config, e: Estimate, leaving: Collection[str]) -> Moment:
     """Returns the moment when the trainer sends its weights to an engine that has woken without its KV cache. The rest
     of the trainer's state has left the card."""
     left = e.left([part for part in leaving if part != "parameters"])
-    several, besides = c.cluster.rollout_engines_per_gpu, besides_tensors(c)
+    several, besides = c.cluster.rollout_engines_per_gpu, besides_tensors(c) + KERNELS
     weights, whose = several * engine_weights(c, e.shape).bytes, "engine's" if several == 1 else "engines'"
     return Moment(
         "while weights are handed over",
@@ -200,7 +200,7 @@ def saving(c: Config, e: Estimate, leaving: Collection[str]) -> Iterator[Moment]
     if c.checkpoint.save is None:
         return
     kept = e.left([part for part in leaving if part == "gradients"])
-    besides = besides_tensors(c)
+    besides = besides_tensors(c) + KERNELS
     made_of = f"{amount(kept)} of tensors, {amount(besides)} besides"
     yield Moment("while it saves", kept + besides, made_of, SAVING)
 

@@ -15,7 +15,7 @@ from slime.checkpoints.memory_files import SLOTS
 from slime.config import Config
 from slime.plan.loading_estimate import largest_slice, reads_whole, stored_bytes
 from slime.plan.memory_estimate import ACTIVATIONS, Estimate
-from slime.plan.step_memory.optimizer_state import saved_state
+from slime.plan.step_memory.optimizer_state import main_bytes, saved_state
 from slime.plan.tower import CACHE_BYTES, run_tower
 from slime.plan.units import BYTES, GIB, amount
 from slime.plan.update_estimate import compute_update_bytes
@@ -30,7 +30,7 @@ USABLE = KILLED_AT - 0.02
 
 TRAINER = 1.9 * GIB
 """Bytes of a trainer's resident memory without the state that it keeps on the host. On an H100: 54.3 GiB with 52.4 GiB
-of a Qwen3-4B's state, and 69.3 GiB with 67.4 GiB."""
+of a Qwen3-4B's state."""
 OTHERS = 1.3 * GIB
 """Bytes of driver, rollout manager, router and the processes of Ray."""
 SERVER, SPREAD, WORKER = 1.0 * GIB, 0.5 * GIB, 1.4 * GIB
@@ -121,7 +121,7 @@ def _list_trainer_items(c: Config, e: Estimate, leaving: Collection[str]) -> Ite
         # The files are written while the next step runs.
         yield HostItem("checkpoint in flight", saved, how, (SAVING, GENERATING, HAND_OVER, TRAINING))
     if c.fault_tolerance.recover_from == "memory":
-        whole = e.shape.params * BYTES[c.megatron.params_dtype] + saved_state(c, e.shape)
+        whole = e.shape.params * BYTES[c.megatron.params_dtype] + saved_state(c, e.shape, main_bytes(c))
         each = whole * ranks / c.world_size
         copies = SLOTS * (2 if several_nodes(c) else 1)  # those of another node's ranks
         how = f"--recover-from memory: {copies} in /dev/shm x {amount(each)}"

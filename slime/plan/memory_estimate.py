@@ -173,7 +173,7 @@ def _part(fraction: float) -> str:
 def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
     """Yields the host memory of --optimizer-cpu-offload: fp32 main weights and two moments, unless these are in files,
     and the buffers in which gradients arrive (`slime.megatron_backend.model.host_adam`: 3 buffers of 256 MiB, or of
-    --offload-train-disk-chunk-mb)."""
+    --offload-train-disk-chunk-mb, or of the embedding's gradients)."""
     if (moved := 1 - on_device(c)) == 0:
         return
     total = 0.0
@@ -192,7 +192,10 @@ def host_memory(c: Config, shape: Shape) -> Iterator[Item]:
                 if not c.megatron.stream_optimizer_state_to_disk:
                     yield Item(f"{kind}{of_role}optimizer", params * 12 / shards * moved, how)
     mib = c.megatron.offload_train_disk_chunk_mb if c.megatron.stream_optimizer_state_to_disk else 256
-    yield Item("gradients of Adam", min(3 * mib * 2**20, 4 * total), f"3 buffers of {mib} MiB, pinned")
+    embedding = 4 * shape.vocab * shape.hidden / c.megatron.tensor_model_parallel_size
+    each = min(max(mib * 2**20, embedding), 4 * total)
+    number = min(3, math.ceil(4 * total / (mib * 2**20)))
+    yield Item("gradients of Adam", number * each, f"{number} buffers of {amount(each)}, pinned")
 
 
 def host_activations(c: Config, shape: Shape) -> Iterator[Item]:
@@ -242,14 +245,14 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
     rows = trained_params(Selection.of(c), shape, (), list_end_matrices(shape, first=True, last=False)).split
     yield Item("embedding gradient", rows * size / tp, f"{count(rows)} x {size} B / TP {tp}")
     step, arithmetic = 0.0, []
-    if grad_bytes(c) < 4 and (left := on_device(c)):
+    if grad_bytes(c) < 4 and (left := on_device(c)) and not c.megatron.stores_remainders:
         for kind in rank_params(c, shape, trained=True):
             step += kind.params * 4 / kind.shards * left
             arithmetic.append(f"{kind.share} x 4 B{kind.ranks} / {kind.shards} shards, gradients in fp32")
     if c.megatron.stores_remainders:
-        # slime.megatron_backend.model.remainders: main weights of a slice, and the bits of their weights
+        # slime.megatron_backend.model.remainders: main weights of a slice, and their gradients or bits
         step += 2 * 4 * 2**26
-        arithmetic.append("67 M x 2 x 4 B, main weights of a slice")
+        arithmetic.append("67 M x 2 x 4 B, main weights and gradients of a slice")
     if c.megatron.optimizer == "muon":
         largest, how = muon_step(c, shape)
         step, arithmetic = step + largest, [*arithmetic, how]

@@ -249,10 +249,10 @@ def check_muon(c: Config) -> None:
 
 def remainder_notes(c: Config) -> Iterator[str]:
     """Yields a note on --use-precision-aware-optimizer if no main weights can be remainders."""
-    if c.megatron.use_precision_aware_optimizer and not c.megatron.stores_remainders:
+    if c.megatron.use_precision_aware_optimizer and (flag := c.megatron.remainders_obstacle):
         yield (
-            "--use-precision-aware-optimizer has no effect: it stores main weights of bfloat16 weights on the device, "
-            "for Adam with --use-distributed-optimizer"
+            f"--use-precision-aware-optimizer has no effect with {flag}: it makes Adam's main weights of bfloat16 "
+            "weights on the device smaller"
         )
 
 

@@ -39,6 +39,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "remainders-never-run": {"use_precision_aware_optimizer": True},
 }
 PRECISION = {"fp32": {"fp32": True}, "bf16": {"fp32": False, "bf16": True}}
+CASES = [(name, precision) for name in LAYOUTS for precision in PRECISION]
+CASES.remove(("remainders-never-run", "fp32"))  # float32 weights have no remainders
 METRIC_ERROR = {"fp32": 1e-4, "bf16": 3e-2}
 """Largest difference of a metric, relative to max(1, |metric|)."""
 
@@ -67,11 +69,7 @@ def run(
 
 
 def work(rank: int, root: Path) -> None:
-    out = {
-        (name, precision): run(name, precision, layout, root, rank, 2)
-        for name, layout in LAYOUTS.items()
-        for precision in PRECISION
-    }
+    out = {(name, precision): run(name, precision, LAYOUTS[name], root, rank, 2) for name, precision in CASES}
     torch.save(out, root / f"rank{rank}.pt")
 
 
@@ -84,8 +82,7 @@ def results(tmp_path_factory):
     return one, [torch.load(root / f"rank{rank}.pt") for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("precision", PRECISION)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "precision"), CASES)
 def test_two_gpus_train_as_one(results, layout, precision):
     one, two = results[0][precision], [rank[layout, precision] for rank in results[1]]
     for got in two:

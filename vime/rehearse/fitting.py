@@ -32,7 +32,6 @@ GPU_ONLY = [
     "moe_permute_fusion",
     "optimizer_cpu_offload",
     "overlap_cpu_optimizer_d2h_h2d",
-    "use_precision_aware_optimizer",
     "optimizer_offload_fraction",
     "offload_train",
     "offload_train_parts",

@@ -10,7 +10,7 @@ from slime.checkpoints.memory_files import SLOTS
 from slime.config import Config
 from slime.config.problems import require_value
 from slime.plan.model_shape import Shape
-from slime.plan.step_memory.optimizer_state import saved_state
+from slime.plan.step_memory.optimizer_state import main_bytes, saved_state
 from slime.plan.units import BYTES
 from slime.records.errors import FlagError
 from slime.roles.groups import on_one_host
@@ -51,8 +51,7 @@ def require_disk_space(c: Config) -> None:
         state_bytes = 0 if c.checkpoint.no_save_optim else saved_state(c, shape)
         require_free_bytes("--save", c.checkpoint.save, weights_bytes + state_bytes, "a checkpoint")
     if c.fault_tolerance.recover_from == "memory" and on_one_host(c) and not c.lora.lora_rank:
-        main = 0 if c.megatron.params_dtype == "float32" else 4  # float32 weights are their own main weights
-        states = SLOTS * (weights_bytes + saved_state(c, shape, main))
+        states = SLOTS * (weights_bytes + saved_state(c, shape, main_bytes(c)))
         _require_shared_memory(states, Path(c.logging.run_dir))
 
 

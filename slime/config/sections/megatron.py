@@ -192,9 +192,19 @@ class MegatronConfig:
     @property
     def stores_remainders(self) -> bool:
         """Returns True if main weights on the device are remainders of 16 bits (--use-precision-aware-optimizer)."""
-        on_device = not self.optimizer_cpu_offload or self.optimizer_offload_fraction < 1
-        adam = self.optimizer == "adam" and self.use_distributed_optimizer
-        return self.use_precision_aware_optimizer and adam and on_device and self.params_dtype == "bfloat16"
+        return self.use_precision_aware_optimizer and self.remainders_obstacle is None
+
+    @property
+    def remainders_obstacle(self) -> str | None:
+        """Returns the flag because of which no main weight is a remainder, or None."""
+        obstacles = {
+            "--optimizer-cpu-offload": self.optimizer_cpu_offload and self.optimizer_offload_fraction == 1,
+            f"--optimizer {self.optimizer}": self.optimizer != "adam",
+            "--no-use-distributed-optimizer": not self.use_distributed_optimizer,
+            f"--params-dtype {self.params_dtype}": self.params_dtype != "bfloat16",
+            "--no-store-param-remainders": self.overrides.get("store_param_remainders") is False,
+        }
+        return next((flag for flag, present in obstacles.items() if present), None)
 
     @property
     def may_expand_segments(self) -> bool:

@@ -60,7 +60,8 @@ class HostAdam(torch.optim.Optimizer):
     12 bytes per element, or 10 for bfloat16 weights with `remainders` (`slime.megatron_backend.model.remainders`).
     Weights are copied in parts of about `PART_BYTES`, or of `files.part_bytes`: the host updates two parts while the
     gradients of the next part arrive. `threads` compute on the host. The host needs 12 bytes per element, or a file
-    with them, and `BUFFERS` pinned buffers with the size of the largest part.
+    with them, and `BUFFERS` pinned buffers with the size of the largest part, which has at least one
+    weight.
 
     m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; w = w - lr (m' / (sqrt(v') + eps) + wd w), with m' and v' corrected
     for their start at zero (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101).
@@ -151,8 +152,8 @@ class HostAdam(torch.optim.Optimizer):
             torch.cuda.current_stream().wait_stream(self._copies)
 
     def get_unscaled_state(self, weight: Tensor, name: str) -> Tensor:
-        """Returns a state of a weight. megatron-core calls this when it saves. Main weights of which the device has the
-        remainders are on the host."""
+        """Returns a state of a weight. megatron-core calls this when it saves. For a main weight that the device stores
+        as a remainder, returns a new tensor on the host."""
         value: Tensor = self.state[weight][name]
         if value.dtype != torch.int16:
             return value.float()  # the same tensor, or the copy of a moment in a file of another dtype
@@ -271,8 +272,8 @@ class _HostPart:
 
     @staticmethod
     def _outputs(grad: Tensor, weight: Tensor) -> list[Tensor]:
-        """Returns where each slice of `weight` is in the model's dtype before it is copied to the device: in the
-        pinned memory of the slice's gradients, which are not needed after the update."""
+        """Returns the memory that holds each updated slice of `weight`, in the model's dtype, until it is copied to the
+        device. It is the memory of the slice's gradients, which are not needed after the update."""
         return [each.view(weight.dtype)[: each.numel()] for each in grad.split(SLICE)]
 
     def send(self) -> None:

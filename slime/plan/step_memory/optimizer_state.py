@@ -18,13 +18,18 @@ _ADAM, _MUON = 8, 4
 def optimizer_state(c: Config, one: RankParams) -> tuple[float, str]:
     """Returns the bytes of the optimizer's state for parameters on a rank, before ranks share it, and its
     arithmetic."""
-    main = 0 if c.megatron.params_dtype == "float32" else 2 if c.megatron.stores_remainders else 4
+    main = main_bytes(c)
     if c.megatron.optimizer != "muon":
         return one.params * (main + _ADAM), f"{one.share} x {main + _ADAM} B{one.ranks}"
     how = f"{one.share} x {main + _MUON} B{one.ranks}"
     if one.ends:
         how += f" + {count(one.ends)} of embedding and head x {_ADAM - _MUON} B"
     return one.params * (main + _MUON) + one.ends * (_ADAM - _MUON), how
+
+
+def main_bytes(c: Config) -> int:
+    """Returns the bytes of a main weight. Float32 weights are their own main weights."""
+    return 0 if c.megatron.params_dtype == "float32" else 2 if c.megatron.stores_remainders else 4
 
 
 def saved_state(c: Config, shape: Shape, main: int = 4) -> float:

@@ -83,10 +83,22 @@ def test_a_step_adds_what_the_plan_counts(tmp_path: Path, precision: str, each: 
         ({"use_precision_aware_optimizer": True, "fp32": True}, 8, True),
         ({"use_precision_aware_optimizer": True, "use_distributed_optimizer": False}, 12, True),
         ({"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}, 0, True),
+        ({"use_precision_aware_optimizer": True, "overrides": {"store_param_remainders": False}}, 12, True),
     ],
 )
 def test_remainders_of_main_weights(flags, bytes_per_weight, noted):
     c = config(**flags)
     assert estimate(c, QWEN3_4B).sum_part("optimizer") == bytes_per_weight * 4_022_272_000
-    notes = [note for note in c.notes if note.startswith("--use-precision-aware-optimizer has no effect")]
+    notes = [
+        note for note in c.notes if note.startswith("--use-precision-aware-optimizer has no effect with --")
+    ]
     assert len(notes) == noted
+
+
+def test_remainders_need_the_gradients_of_a_slice_in_float32():
+    flags = {"overrides": {"grad_reduce_in_fp32": False}}
+    whole, small = (
+        {item.name: item.bytes for item in estimate(config(**flags, **more), QWEN3_4B).work}["optimizer step"]
+        for more in ({}, {"use_precision_aware_optimizer": True})
+    )
+    assert whole == 4 * 4_022_272_000 and small == 8 * 2**26

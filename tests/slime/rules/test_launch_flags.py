@@ -155,7 +155,7 @@ def test_what_config_json_leaves_open_is_noted():
         (
             "--optimizer-cpu-offload --use-precision-aware-optimizer",
             {},
-            "--use-precision-aware-optimizer has no effect: it stores main weights of bfloat16 weights",
+            "--use-precision-aware-optimizer has no effect with --optimizer-cpu-offload: it makes",
         ),
         (
             "--attention-backend unfused",

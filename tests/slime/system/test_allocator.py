@@ -18,6 +18,8 @@ from slime.system.allocator import VARIABLES
         ({}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, ["max_split_size_mb:64", None]),
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {}, [None, "max_split_size_mb:64"]),
         ({"PYTORCH_ALLOC_CONF": ""}, {}, ["", None]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {"PYTORCH_ALLOC_CONF": "b:2"}, ["b:2", None]),
+        ({"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "b:2"}, [None, "b:2"]),
     ],
 )
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -25,8 +27,10 @@ def test_a_trainer_on_a_gpu_expands_segments(monkeypatch, device, before, flag, 
     monkeypatch.setattr(actors, "log_to", lambda *_: None)
     monkeypatch.setattr(os, "environ", dict(before))
     actors.TrainerActor(Config.from_flat({"device": device, "train_env_vars": flag}), "trainer", 0, 0, {}, ())
-    wanted = after if device == "cuda" or before or flag else [None, None]
-    assert [os.environ.get(name) for name in VARIABLES] == wanted
+    if device == "cpu":
+        assert os.environ == before | flag
+    else:
+        assert [os.environ.get(name) for name in VARIABLES] == after
 
 
 @pytest.mark.parametrize(

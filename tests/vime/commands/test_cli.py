@@ -242,7 +242,7 @@ def test_plan_prints_everything_and_starts_nothing(stock, tmp_path, capsys):
         "  from 113.26 GiB on: nothing",
         "  from 88.28 GiB on: gradients",
         "  from 44.58 GiB on: gradients, parameters, optimizer",
-        "  and training needs 34.88 GiB",
+        "  and training needs 34.98 GiB",
         "--vllm-gpu-memory-utilization            vLLM --gpu-memory-utilization 0.7",
         "(set for you)                            vLLM --tensor-parallel-size 2",
         "(set for you)                            vLLM --cudagraph-capture-sizes 1 2 4 ... 2048",

@@ -139,7 +139,7 @@ def test_a_launch_line_is_planned_as_it_stands(folder, capsys, monkeypatch, name
     for flag, why in {
         "--use-wandb": "--use-wandb: the package wandb is not installed",
         "--custom-config-path": "--custom-config-path: max_turns: no flags, so hooks find them in args",
-        "--use-precision-aware-optimizer": "--use-precision-aware-optimizer has no effect: it",
+        "--use-precision-aware-optimizer": "--use-precision-aware-optimizer has no effect with --",
         "--moe-enable-deepep": "--moe-enable-deepep, --moe-token-dispatcher-type flex: no effect on the result",
         "--sglang-dp-size": "--sglang-dp-size 4 becomes nothing (an engine of several nodes splits its layers",
         "--sglang-enable-deterministic-inference": "becomes --vllm-batch-invariant",

@@ -198,8 +198,9 @@ def test_remainders_train_as_float32_main_weights(two):
             torch.testing.assert_close(
                 torch.tensor(steps["logs"]), torch.tensor(wanted["logs"]), rtol=1e-3, atol=0
             )
-            for name, tensor in wanted["weights"].items():
-                assert (steps["weights"][name] != tensor).float().mean() < 1e-3, name
+            pairs = [(steps["weights"][name], tensor) for name, tensor in wanted["weights"].items()]
+            different = sum(int((one != other).sum()) for one, other in pairs)
+            assert different < 1e-3 * sum(other.numel() for _, other in pairs)
 
 
 def test_ranks_and_shards(two):

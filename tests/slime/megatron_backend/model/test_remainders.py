@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron_cases import tiny_checkpoint
 from test_host_adam import inner, run, trainer, weights
 
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
@@ -111,3 +112,18 @@ def test_main_weights_follow_weights_that_were_loaded_later(hf_dir):
         assert torch.equal(main, weight.detach().float())
     reset_states(parts[1])
     assert not any(state[name].any() for state in inner(parts).state.values() for name in ("exp_avg", "step"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtypes"), [("qwen3_moe", {torch.int16}), ("qwen3_next", {torch.int16, torch.float32})]
+)
+def test_experts_and_float32_weights(tmp_path, kind, dtypes):
+    """A bfloat16 Qwen3-Next has float32 weights (`A_log`), which are their own main weights."""
+    tiny_checkpoint(tmp_path, kind)
+    plain, small = trainer(tmp_path, **PLAIN), trainer(tmp_path, **FLAG)
+    found = [state["master_param"].dtype for state in inner(small).state.values()]
+    assert set(found) == dtypes and found.count(torch.int16) > len(found) // 2
+    assert_close(run(small, 0, 3), run(plain, 0, 3))
+    pairs = list(zip(weights(small).items(), weights(plain).values(), strict=True))
+    different = sum(int((one != other).sum()) for (_, one), other in pairs)
+    assert different < 1e-3 * sum(other.numel() for _, other in pairs)
