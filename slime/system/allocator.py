@@ -8,10 +8,10 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def choose_settings(environ: MutableMapping[str, str], flag: Collection[str], *, expand: bool) -> None:
-    """Leaves one of `VARIABLES` in `environ`, because torch reads the other one first if both are set.
+    """Chooses the variable of `VARIABLES` in `environ` that torch reads.
 
-    A variable in `flag`, the names of --train-env-vars, replaces an inherited one. If there is none and `expand`, this
-    turns on expandable segments. Other segments keep their size, so that gaps between tensors of different sizes stay
+    If `flag`, the names of --train-env-vars, has only one of them, the other one is removed, because torch may prefer
+    it. If no variable is set and `expand`, this turns on expandable segments. Other segments keep their size, so that gaps between tensors of different sizes stay
     (measured: benchmarks/reports/allocator_h200.md). torch reads the variable when it first allocates.
     """
     if names := [name for name in VARIABLES if name in flag]:
