@@ -11,8 +11,9 @@ def choose_settings(environ: MutableMapping[str, str], flag: Collection[str], *,
     """Chooses the variable of `VARIABLES` in `environ` that torch reads.
 
     If `flag`, the names of --train-env-vars, has only one of them, the other one is removed, because torch may prefer
-    it. If no variable is set and `expand`, this turns on expandable segments. Other segments keep their size, so that gaps between tensors of different sizes stay
-    (measured: benchmarks/reports/allocator_h200.md). torch reads the variable when it first allocates.
+    it. If no variable is set and `expand`, this turns on expandable segments. Other segments keep their size, so that
+    gaps between tensors of different sizes stay (measured: benchmarks/reports/allocator_h200.md). torch reads the
+    variable when it first allocates.
     """
     if names := [name for name in VARIABLES if name in flag]:
         for name in VARIABLES:
