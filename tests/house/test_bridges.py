@@ -159,6 +159,7 @@ def test_the_symbols_exist(package: str) -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 def test_another_programs_server_keeps_its_vllm() -> None:
     """vLLM loads the plug-in in every server of the environment, so other programs' servers must stay
     unchanged."""

@@ -155,7 +155,7 @@ def test_killed_in_an_update_and_in_a_step(
 @pytest.mark.parametrize(
     ("number", "ranks"),
     [
-        (signal.SIGKILL, 2),
+        pytest.param(signal.SIGKILL, 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
         pytest.param(signal.SIGSTOP, 2, marks=pytest.mark.slow),
     ],

@@ -21,6 +21,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_right_family_passes(llama: Path) -> None:
     report = check_family(llama)
     assert report.parameters == 184_704

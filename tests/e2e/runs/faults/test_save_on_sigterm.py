@@ -48,6 +48,7 @@ def test_sigterm_of_the_group_ends_a_run_as_ctrl_c_does(whole: dict[int, float])
     assert len(whole) >= ROLLOUTS
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_next_start_goes_on(world: World, whole: dict[int, float]) -> None:
     save = world.root / "saved"
     flags = [
