@@ -196,7 +196,7 @@ class MegatronConfig:
 
     @property
     def remainders_obstacle(self) -> str | None:
-        """Returns the flag because of which no main weight is a remainder, or None."""
+        """Returns the flag that prevents remainders, or None."""
         obstacles = {
             "--optimizer-cpu-offload": self.optimizer_cpu_offload and self.optimizer_offload_fraction == 1,
             f"--optimizer {self.optimizer}": self.optimizer != "adam",

@@ -11,7 +11,8 @@ megatron-core's HybridDeviceOptimizer is not used for three reasons. Without Tra
 built. Its memory for bf16 weights is not pinned. A resumed run moves the states of its GPU part to the host.
 
 megatron-core's distributed optimizer treats this class as Transformer Engine's FusedAdam with decoupled gradients: the
-groups hold the rank's part of the model's own weights, and main weights are a state ("master_param").
+groups hold the rank's part of the model's own weights, and main weights are a state ("master_param"). With
+`fraction=0`, all weights are updated on the device, which --use-precision-aware-optimizer needs for remainders.
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ class HostAdam(torch.optim.Optimizer):
     12 bytes per element, or 10 for bfloat16 weights with `remainders` (`slime.megatron_backend.model.remainders`).
     Weights are copied in parts of about `PART_BYTES`, or of `files.part_bytes`: the host updates two parts while the
     gradients of the next part arrive. `threads` compute on the host. The host needs 12 bytes per element, or a file
-    with them, and `BUFFERS` pinned buffers with the size of the largest part, which has at least one
-    weight.
+    with them, and `BUFFERS` pinned buffers with the size of the largest part.
 
     m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; w = w - lr (m' / (sqrt(v') + eps) + wd w), with m' and v' corrected
     for their start at zero (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101).
@@ -277,7 +277,7 @@ class _HostPart:
         return [each.view(weight.dtype)[: each.numel()] for each in grad.split(SLICE)]
 
     def send(self) -> None:
-        """Waits for the update of each slice and copies the slice to the device."""
+        """Copies each slice to the device when it is updated."""
         columns = (self._weights, self._grads, self._states, self._updates)
         for weight, grad, state, updates in zip(*columns, strict=True):
             targets = weight.detach().split(SLICE)
@@ -290,7 +290,7 @@ class _HostPart:
 
 
 def _update(group: Group, step: Tensor, values: tuple[Tensor, ...], out: Tensor) -> None:
-    """Updates a slice of main weights and moments in place, and stores the weights in `out`.
+    """Updates a slice of main weights and moments, and stores the weights in `out`.
 
     `values` are the slice's main weights, gradients and moments, and `step` is the number of earlier updates. `out` may
     overlap the gradients. Adam computes in float32.

@@ -2,9 +2,10 @@
 
     main = bits(weight) * 2**16 + remainder     as integers of 32 bits
 
-A weight is its main weight rounded to the nearest bfloat16, so the remainder is from -2**15 to 2**15. The largest value
-does not fit 16 bits. It stands for a main weight exactly between two bfloat16 numbers, whose upper neighbour is odd.
-Such a main weight loses its last bit. This happens to one of 131,072 main weights, if the bits are random.
+A weight is its main weight rounded to the nearest bfloat16 number, so the remainder is from -2**15 to 2**15. The
+largest value does not fit into 16 bits. It occurs if a main weight is exactly halfway between two bfloat16 numbers and
+was rounded towards zero. `split` then subtracts 1 from the bits of the main weight. If the bits are random, this
+happens to one of 131,072 main weights.
 
 Transformer Engine's FusedAdam stores main weights in the same way (`store_param_remainders`), for
 --use-precision-aware-optimizer of megatron-core.
@@ -40,7 +41,7 @@ def split(main: Tensor, weight: Tensor, remainder: Tensor) -> None:
 
 
 def join_weights(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Returns the main weights of `weight` on the host. A slice of them is on the device at a time."""
+    """Returns the main weights of `weight` on the host. The device holds one slice at a time."""
     main = torch.empty(weight.shape, dtype=torch.float32)
     for out, *part in zip(*(each.split(DEVICE_SLICE) for each in (main, weight, remainder)), strict=True):
         out.copy_(join(*part))
@@ -61,7 +62,7 @@ def apply_adamw(
     second: list[Tensor],
     steps: list[Tensor],
 ) -> None:
-    """Updates main weights and both moments in place by AdamW with the settings of `group`. Adds 1 to `steps`."""
+    """Applies AdamW with the settings of `group` to main weights and moments, and adds 1 to `steps`."""
     beta1, beta2 = group["betas"]
     adamw(
         *(main, grads, first, second, [], steps),
