@@ -30,6 +30,7 @@ from slime.megatron_backend.model.remainders import (
     Group,
     RemainderPart,
     apply_adamw,
+    group_by_size,
     join_weights,
     split_weights,
 )
@@ -91,12 +92,13 @@ class HostAdam(torch.optim.Optimizer):
         parts = [
             (group, part)
             for group in self.param_groups
-            for part in _parts(
+            for part in group_by_size(
                 [weight for weight in group["params"] if weight in host],
-                PART_BYTES if files is None else files.part_bytes,
+                Tensor.numel,
+                (PART_BYTES if files is None else files.part_bytes) // 4,
             )
         ]
-        most = max((_elements(part) for _, part in parts), default=0)
+        most = max((sum(map(Tensor.numel, part)) for _, part in parts), default=0)
         count = min(BUFFERS, len(parts))
         self._pinned = pinned(4 * count * most, self._device, "the optimizer's gradients", threads)
         buffers = self._pinned.view(torch.float32).split(most) if parts else []
@@ -187,21 +189,6 @@ class HostAdam(torch.optim.Optimizer):
         unpin(self._pinned, self._device)
         self._on_host.clear()
         self._on_device.clear()
-
-
-def _elements(weights: list[Tensor]) -> int:
-    return sum(weight.numel() for weight in weights)
-
-
-def _parts(weights: list[Tensor], size: int) -> list[list[Tensor]]:
-    """Returns lists of consecutive weights whose gradients together have `size` bytes."""
-    parts: list[list[Tensor]] = []
-    for weight in weights:
-        if parts and 4 * (_elements(parts[-1]) + weight.numel()) <= size:
-            parts[-1].append(weight)
-        else:
-            parts.append([weight])
-    return parts
 
 
 def _add_state(

@@ -13,7 +13,8 @@ Transformer Engine's FusedAdam stores main weights in the same way (`store_param
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.optim.adamw import adamw
 
 Group: TypeAlias = dict[str, Any]
 """The settings of some weights, and the weights as `params`."""
+T = TypeVar("T")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST = 2**15 - 1
 DEVICE_SLICE = 2**26
@@ -52,6 +54,20 @@ def split_weights(main: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Stores `main`, which may be on another device, in `weight` and `remainder`."""
     for values, *part in zip(*(each.split(DEVICE_SLICE) for each in (main, weight, remainder)), strict=True):
         split(values.to(weight.device, torch.float32, copy=True), *part)
+
+
+def group_by_size(items: Sequence[T], elements: Callable[[T], int], most: int) -> list[list[T]]:
+    """Returns lists of consecutive items that have at most `most` elements together. A larger item has a list alone."""
+    groups: list[list[T]] = []
+    total = 0
+    for item in items:
+        total += elements(item)
+        if groups and total <= most:
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+            total = elements(item)
+    return groups
 
 
 def apply_adamw(
@@ -105,17 +121,12 @@ class RemainderPart:
             for weight, state in zip(self._weights, self._states, strict=True)
             for each in self._slices(weight, state)
         ]
-        while slices:
-            count, elements = 0, 0
-            while count < len(slices) and (count == 0 or elements + slices[count][0].numel() <= DEVICE_SLICE):
-                elements += slices[count][0].numel()
-                count += 1
-            weights, remainders, grads, first, second, steps = map(list, zip(*slices[:count], strict=True))
+        for together in group_by_size(slices, lambda each: each[0].numel(), DEVICE_SLICE):
+            weights, remainders, grads, first, second, steps = map(list, zip(*together, strict=True))
             mains = [join(weight, rest) for weight, rest in zip(weights, remainders, strict=True)]
             apply_adamw(self._group, mains, [grad.float() for grad in grads], first, second, steps)
             for main, weight, remainder in zip(mains, weights, remainders, strict=True):
                 split(main, weight, remainder)
-            del slices[:count]
         for state in self._states:
             state["step"] += 1
 

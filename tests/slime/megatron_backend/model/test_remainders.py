@@ -11,7 +11,7 @@ from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_
 from slime.megatron_backend.model import remainders
 from slime.megatron_backend.model.host_adam import HostAdam
 from slime.megatron_backend.model.optimizer import reload_weights, reset_states
-from slime.megatron_backend.model.remainders import join, join_weights, split, split_weights
+from slime.megatron_backend.model.remainders import group_by_size, join, join_weights, split, split_weights
 from slime.megatron_backend.storages import iter_states
 
 pytestmark = pytest.mark.usefixtures("single_rank")
@@ -127,3 +127,8 @@ def test_experts_and_float32_weights(tmp_path, kind, dtypes):
     pairs = list(zip(weights(small).items(), weights(plain).values(), strict=True))
     different = sum(int((one != other).sum()) for (_, one), other in pairs)
     assert different < 1e-3 * sum(other.numel() for _, other in pairs)
+
+
+def test_groups_have_at_most_the_elements():
+    assert group_by_size([3, 4, 3, 20, 1, 9, 1], int, 10) == [[3, 4, 3], [20], [1, 9], [1]]
+    assert group_by_size([], int, 10) == [] and group_by_size([1, 1], int, 0) == [[1], [1]]
