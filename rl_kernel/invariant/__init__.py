@@ -10,7 +10,17 @@ Reasons and limits: docs/design/bitwise.md.
 
 from rl_kernel.invariant.autograd import with_value
 from rl_kernel.invariant.causal import attention, packed_attention, paged_attention
-from rl_kernel.invariant.experts import choose_experts, expert_slots, expert_weights, router_logits, sum_slots
+from rl_kernel.invariant.experts import (
+    choose_experts,
+    expert_outputs,
+    expert_products,
+    expert_weights,
+    fill_slots,
+    router_logits,
+    spread_rows,
+    sum_rows,
+    sum_slots,
+)
 from rl_kernel.invariant.head import log_softmax, target_log_probs
 from rl_kernel.invariant.layers import (
     Multiply,
@@ -34,8 +44,10 @@ __all__ = [
     "broken",
     "choose_experts",
     "column_parallel_linear",
-    "expert_slots",
+    "expert_outputs",
+    "expert_products",
     "expert_weights",
+    "fill_slots",
     "linear",
     "linear_over_ranks",
     "log_softmax",
@@ -48,6 +60,8 @@ __all__ = [
     "rotate",
     "router_logits",
     "row_parallel_linear",
+    "spread_rows",
+    "sum_rows",
     "sum_slots",
     "swiglu",
     "target_log_probs",

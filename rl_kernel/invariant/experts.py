@@ -7,10 +7,14 @@ the others, so the sum over the ranks that share the experts is exact. If ranks 
 of the sum, and the parts are added in the order of the ranks. Then the slots are added in their order, and the sum is
 rounded once.
 
-T tokens, H hidden, E experts, K experts of a token, R ranks.
+On a GPU, one kernel computes a product of all experts, and the host waits for nothing.
+
+T tokens, H hidden, E experts, K experts of a token, R ranks, C pairs of a token and an expert, sorted by expert.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +22,7 @@ from torch import Tensor
 from rl_kernel.invariant import exact
 from rl_kernel.invariant.autograd import with_plain_gradient
 from rl_kernel.invariant.layers import Multiply, plain_product, product, swiglu, unrounded
+from rl_kernel.ops.expert_rows.reference import expert_rows
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -32,6 +37,10 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 def choose_experts(logits: Tensor, topk: int) -> Tensor:
     """Returns the numbers of the experts with the largest logits, ascending: fp32 [T, E] -> int64 [T, K]. The smaller
     number wins if logits are equal."""
+    if logits.is_cuda:
+        from rl_kernel.invariant import kernels
+
+        return kernels.choose_experts(logits, topk)
     return logits.sort(dim=-1, descending=True, stable=True).indices[:, :topk].sort(dim=-1).values
 
 
@@ -54,32 +63,81 @@ def expert_weights(logits: Tensor, ids: Tensor, *, normalised: bool) -> Tensor:
     return with_plain_gradient(plain, value, logits)
 
 
-def expert_slots(
+def expert_products(
+    x: Tensor,
+    ends: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    dtype: torch.dtype,
+    multiply: Multiply = plain_product,
+) -> Tensor:
+    """Returns the products of the experts' rows with their weights, rounded to `dtype`. Without gradient.
+
+    Args:
+        x: [C, I], sorted by expert.
+        ends: int32 [E], the end of each expert's rows. On a GPU, rows from ends[-1] on have undefined results.
+        weights: [E, N, I], or E tensors [N, I].
+        dtype: the dtype of the result [C, N].
+        multiply: the product. A GPU takes `plain_product` only.
+
+    Raises NotImplementedError for another product on a GPU.
+    """
+    if not x.is_cuda:
+        stops = ends.tolist()
+        rows = zip([0, *stops[:-1]], stops, weights, strict=True)
+        return torch.cat([multiply(x[first:last], weight, dtype) for first, last, weight in rows])
+    if multiply is not plain_product:
+        raise NotImplementedError(
+            "multiply must be plain_product on a GPU, got another product; compute on a host"
+        )
+    from rl_kernel.invariant import kernels
+
+    stacked = weights if isinstance(weights, Tensor) else torch.stack(list(weights))
+    return kernels.expert_products(x, ends, stacked, dtype)
+
+
+def expert_outputs(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
     first: Tensor,
     second: Tensor,
     multiply: Multiply = plain_product,
-) -> Tensor:
-    """Returns the outputs of the experts of this rank, unrounded, times the tokens' weights: [K, T, H], zero elsewhere.
-    Without gradient. The host waits for the number of tokens of each expert.
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs of this rank's experts, unrounded, times the tokens' weights: [C, H], and the row of each
+    pair of a token and an expert, int32 [T, K], negative for experts of other ranks. Without gradient.
 
     Args:
         x: [T, H].
         ids: integers [T, K]: the index of an expert in `first`, or a negative number for an expert of another rank.
         weights: fp32 [T, K].
         first, second: [E, 2 F, H] (gate above up) and [E, H, F].
-        multiply: the product.
+        multiply: the product. A GPU takes `plain_product` only.
     """
-    slots = x.new_zeros(ids.shape[1], *x.shape, dtype=unrounded(x))
-    for expert in range(len(first)):
-        tokens, positions = (ids == expert).nonzero(as_tuple=True)
-        if len(tokens):
-            gated = swiglu(multiply(x[tokens], first[expert], x.dtype))
-            inner = (gated * weights[tokens, positions, None]).to(x.dtype)
-            slots[positions, tokens] = multiply(inner, second[expert], slots.dtype)
-    return slots
+    if x.is_cuda:
+        from rl_kernel.invariant import kernels
+        from rl_kernel.ops.expert_rows.kernels import spread
+
+        rows, ends = kernels.expert_rows(ids, len(first))
+        inputs, row_weights = spread(x, weights, rows, rows.numel())
+    else:
+        rows, counts = expert_rows(ids, 0, len(first))
+        ends = counts.cumsum(0)
+        token, slot = (rows >= 0).nonzero(as_tuple=True)
+        order = rows[token, slot].long().argsort()
+        inputs, row_weights = x[token[order]], weights[token[order], slot[order]]
+    gated = swiglu(expert_products(inputs, ends, first, x.dtype, multiply), row_weights)
+    return expert_products(gated, ends, second, unrounded(x), multiply), rows
+
+
+def fill_slots(outputs: Tensor, rows: Tensor) -> Tensor:
+    """Maps the outputs of `expert_outputs` [C, H] and the rows of the pairs [T, K] to [K, T, H], zero where a row is
+    negative."""
+    found = (
+        outputs[rows.T.long().clamp(min=0)]
+        if len(outputs)
+        else outputs.new_zeros(*rows.T.shape, *outputs.shape[1:])
+    )
+    return found.where((rows.T >= 0)[..., None], 0)
 
 
 def sum_slots(parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -91,3 +149,25 @@ def sum_slots(parts: Tensor, dtype: torch.dtype) -> Tensor:
     for slot in slots:
         total = total + slot
     return total.to(dtype)
+
+
+def sum_rows(outputs: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `sum_slots(fill_slots(outputs, rows)[None], dtype)`, in one kernel on a GPU."""
+    if not outputs.is_cuda:
+        return sum_slots(fill_slots(outputs, rows)[None], dtype)
+    from rl_kernel.ops.expert_rows.kernels import gather_sum
+
+    return gather_sum(outputs, None, rows, dtype)[0]
+
+
+def spread_rows(sums: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Returns the gradient of `sum_rows`: sums [T, H] and the rows of the pairs [T, K] -> [C, H] with C = `count`. Each
+    number below C occurs once in `rows`."""
+    if sums.is_cuda:
+        from rl_kernel.ops.expert_rows.kernels import spread
+
+        return spread(sums, None, rows, count)[0]
+    token, slot = (rows >= 0).nonzero(as_tuple=True)
+    out = sums.new_zeros(count, sums.shape[1])
+    out[rows[token, slot].long()] = sums[token]
+    return out

@@ -113,16 +113,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """Returns `silu(gate) * up`: x [..., 2 F] holds gate, then up, in each row -> [..., F] in the dtype of x.
-    Differentiable in x.
+def swiglu(x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Returns `silu(gate) * up`, times each row's weight if `weights` is given: x [..., 2 F] holds gate, then up, in
+    each row, weights [...] -> [..., F] in the dtype of x. Differentiable in both.
 
-    A host computes in float64 and rounds once. A GPU runs the kernel of `rl_kernel.swiglu`. Source: Shazeer (2020).
+    A host computes the activation in float64 and rounds it, and then rounds its product with the weight. A GPU runs
+    the kernel of `rl_kernel.swiglu`, which rounds once. Source: Shazeer (2020).
     """
     if x.is_cuda:
         from rl_kernel.ops.swiglu.autograd import Swiglu
 
-        fused: Tensor = Swiglu.apply(x, None)
+        fused: Tensor = Swiglu.apply(x, weights)
         return fused
 
     def value(x: Tensor) -> Tensor:
@@ -133,7 +134,8 @@ def swiglu(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
-    return with_plain_gradient(plain, value, x)
+    out = with_plain_gradient(plain, value, x)
+    return out if weights is None else (out * weights[..., None]).to(x.dtype)
 
 
 def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

@@ -145,7 +145,7 @@ def check_bitwise_model(c: Config, decoder: Decoder) -> None:
         return
     on_gpu, size = c.cluster.device == "cuda", decoder.head_dim
     parts = {
-        "experts on a GPU": decoder.experts is not None and on_gpu,
+        "experts in fp8 on a GPU": decoder.experts is not None and on_gpu and c.megatron.has_fp8_blocks,
         **_uncomputed_experts(decoder.experts),
         f"{decoder.activation} activations": decoder.activation != "swiglu",
         "norms that multiply by 1 + weight": decoder.zero_centred,

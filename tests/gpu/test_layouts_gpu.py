@@ -18,6 +18,11 @@
     packed   one trainer on the first GPU, one engine on the second; weights by vLLM's own NCCL channel
     context  trainer CP 2 that gathers keys and values, two engines of one GPU; weights by shared memory
 
+    same-one    trainer and one engine with experts on the first GPU, with --rlk-bitwise
+    same-ranks  as tensor, and the ranks share the experts, with --rlk-bitwise
+    same-width  as width, with --rlk-bitwise
+    same-data   as data, and the trainer's ranks share the experts, with --rlk-bitwise
+
 Each engine compares all of its weights with the trainer's after every update (--check-weight-update-equal). The
 engines' memory is given in bytes, because vLLM's own measurement would count the other runs' memory. All layouts of a
 group take as long as the slowest run. The last group has never passed.
@@ -108,7 +113,14 @@ TEACHERS = {
         ),
     ),
 }
-GROUPS = {"layouts": LAYOUTS, "splits": SPLITS, "channels": CHANNELS, "teachers": TEACHERS}
+WHOLE = ("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1")
+SAME = {
+    "same-one": ("--colocate", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus-per-engine", "1"),
+    "same-ranks": (*LAYOUTS["tensor"], *WHOLE, "--vllm-enable-expert-parallel"),
+    "same-width": SPLITS["width"],
+    "same-data": (*LAYOUTS["data"], *WHOLE),
+}
+GROUPS = {"layouts": LAYOUTS, "splits": SPLITS, "channels": CHANNELS, "teachers": TEACHERS, "same": SAME}
 CASES = {layout: flags for group in GROUPS.values() for layout, flags in group.items()}
 ENGINES = {
     "tensor": ["{0},{1}"],
@@ -126,6 +138,10 @@ ENGINES = {
     "shared": ["{0}", "{0}", "{1}", "{1}"],
     "packed": ["{1}"],
     "context": ["{0}", "{1}"],
+    "same-one": ["{0}"],
+    "same-ranks": ["{0},{1}"],
+    "same-width": ["{0},{1}"],
+    "same-data": ["{0}", "{1}"],
 }
 """GPUs that the engines of a layout must see. The policy's and a teacher's engine have the same name."""
 EXPERTS, DENSE = "qwen3-moe-tiny", "qwen3-50m"
@@ -138,8 +154,10 @@ def gpus() -> list[str]:
 
 
 def flags(root: Path, layout: str) -> list[str]:
-    model, run_dir = root / (EXPERTS if layout in ("experts", "width") else DENSE), root / layout
-    own = CASES[layout]
+    model, run_dir = root / (EXPERTS if layout in {"experts", "width", *SAME} else DENSE), root / layout
+    compared = ("--rlk-consistency", "audit", "--vllm-enforce-eager")
+    if layout in SAME:  # with CUDA graphs
+        compared = ("--rlk-consistency", "strict", "--rlk-bitwise")
     return [
         *("--device", "cuda", "--hf-checkpoint", str(model), "--run-dir", str(run_dir)),
         *("--prompt-data", str(model / "arithmetic" / "train.jsonl"), "--rollout-shuffle"),
@@ -149,12 +167,12 @@ def flags(root: Path, layout: str) -> list[str]:
         *("--global-batch-size", str(PROMPTS * SAMPLES), "--rollout-max-response-len", "16"),
         *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048", "--lr", "1e-4"),
         *("--num-gpus-per-node", "2", "--accumulate-allreduce-grads-in-fp32"),
-        *("--check-weight-update-equal", "--rlk-consistency", "audit"),
+        *("--check-weight-update-equal", *compared),
         *("--update-weight-buffer-size", "8000000"),  # an update has several buckets
-        *("--vllm-enforce-eager", "--vllm-max-model-len", "256", "--vllm-max-num-seqs", "32"),
+        *("--vllm-max-model-len", "256", "--vllm-max-num-seqs", "32"),
         *("--vllm-gpu-memory-utilization", "0.15", "--vllm-kv-cache-memory-bytes", str(1 << 30)),
         *("--save-debug-rollout-data", str(run_dir / "samples" / "{rollout_id}.pt")),
-        *(word.format(dense=root / DENSE) if "{dense}" in word else word for word in own),
+        *(word.format(dense=root / DENSE) if "{dense}" in word else word for word in CASES[layout]),
     ]
 
 
@@ -260,6 +278,8 @@ def test_a_run_ends_well_and_its_engines_agree_with_the_trainer(
         assert row["consistency/tokens"] == sum(sample["response_length"] for sample in found)
         assert row["consistency/not_comparable_tokens"] == 0
         assert row["consistency/abs_dlogp_mean"] < 0.02 and row["consistency/abs_dlogp_max"] < 0.5
+        if layout in SAME:
+            assert row["consistency/bitwise_equal_tokens"] == row["consistency/tokens"]
 
 
 @pytest.mark.parametrize(("group", "layout"), ENGINE_CASES)

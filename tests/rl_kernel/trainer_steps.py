@@ -5,6 +5,7 @@ Each kernel of rl_kernel runs in one of the steps. The values have no meaning.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -27,8 +28,10 @@ from rl_kernel import (
 )
 from rl_kernel.fp8 import fast
 from rl_kernel.invariant import kernels as invariant
+from rl_kernel.invariant.kernels.experts import TILES as EXPERT_TILES
 from rl_kernel.invariant.kernels.product import TILES
 from rl_kernel.kept import KeptTokens
+from rl_kernel.ops.expert_rows.kernels import gather_sum
 from rl_kernel.ops.rotary.kernels import rotate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -199,6 +202,17 @@ def bitwise_layer(batch: Batch) -> None:
     invariant.log_softmax(torch.ones(batch.tokens, 3 * 8192 - 5, device=DEVICE))
 
 
+def bitwise_experts(batch: Batch) -> None:
+    """Seven experts, of which a token has two."""
+    ids = invariant.choose_experts(batch.column(7), 2)
+    rows, ends = invariant.expert_rows(ids, 7)
+    x = batch.column(2, HIDDEN, dtype=BF16).flatten(0, 1)
+    weights = torch.ones(7, 3 * HIDDEN, HIDDEN, dtype=BF16, device=DEVICE)
+    for tile, dtype in itertools.product(EXPERT_TILES, (BF16, FP32)):
+        outputs = invariant.expert_products(x, ends, weights, dtype, tile)
+    gather_sum(outputs, None, rows, BF16)
+
+
 def bitwise_attention(batch: Batch) -> None:
     """Packed queries are two sequences. Paged queries are one query for each of `tokens` sequences."""
     rows = batch.column(6, HIDDEN, dtype=BF16)
@@ -256,6 +270,7 @@ STEPS: dict[str, Callable[[Batch], None]] = {
     "decoder layer": decoder_layer,
     "experts": experts,
     "bitwise layer": bitwise_layer,
+    "bitwise experts": bitwise_experts,
     "bitwise attention": bitwise_attention,
     "fp8 layers": fp8_layers,
 }

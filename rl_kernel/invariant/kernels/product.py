@@ -116,12 +116,12 @@ def linear(
     Copies x or the weight if its rows do not start at such multiples. `tile` replaces the fastest tile; the bits are
     the same.
     """
-    x, weight = _aligned(x), _aligned(weight)
+    x, weight = aligned(x), aligned(weight)
     (rows, inner), outputs = x.shape, len(weight)
     dtype = x.dtype if dtype is None else dtype
     out = x.new_empty(rows, _whole(outputs, dtype), dtype=dtype)[:, :outputs]
     if out.numel():
-        processors = _processors(x.device)
+        processors = count_processors(x.device)
         tile = tile or choose_tile(rows, outputs, processors, dtype.itemsize)
         parts = _parts(tile, rows, outputs)
         with torch.cuda.device_of(x):
@@ -139,7 +139,7 @@ def linear(
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def count_processors(device: torch.device) -> int:
     """Returns the number of processors. It is 1 on a host, where Triton's interpreter runs one program after
     another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -155,7 +155,7 @@ def _whole(elements: int, dtype: torch.dtype) -> int:
     return -(-elements // unit) * unit
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """Returns `x` if its rows are contiguous and start at multiples of ALIGNMENT, otherwise a copy."""
     starts_aligned = x.data_ptr() % ALIGNMENT == x.stride(0) * x.itemsize % ALIGNMENT == 0
     if starts_aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1]:

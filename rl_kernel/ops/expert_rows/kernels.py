@@ -57,10 +57,13 @@ def spread(x: Tensor, weights: Tensor | None, rows: Tensor, total: int) -> tuple
     return out, row_weights
 
 
-def gather_sum(y: Tensor, row_weights: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums y [C, H], row_weights [C], rows [T, K] -> [T, H] and [T, K] (empty without weights)."""
+def gather_sum(
+    y: Tensor, row_weights: Tensor | None, rows: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sums y [C, H], row_weights [C], rows [T, K] -> [T, H] in `dtype` (default: the dtype of y) and [T, K] (empty
+    without weights)."""
     y, rows = _rows(y), rows.contiguous()
-    out = y.new_empty(rows.shape[0], y.shape[1])
+    out = y.new_empty(rows.shape[0], y.shape[1], dtype=dtype)
     weights = y.new_empty(0) if row_weights is None else row_weights.new_empty(rows.shape)
     row_weights = None if row_weights is None else row_weights.contiguous()
     _launch(gather_sum_kernel, y, row_weights, rows, out, weights)

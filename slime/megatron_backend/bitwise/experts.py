@@ -72,10 +72,8 @@ class _ExpertProduct(torch.autograd.Function):
         ctx.save_for_backward(x, ends, *weights)
         ctx.powers = powers
         multiply = invariant.plain_product if powers is None else partial(fp8.multiply, power_of_two=powers)
-        stops = ends.tolist()
         dtype = invariant.unrounded(x) if wide else x.dtype
-        rows = zip([0, *stops[:-1]], stops, weights, strict=True)
-        return torch.cat([multiply(x[first:last], weight, dtype) for first, last, weight in rows])
+        return invariant.expert_products(x, ends, weights, dtype, multiply)
 
     @staticmethod
     @once_differentiable
@@ -115,9 +113,10 @@ class _Combine(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.group, ctx.count = group, len(y)
-        slots = torch.cat((y, y.new_zeros(1, y.shape[1])))[rows.long()]  # row -1 is zero
-        parts = slots[None] if group.size() == 1 else invariant.own_rows(slots, group)
-        return invariant.sum_slots(parts.transpose(1, 2), dtype)
+        if group.size() == 1:
+            return invariant.sum_rows(y, rows, dtype)
+        slots = invariant.fill_slots(y, rows).transpose(0, 1)
+        return invariant.sum_slots(invariant.own_rows(slots, group).transpose(1, 2), dtype)
 
     @staticmethod
     @once_differentiable
@@ -125,10 +124,7 @@ class _Combine(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         if ctx.group.size() > 1:
             upstream = gather_stack(upstream, ctx.group).flatten(0, 1)
-        token, slot = (rows >= 0).nonzero(as_tuple=True)
-        grad = upstream.new_zeros(ctx.count, upstream.shape[1])
-        grad[rows[token, slot].long()] = upstream[token]
-        return grad, None, None, None
+        return invariant.spread_rows(upstream, rows, ctx.count), None, None, None
 
 
 def find_difference(module: Router | GatedExperts | ExpertLayer) -> str | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 import rl_kernel
+import rl_kernel.invariant as invariant
 
 Gated = Callable[[Tensor], Tensor]
 
@@ -73,6 +74,8 @@ def weighted(gated: Gated, gate_and_up: Tensor, weights: Tensor) -> Tensor:
     kernel."""
     if gated is swiglu:
         return rl_kernel.swiglu(gate_and_up, weights)
+    if gated is invariant.swiglu:
+        return invariant.swiglu(gate_and_up, weights)
     return (gated(gate_and_up) * weights[..., None]).to(gate_and_up.dtype)
 
 

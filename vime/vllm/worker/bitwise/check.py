@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from vime.vllm.worker.bitwise import experts
@@ -33,11 +33,11 @@ def not_ours(model: nn.Module) -> list[str]:
     return sorted(
         f"{path or 'the model'} ({reason})"
         for path, module in model.named_modules()
-        if (reason := _reason(module)) is not None
+        if (reason := _reason(path, module)) is not None
     )
 
 
-def _reason(module: nn.Module) -> str | None:
+def _reason(path: str, module: nn.Module) -> str | None:
     name = type(module).__name__
     if name == "MistralAttention" and module.do_llama_4_scaling:
         return "MistralAttention with queries that grow with their position"
@@ -47,6 +47,8 @@ def _reason(module: nn.Module) -> str | None:
         method = module.quant_method
         if not isinstance(method, (LinearMethod, HeadMethod)):
             return f"{name} with {type(method).__name__}"
+        if isinstance(module, ReplicatedLinear) and path.rpartition(".")[2] != "gate":
+            return "a replicated layer that is not a router"
         return _other_sum(module) if isinstance(module, RowParallelLinear) else None
     if isinstance(module, RoutedExperts):
         return experts.why_not_ours(module)

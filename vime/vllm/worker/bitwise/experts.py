@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import ReplicatedLinear
 
 import rl_kernel.invariant as invariant
 from vime.vllm.worker.bitwise.products import LinearMethod, gather_ranks
 
 
 class InvariantExperts(UnquantizedFusedMoEMethod):
-    """Method of a layer of experts on CPUs. The weights stay plain: [E, 2 F, H], gate above up, and [E, H, F]."""
+    """Method of a layer of experts. The weights stay plain: [E, 2 F, H], gate above up, and [E, H, F]."""
 
     keeps_plain = True
     """Read by `live_experts.keeps_plain_experts`."""
@@ -39,16 +39,19 @@ class InvariantExperts(UnquantizedFusedMoEMethod):
         weights = invariant.expert_weights(router_logits, ids, normalised=layer.renormalize)
         local = ids if layer.expert_map is None else layer.expert_map[ids].long()
         first, second = (layer.get_parameter(name) for name in ("w13_weight", "w2_weight"))
-        slots = invariant.expert_slots(x, local, weights, first, second, LinearMethod.unrounded_product)
+        outputs, rows = invariant.expert_outputs(
+            x, local, weights, first, second, LinearMethod.choose_product()
+        )
         if get_tensor_model_parallel_world_size() == 1:
-            return invariant.sum_slots(slots[None], x.dtype)
+            return invariant.sum_rows(outputs, rows, x.dtype)
+        slots = invariant.fill_slots(outputs, rows)
         parts = gather_ranks(slots.flatten(0, 1)).unflatten(1, slots.shape[:2])
         total = invariant.sum_slots(parts, x.dtype)
         # vLLM sums the results of the ranks
         return total if get_tensor_model_parallel_rank() == 0 else torch.zeros_like(total)
 
 
-def compute_logits(layer: GateLinear, x: Tensor) -> object:
+def compute_logits(layer: ReplicatedLinear, x: Tensor) -> object:
     """Replaces the forward of vLLM's router: x [T, H] -> fp32 logits [T, E]."""
     logits = invariant.router_logits(x, layer.get_parameter("weight"))
     return (logits, None) if layer.return_bias else logits

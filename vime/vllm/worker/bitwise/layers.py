@@ -19,6 +19,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
@@ -62,7 +63,7 @@ def _sum_ranks(layer: RowParallelLinear, x: Tensor) -> object:
     if layer.tp_size == 1:
         output = LinearMethod.multiply(x, weight)
     else:
-        output = invariant.linear_over_ranks(x, weight, gather_ranks, LinearMethod.unrounded_product)
+        output = invariant.linear_over_ranks(x, weight, gather_ranks, LinearMethod.choose_product())
     if layer.bias is not None and not layer.skip_bias_add:
         output = output + layer.bias
     return (output, layer.bias if layer.skip_bias_add else None) if layer.return_bias else output
@@ -133,7 +134,8 @@ _PRODUCTS = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 _HEADS = (VocabParallelEmbedding, ParallelLMHead)
 LAYERS: dict[str, type] = {base.__name__: _with_our_method(base) for base in (*_PRODUCTS, *_HEADS)}
 LAYERS[RowParallelLinear.__name__] = _with_our_method(RowParallelLinear, forward=_sum_ranks)
-LAYERS[GateLinear.__name__] = _with_our_method(GateLinear, forward=compute_logits)
+_ROUTERS = (GateLinear, ReplicatedLinear)  # vLLM 0.26 builds Qwen3-MoE's router with the second class
+LAYERS |= {base.__name__: _with_our_method(base, forward=compute_logits) for base in _ROUTERS}
 OPERATORS: dict[str, type] = {
     "RMSNorm": InvariantNorm,
     "SiluAndMul": InvariantActivation,
@@ -143,7 +145,7 @@ OPERATORS: dict[str, type] = {
 }
 """Maps vLLM's class to our class."""
 _OPERATOR = {
-    **{base.__name__: "product" for base in (*_PRODUCTS, GateLinear)},
+    **{base.__name__: "product" for base in (*_PRODUCTS, *_ROUTERS)},
     "UnquantizedFusedMoEMethod": "product",
     **{base.__name__: "head" for base in _HEADS},
     **{"RMSNorm": "norm", "SiluAndMul": "activation"},

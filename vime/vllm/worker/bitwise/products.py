@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -43,11 +44,11 @@ class LinearMethod(_Product, UnquantizedLinearMethod):
         return out if bias is None else out + bias
 
     @classmethod
-    def unrounded_product(cls, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the product in `dtype`, for a sum over ranks or experts."""
+    def choose_product(cls) -> invariant.Multiply:
+        """Returns the product for sums over ranks or experts."""
         if cls.fp8_scales is None:
-            return invariant.plain_product(x, weight, dtype)
-        return fp8.multiply(x, weight, dtype, power_of_two=cls.fp8_scales == "ue8m0")
+            return invariant.plain_product
+        return partial(fp8.multiply, power_of_two=cls.fp8_scales == "ue8m0")
 
 
 class HeadMethod(_Product, UnquantizedEmbeddingMethod):
