@@ -25,6 +25,7 @@ import pytest
 # reads the variable when torch loads it.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
+import numpy as np
 import torch
 
 from slime.records import once
@@ -239,3 +240,16 @@ def nothing_left() -> Iterator[None]:
             f"this file must leave nothing behind, got {more} after {before}; close it"
         )
         time.sleep(0.1)
+
+
+@pytest.fixture
+def products_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes Triton's interpreter multiply tiles in float64, so that bits follow from a kernel alone. It multiplies with
+    numpy, whose sums depend on the row."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        total = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + d.data
+        return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

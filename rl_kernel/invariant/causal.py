@@ -53,17 +53,19 @@ def packed_attention(
     most_queries: int,
     most_keys: int,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Computes causal attention of packed sequences on a GPU: query [T, A, D], key and value [K, G, D] -> [T, A, D].
     `first_query` and `first_key` [S + 1] int32 bound the sequences. A sequence's last query is at its last key.
-    `most_queries` and `most_keys` are the lengths of the longest sequence.
+    `most_queries` and `most_keys` are the lengths of the longest sequence. A query sees the newest `window` keys up to
+    its own (None: all keys up to its own).
 
     A query has the bits of `paged_attention`, for any position in the batch and any other sequences. Differentiable in
     query, key and value, by the backward of torch's flash attention from this output and its log-sum-exp.
     """
     bounds = (first_query, first_key, most_queries, most_keys)
     out: Tensor = _Packed.apply(
-        *(x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)), bounds, scale
+        *(x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)), bounds, scale, window
     )
     return out
 
@@ -77,6 +79,7 @@ class _Packed(torch.autograd.Function):
         value: Tensor,
         bounds: tuple[Tensor, Tensor, int, int],
         scale: float,
+        window: int | None,
     ) -> Tensor:
         from rl_kernel.invariant import kernels
 
@@ -94,9 +97,10 @@ class _Packed(torch.autograd.Function):
             scale,
             first_key=first_key,
             lse=lse,
+            window=window,
         )
         ctx.save_for_backward(query, key, value, out, lse, first_query, first_key)
-        ctx.longest, ctx.scale = (most_queries, most_keys), scale
+        ctx.longest, ctx.scale, ctx.window = (most_queries, most_keys), scale, window
         return out
 
     @staticmethod
@@ -105,12 +109,17 @@ class _Packed(torch.autograd.Function):
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the seed of dropout, which is off
         gradients = torch.ops.aten._flash_attention_backward(
             *(upstream.contiguous(), query, key, value, out, lse, first_query, first_key, *ctx.longest),
-            *(0.0, True, seed, seed),
+            *(
+                0.0,
+                ctx.window is None,
+                seed,
+                seed,
+            ),  # a window with no key to the right is causal without the flag
             scale=ctx.scale,
-            window_size_left=-1,
+            window_size_left=-1 if ctx.window is None else ctx.window - 1,
             window_size_right=0,
         )
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
 def paged_attention(
@@ -123,12 +132,15 @@ def paged_attention(
     lengths: Tensor,
     most_queries: int,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Computes `packed_attention` into `out`. The keys and values [pages, page, G, D] of sequence s are on the pages
-    table[s]. `lengths` [S] int32 is the number of keys per sequence."""
+    table[s]. `lengths` [S] int32 is the number of keys per sequence. Pages before every window are not read."""
     from rl_kernel.invariant import kernels
 
-    return kernels.attention(query, key, value, out, first_query, lengths, most_queries, scale, table=table)
+    return kernels.attention(
+        query, key, value, out, first_query, lengths, most_queries, scale, table=table, window=window
+    )
 
 
 def _exactly(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:

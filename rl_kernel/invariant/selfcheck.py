@@ -25,6 +25,8 @@ from rl_kernel.invariant.ranks import linear_over_ranks
 ROWS, WIDTH, OUTPUTS, HEADS, GROUPS, SIZE, EXPERTS = 37, 96, 80, 4, 2, 32, 6
 TALL, INNER = 304, 512
 """Rows and outputs, and inputs, of a product whose tiles have several parts each."""
+WINDOW = 70
+"""Keys that a query of a windowed attention over TALL keys sees: more than one step of the kernel."""
 
 Rows = Callable[[Tensor], Tensor]
 """Maps rows [n, ...] to their results [n, ...]; the operator holds its weights."""
@@ -60,8 +62,14 @@ def _operators(device: torch.device | str, dtype: torch.dtype) -> dict[str, tupl
     }
     shapes = ((EXPERTS, WIDTH), (EXPERTS, 2 * SIZE, WIDTH), (EXPERTS, WIDTH, SIZE))
     found["experts"] = (rows, _experts(*(draw(*shape) for shape in shapes)))
-    query_rows = _queries if torch.device(device).type == "cpu" else _packed_queries
-    found["attention"] = (torch.arange(ROWS, device=device), query_rows(draw))
+    on_host = torch.device(device).type == "cpu"
+    query_rows = _queries(draw) if on_host else _packed_queries(draw, ROWS, None)
+    found["attention"] = (torch.arange(ROWS, device=device), query_rows)
+    if not on_host:  # where a host gets the keys that a query sees as a mask
+        found["attention with a window"] = (
+            torch.arange(TALL, device=device),
+            _packed_queries(draw, TALL, WINDOW),
+        )
     return found
 
 
@@ -105,23 +113,24 @@ def _queries(draw: Callable[..., Tensor]) -> Rows:
     return attend
 
 
-def _packed_queries(draw: Callable[..., Tensor]) -> Rows:
-    """Returns `_queries` for packed sequences: all positions in order form one sequence, any other positions form one
-    sequence each."""
-    query, key, value = draw(ROWS, HEADS, SIZE), draw(ROWS, GROUPS, SIZE), draw(ROWS, GROUPS, SIZE)
-    whole = torch.arange(ROWS, device=query.device)
+def _packed_queries(draw: Callable[..., Tensor], count: int, window: int | None) -> Rows:
+    """Returns `_queries` of `count` positions for packed sequences: all positions in order form one sequence, any other
+    positions form one sequence each."""
+    query, key, value = draw(count, HEADS, SIZE), draw(count, GROUPS, SIZE), draw(count, GROUPS, SIZE)
+    whole = torch.arange(count, device=query.device)
 
     def attend(positions: Tensor) -> Tensor:
         from rl_kernel.invariant import kernels
 
         if torch.equal(positions, whole):
-            first, lengths, most = whole.new_tensor([0, ROWS]), whole.new_tensor([ROWS]), ROWS
+            first, lengths, most = whole.new_tensor([0, count]), whole.new_tensor([count]), count
         else:
             first, lengths, most = torch.arange(len(positions) + 1, device=positions.device), positions + 1, 1
         rows = query[positions].contiguous()
         return kernels.attention(
             *(rows, key, value, torch.empty_like(rows), first, lengths, most, SIZE**-0.5),
             first_key=torch.zeros_like(lengths),
+            window=window,
         )
 
     return attend

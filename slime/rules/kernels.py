@@ -80,14 +80,13 @@ def _check_bitwise(c: Config) -> None:
                 "add --rlk-bitwise",
             )
         return
-    dtypes, on_gpu = BITWISE_DTYPES[c.cluster.device], c.cluster.device == "cuda"
+    dtypes = BITWISE_DTYPES[c.cluster.device]
     wants: dict[str, tuple[object, object]] = {
         "--rlk-consistency": ("strict" if whole else "audit", c.kernels.rlk_consistency),
         "--rollout-backend": ("vllm", c.engine.rollout_backend),
         PROVIDER: (None, c.kernels.selected_logprob_provider),
         "--custom-loss-function-path": (None, c.algorithm.custom_loss_function_path),
         "--rollout-external-engine-addrs": (None, c.rollout.rollout_external_engine_addrs),
-        **({"--context-parallel-size": (1, c.megatron.context_parallel_size)} if on_gpu else {}),
         "--lora-rank": (0, c.lora.lora_rank or 0),
         "--max-staleness": (0, c.rollout.max_staleness),
         "--partial-rollout": (False, c.rollout.partial_rollout),
@@ -150,7 +149,6 @@ def check_bitwise_model(c: Config, decoder: Decoder) -> None:
         f"{decoder.activation} activations": decoder.activation != "swiglu",
         "norms that multiply by 1 + weight": decoder.zero_centred,
         "scaled embeddings": decoder.embedding_scale != 1,
-        "sliding windows on a GPU": on_gpu and any(layer.window is not None for layer in decoder.layers),
         "another attention": any(layer.kind != "full" for layer in decoder.layers),
         "sinks": decoder.sinks,
         "capped scores": decoder.attention_cap is not None,

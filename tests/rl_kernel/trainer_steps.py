@@ -223,16 +223,20 @@ def bitwise_attention(batch: Batch) -> None:
     lse = torch.empty(4, tokens, device=DEVICE)
     out = torch.empty(query.shape, dtype=BF16, device=DEVICE)
     longest = max(8, tokens)  # fewer rows use a separate kernel
-    invariant.attention(
-        query, key, value, out, bounds, bounds.diff(), longest, 0.1, first_key=bounds, lse=lse
-    )
+    for window in (None, 100):
+        invariant.attention(
+            *(query, key, value, out, bounds, bounds.diff(), longest, 0.1),
+            **{"first_key": bounds, "lse": lse, "window": window},
+        )
     pages = torch.ones(7, 1, 16, 2 * HIDDEN, dtype=BF16, device=DEVICE).transpose(1, 2)
     table = torch.zeros(batch.start + tokens, tokens, dtype=torch.int32, device=DEVICE)
     first = torch.arange(batch.start + tokens + 1, dtype=torch.int32, device=DEVICE)[batch.start :]
     lengths = batch.column(dtype=torch.int32)
-    invariant.attention(
-        query, *pages.split(HIDDEN, -1), out, first, lengths, 1, 0.1, table=table[batch.start :]
-    )
+    for window in (None, 100):
+        invariant.attention(
+            *(query, *pages.split(HIDDEN, -1), out, first, lengths, 1, 0.1),
+            **{"table": table[batch.start :], "window": window},
+        )
 
 
 def fp8_layers(batch: Batch) -> None:

@@ -1,4 +1,10 @@
-"""Causal attention over packed keys (a trainer) and paged keys (an engine)."""
+"""Causal attention over packed keys (a trainer) and paged keys (an engine).
+
+With a window, a query sees the newest WINDOW keys up to its own, and WINDOW 0 means all keys up to its own. The steps
+over the keys are those of WINDOW 0, but a tile begins at the first step with a key that one of its rows sees. A row
+that sees no key of this step has sums of 0 after it, with which each row begins. Keys before the window of the first
+row are not loaded, because an engine may have given their pages to another sequence.
+"""
 
 import torch
 import triton
@@ -14,12 +20,23 @@ LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
+@triton.jit
+def find_keys(key, there, FIRST_KEY, TABLE, PAGE: tl.constexpr):
+    """Returns the page and the slot of each key of a sequence."""
+    if PAGE == 0:
+        page, slot = key, (tl.load(FIRST_KEY) + key).to(tl.int64)
+    else:
+        page = tl.load(TABLE + key // PAGE, there, other=0).to(tl.int64)
+        slot = (key % PAGE).to(tl.int64)
+    return page, slot
+
+
 @triton.jit(do_not_specialize=["FIRST_QUERY", "FIRST_KEY", "LENGTH", "TABLE", "lse_head", "table_stride"])
 def attention_kernel(
     Q, K, V, OUT, LSE, FIRST_QUERY, FIRST_KEY, LENGTH, TABLE,
     q_stride, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, out_stride, out_head, lse_head, table_stride,
     scale, PAGE: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    HAS_LSE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Computes ROWS rows of a sequence. A row is a pair of a query and one of the SHARED heads that share keys. The
     loop reads the keys in steps of KEYS from the first key on. A step whose keys a row does not see multiplies the
@@ -42,25 +59,25 @@ def attention_kernel(
         q = tl.load(Q + row[:, None] * q_stride + head[:, None] * q_head + lane, here, other=0.0)
         position = length - count + number
         end = min(length, length - count + (start_row + ROWS - 1) // SHARED + 1)
+        oldest = tl.maximum(length - count + start_row // SHARED - WINDOW + 1, 0) if WINDOW else 0
         top = tl.full((ROWS,), -float("inf"), tl.float32)
         # A product with ones adds the shares of a row. tl.sum adds in an order that depends on ROWS.
         ones = tl.full((KEYS, ONES), 1.0, Q.dtype.element_ty)
         total = tl.zeros((ROWS, ONES), tl.float32)
         sums = tl.zeros((ROWS, SIZE), tl.float32)
-        for start in range(0, end, KEYS):
+        for start in range(oldest // KEYS * KEYS, end, KEYS):
             key = start + step
-            there = key < end
+            there = (key < end) & (key >= oldest) if WINDOW else key < end
+            page, slot = find_keys(key, there, FIRST_KEY + sequence, TABLE + sequence * table_stride, PAGE)
             if PAGE == 0:
-                slot = (tl.load(FIRST_KEY + sequence) + key).to(tl.int64)
                 at_k, at_v = slot * k_slot, slot * v_slot
             else:
-                page = tl.load(TABLE + sequence * table_stride + key // PAGE, there, other=0).to(tl.int64)
-                slot = (key % PAGE).to(tl.int64)
                 at_k, at_v = page * k_page + slot * k_slot, page * v_page + slot * v_slot
             k = tl.load(K + at_k[:, None] + group * k_head + lane, there[:, None], other=0.0)
             v = tl.load(V + at_v[:, None] + group * v_head + lane, there[:, None], other=0.0)
             scores = tl.dot(q, tl.trans(k)) * scale
             seen = (key[None, :] <= position[:, None]) & there[None, :]
+            seen = seen & (key[None, :] > position[:, None] - WINDOW) if WINDOW else seen
             scores = tl.where(seen, scores, -float("inf"))
             highest = tl.maximum(top, tl.max(scores, 1))
             finite = tl.where(highest == -float("inf"), 0.0, highest)
@@ -90,14 +107,22 @@ def attention(
     first_key: Tensor | None = None,
     table: Tensor | None = None,
     lse: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Computes causal attention of sequences into `out` [T, A, D]: query [T, A, D], rows first_query[s] to
     first_query[s + 1].
 
     `lengths` [S]: number of keys per sequence; a sequence's last query is at its last key. Keys and values are [K, G,
-    D] from row first_key[s] on, or [pages, page, G, D] on the pages table[s]. D must be a power of two.
+    D] from row first_key[s] on, or [pages, page, G, D] on the pages table[s]. D must be a power of two. A query sees
+    the newest `window` keys up to its own (None: all keys up to its own).
     `lse` [A, T] fp32, if given, receives the log-sum-exp of the scores, in nats.
+
+    Raises ValueError for a window below 1.
     """
+    if window is not None and window < 1:
+        raise ValueError(
+            f"window must be None or at least 1, got {window}; a query sees at least its own key"
+        )
     sequences, heads, size = len(lengths), query.shape[1], query.shape[2]
     shared = heads // key.shape[-2]
     if not sequences or not most_queries:
@@ -115,6 +140,6 @@ def attention(
             page_strides[1], value.stride(-3), value.stride(-2), out.stride(0), out.stride(1),
             0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0), scale * LOG2_E,
             PAGE=key.shape[1] if paged else 0, SHARED=shared, SIZE=size, ROWS=rows, KEYS=KEYS,
-            HAS_LSE=lse is not None, num_warps=8 if rows == ROWS else 4, num_stages=3,
+            HAS_LSE=lse is not None, WINDOW=window or 0, num_warps=8 if rows == ROWS else 4, num_stages=3,
         )  # fmt: skip
     return out

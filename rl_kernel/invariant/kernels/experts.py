@@ -15,12 +15,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_kernel.invariant.kernels.product import ALIGNMENT, GROUP, Tile, aligned, count_processors
 
-FEW = Tile(16, 64, 128, 4, 4)
-SOME = Tile(64, 128, 64, 4, 4)
-MANY = Tile(128, 128, 64, 8, 4, persistent=True)
-TILES = (FEW, SOME, MANY)
-"""Tiles for few, some and many rows of an expert. They have the same bits."""
-PAIRS = 1024
+MOST_ROWS: dict[int, Tile] = {
+    8: Tile(16, 32, 256, 4, 4),
+    48: Tile(64, 128, 64, 4, 4),
+    512: Tile(128, 128, 64, 4, 4, persistent=True),
+    2**31: Tile(128, 128, 64, 8, 4, persistent=True),
+}
+"""Largest mean number of rows of an expert -> tile. The tiles have the same bits. They were the fastest of 17 tiles, or
+within some percent, for both products of a layer of Qwen3-30B-A3B on an H200
+(benchmarks/reports/bitwise_experts_h200.md)."""
+TILES = tuple(MOST_ROWS.values())
+PAIRS = 4096
 """Number of pairs of a token and an expert that a program reads at a time."""
 NUMBERS = 64
 """Number of parts that a program finds."""
@@ -28,8 +33,7 @@ NUMBERS = 64
 
 def choose_tile(rows: int, experts: int) -> Tile:
     """Returns the tile for `rows` rows of all experts together."""
-    mean = rows / experts
-    return FEW if mean <= FEW.rows else SOME if mean <= 2 * SOME.rows else MANY
+    return next(tile for most, tile in MOST_ROWS.items() if rows <= most * experts)
 
 
 @triton.jit(do_not_specialize=["LOGITS"])
@@ -141,7 +145,7 @@ def expert_rows(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     rows = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     ends = torch.empty(experts, dtype=torch.int32, device=ids.device)
     with torch.cuda.device_of(ids):
-        rows_kernel[(experts,)](ids, rows, ends, ids.numel(), STEP=PAIRS, num_warps=4)
+        rows_kernel[(experts,)](ids, rows, ends, ids.numel(), STEP=PAIRS, num_warps=8)
     return rows, ends
 
 

@@ -64,12 +64,11 @@ def use_invariant(
     machine. In these cases the model is unchanged.
     """
     device = next(parts[0].parameters()).device
-    on_gpu = device.type == "cuda"
     named = [(name, module) for part in parts for name, module in part.named_modules()]
     others = [
         f"{name} ({type(module).__name__}{', ' + reason if reason else ''})"
         for name, module in named
-        if (reason := _reason(module, on_gpu)) is not None
+        if (reason := _reason(module)) is not None
     ]
     if others:
         raise ValueError(
@@ -122,9 +121,17 @@ def _attend(
 ) -> Tensor:
     if not query.is_cuda or not layout.own:
         return padded_attention(query, key, value, layout, scale, window, inner=invariant.attention)
+    return _attend_packed(query, key, value, layout, scale, window)
+
+
+def _attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None
+) -> Tensor:
+    """Computes each run of queries as a sequence whose keys end with the run. Context-parallel ranks compute parts of a
+    sequence, or some of its heads, with the bits of the whole."""
     return invariant.packed_attention(
         *(query, key, value, layout.cu_seqlens_q, layout.cu_seqlens_kv),
-        *(layout.max_seqlen_q, layout.max_seqlen_kv, scale),
+        *(layout.max_seqlen_q, layout.max_seqlen_kv, scale, window),
     )
 
 
@@ -184,7 +191,7 @@ _INSTALLERS: dict[type, dict[str, Callable[..., None]]] = {
 """Exact class of a module -> names of its operators, with the functions that set them."""
 
 
-def _reason(module: nn.Module, on_gpu: bool) -> str | None:
+def _reason(module: nn.Module) -> str | None:
     """Returns why a module has no operator: "" for an unknown class, None for a module that has an operator."""
     if type(module) not in _INSTALLERS:
         return ""
@@ -196,7 +203,6 @@ def _reason(module: nn.Module, on_gpu: bool) -> str | None:
         return find_difference(module)
     if isinstance(module, PackedAttention):
         parts = {
-            "sliding window on a GPU": on_gpu and module.window is not None,
             "capped scores": module.cap is not None,
             "sinks": module.sinks is not None,
         }

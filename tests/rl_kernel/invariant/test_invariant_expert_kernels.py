@@ -1,20 +1,14 @@
 """Tests the Triton kernels of layers of experts (in the interpreter without a GPU).
 
-The interpreter multiplies tiles in float64 here, see test_invariant_kernels.py.
+The interpreter multiplies tiles in float64 here (`products_in_float64`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
-
-from triton.runtime import interpreter
 
 import rl_kernel.invariant as invariant
 from rl_kernel.invariant import kernels
@@ -22,26 +16,10 @@ from rl_kernel.invariant.kernels import experts
 from rl_kernel.ops.expert_rows.kernels import gather_sum, spread
 from rl_kernel.ops.expert_rows.reference import expert_rows
 
+pytestmark = pytest.mark.usefixtures("device", "products_in_float64")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNTS = [3, 0, 70, 1, 0, 64, 17]
 """Rows of each expert: none, a few, one more than a tile of 64 and exactly one."""
-
-
-@pytest.fixture(autouse=True)
-def device() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def products_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-        total = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + d.data
-        return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.mark.parametrize("tile", experts.TILES, ids=lambda tile: "x".join(map(str, tile[:5])))
@@ -69,8 +47,9 @@ def test_products_without_rows():
 
 
 def test_the_tile_follows_the_rows_of_an_expert():
-    """The rows are those of a Qwen3-30B-A3B: 64 requests that decode, a prompt of 2,048 tokens, and a micro-batch."""
-    assert [experts.choose_tile(8 * tokens, 128) for tokens in (64, 2048, 16384)] == list(experts.TILES)
+    """The rows are those of a Qwen3-30B-A3B: 64 and 256 requests that decode, 2,048 tokens of prompts, and a
+    micro-batch."""
+    assert [experts.choose_tile(8 * tokens, 128) for tokens in (64, 256, 2048, 16384)] == list(experts.TILES)
 
 
 @pytest.mark.parametrize("count, topk", [(7, 3), (128, 8), (60, 4), (8, 8)])
@@ -91,9 +70,9 @@ def test_tokens_whose_logits_are_no_numbers_have_experts():
     assert ids[0].tolist() == [0, 1, 2] and 2 not in ids[1].tolist()
 
 
-@pytest.mark.parametrize("tokens", [0, 5, 400])
+@pytest.mark.parametrize("tokens", [0, 5, 2000])
 def test_rows_of_pairs_equal_the_reference(tokens):
-    """Some pairs are of experts on other ranks, and two experts have no pair. 400 tokens need two reads."""
+    """Some pairs are of experts on other ranks, and two experts have no pair. 2,000 tokens need two reads."""
     ids = torch.rand(tokens, 7).argsort(-1)[:, :3]
     ids = torch.where((ids == 5) | (ids == 2), -1, ids)
     rows, ends = kernels.expert_rows(ids, 7)

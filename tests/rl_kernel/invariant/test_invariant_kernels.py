@@ -1,49 +1,23 @@
 """Tests the Triton kernels of rl_kernel.invariant (in the interpreter without a GPU), and their code for Hopper GPUs.
-
-The interpreter multiplies tiles with numpy, whose sums depend on the row, and has no bfloat16. Here it multiplies in
-float64, so that its bits follow from the kernel alone.
-"""
+The attention is in test_attention_kernel.py."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from triton.runtime import interpreter
-
 from rl_kernel.invariant import kernels
 from rl_kernel.invariant.kernels import product
 
-SIZE = 16
-
-
-@pytest.fixture(autouse=True)
-def device() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def products_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-        total = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + d.data
-        return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+pytestmark = pytest.mark.usefixtures("device", "products_in_float64")
 
 
 @pytest.mark.parametrize("tile", product.TILES, ids=lambda tile: "x".join(map(str, tile[:5])))
@@ -124,62 +98,6 @@ def test_log_sums(columns):
     assert kernels.log_sums(logits)[1].isnan().flatten().tolist() == [False, False, True, False, False]
 
 
-LENGTHS = [70, 5, 130]
-
-
-@pytest.fixture
-def packed() -> Iterator[tuple[torch.Tensor, ...]]:
-    rows = sum(LENGTHS)
-    yield tuple(torch.randn(rows, heads, SIZE).half() for heads in (4, 2, 2))
-
-
-def firsts(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
-
-
-def test_attention_of_packed_sequences(packed):
-    query, key, value = packed
-    first, out, lse = firsts(LENGTHS), torch.empty_like(query), torch.empty(4, len(query))
-    kernels.attention(query, key, value, out, first, first.diff(), 130, 0.25, first_key=first, lse=lse)
-    for start, end in itertools.pairwise(first.tolist()):
-        scores = query[start:end].double().transpose(0, 1) @ (
-            key[start:end].double().permute(1, 2, 0).repeat_interleave(2, 0)
-        )
-        hidden = torch.ones(end - start, end - start).triu(1).bool()
-        wanted = (scores * 0.25).masked_fill(hidden, -torch.inf).logsumexp(-1)
-        torch.testing.assert_close(lse[:, start:end], wanted.float(), rtol=1e-3, atol=1e-3)
-        parts = (x[start:end].double().transpose(0, 1)[None] for x in (query, key, value))
-        true = functional.scaled_dot_product_attention(*parts, is_causal=True, scale=0.25, enable_gqa=True)
-        assert (out[start:end] - true[0].transpose(0, 1)).abs().max() < 2e-3
-
-
-@pytest.mark.parametrize("queries", [[1, 1, 1], [3, 5, 70]], ids=["decode", "part of the prompt"])
-def test_paged_queries_have_the_bits_of_packed_ones(packed, queries):
-    query, key, value = packed
-    first, out = firsts(LENGTHS), torch.empty_like(query)
-    kernels.attention(query, key, value, out, first, first.diff(), 130, 0.25, first_key=first)
-    page, cache = (
-        16,
-        torch.full((40, 2, 16, 2 * SIZE), torch.nan).half(),
-    )  # entries of no sequence must not matter
-    order, table, used = torch.randperm(40).int(), torch.zeros(3, 12, dtype=torch.int32), 0
-    for s, length in enumerate(LENGTHS):
-        pages = -(-length // page)
-        table[s, :pages] = order[used : used + pages]
-        used += pages
-        for j in range(length):
-            pair = torch.cat((key[first[s] + j], value[first[s] + j]), -1)
-            cache[table[s, j // page], :, j % page] = pair
-    keys, values = cache.transpose(1, 2).split(SIZE, -1)
-    last = [slice(int(end) - count, int(end)) for end, count in zip(first[1:], queries, strict=True)]
-    rows = torch.cat([query[part] for part in last])
-    found = torch.empty_like(rows)
-    kernels.attention(
-        rows, keys, values, found, firsts(queries), first.diff(), max(queries), 0.25, table=table
-    )
-    assert torch.equal(found, torch.cat([out[part] for part in last]))
-
-
 COMPILE = """
 import sys
 from triton.backends.compiler import GPUTarget
@@ -198,26 +116,26 @@ tiles = {"X": "tensordesc<bf16[128, 64]>", "W": "tensordesc<bf16[256, 64]>", "OU
 print(code(linear_kernel, tiles | {"BIAS": "*bf16"},
            {"HAS_BIAS": False, "ROWS": 128, "COLUMNS": 256, "INNER": 64, "GROUP": 16, "PROGRAMS": 132,
             "PERSISTENT": True, "HALVES": True}, num_warps=8, num_stages=4))
-for page in (0, 16):
-    print("=" * 9)
-    types = of(["Q", "K", "V", "OUT"], "*bf16") | {"LSE": "*fp32", "scale": "fp32"}
-    print(code(attention_kernel, types | of(["FIRST_QUERY", "FIRST_KEY", "LENGTH", "TABLE"], "*i32"),
-               {"PAGE": page, "SHARED": 4, "SIZE": 64, "ROWS": 64, "KEYS": 64, "HAS_LSE": True},
-               num_warps=4, num_stages=2))
+for window in (0, 100):
+    for page in (0, 16):
+        print("=" * 9)
+        types = of(["Q", "K", "V", "OUT"], "*bf16") | {"LSE": "*fp32", "scale": "fp32"}
+        print(code(attention_kernel, types | of(["FIRST_QUERY", "FIRST_KEY", "LENGTH", "TABLE"], "*i32"),
+                   {"PAGE": page, "SHARED": 4, "SIZE": 64, "ROWS": 64, "KEYS": 64, "HAS_LSE": True, "WINDOW": window},
+                   num_warps=4, num_stages=2))
 """
 
 
 @pytest.mark.slow
 def test_the_code_for_a_hopper_gpu_computes_packed_and_paged_queries_alike():
-    """Only the addresses differ: both have the same float32 instructions in the same order."""
+    """Only the addresses differ: both have the same float32 instructions in the same order, which a window does not
+    change."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    product, packed, paged = done.stdout.split("=" * 9)
-    assert "wgmma" in product and "atom" not in product + packed + paged
-    steps = [
-        re.findall(r"\b(?:fma|mul|add|sub|ex2|max|div|wgmma)\S*f32\S*", text) for text in (packed, paged)
-    ]
-    assert steps[0] == steps[1] and len(steps[0]) > 100
+    product, *attentions = done.stdout.split("=" * 9)
+    assert "wgmma" in product and "atom" not in done.stdout
+    steps = [re.findall(r"\b(?:fma|mul|add|sub|ex2|max|div|wgmma)\S*f32\S*", text) for text in attentions]
+    assert len(steps) == 4 and len(steps[0]) > 100 and all(found == steps[0] for found in steps)

@@ -25,6 +25,7 @@ from slime.megatron_backend.step.replay import replay_log_probs
 from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.models import read_decoder
 from slime.rules.kernels import BITWISE_SHARED_KIB, check_bitwise_model, check_kernels
+from vime.vllm.backend import engine_facts
 
 BITWISE = {"rlk_bitwise": True, "rlk_consistency": "strict"}
 ALONE, TOGETHER = [[i] for i in range(9)], [[8, 0, 3], [1, 2, 4, 5, 6, 7]]
@@ -182,6 +183,18 @@ def test_a_card_without_the_kernels_is_refused_before_the_start(root, monkeypatc
         operators.require_promise("engine", torch.device("cuda"), torch.bfloat16)
 
 
+def test_windows_and_context_parallel_ranks_are_allowed_on_gpus(root, tmp_path):
+    tiny_checkpoint(tmp_path / "mistral", "mistral", sliding_window=6)
+    decoder = read_decoder(load_hf_config(tmp_path / "mistral"))
+    assert {layer.window for layer in decoder.layers} == {6}
+    more = {"context_parallel_size": 2, "actor_num_gpus_per_node": 2, "rollout_num_gpus_per_engine": 1}
+    given = {"device": "cuda", "gpu": "h100", "fp32": False, "bf16": True, "colocate": True, **more}
+    for way in ("a2a", "all_gather"):
+        config = make_config(root, cp_comm_type=way, engine_facts=engine_facts({}), **BITWISE | given)
+        check_kernels(config)
+        check_bitwise_model(config, decoder)
+
+
 def test_a_machine_whose_operators_break_their_promise_is_refused(monkeypatch):
     monkeypatch.setattr(layers, "swiglu", lambda x: x - x.mean())
     with pytest.raises(ValueError, match="others in the trainer on cpu: swiglu; leave --rlk-bitwise out"):
@@ -200,7 +213,6 @@ def test_a_machine_whose_operators_break_their_promise_is_refused(monkeypatch):
             {"rlk_bitwise": False, "rlk_bitwise_operators": ["head"]},
             "must be combined with --rlk-bitwise, got head",
         ),
-        ({"context_parallel_size": 2, "device": "cuda"}, "--context-parallel-size must be 1 with --rlk-bitwise, got 2"),
         ({"max_staleness": 1}, "--max-staleness must be 0 with --rlk-bitwise, got 1"),
         ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay must be left out with --rlk-bitwise"),
         ({"partial_rollout": True}, "--partial-rollout must be left out with --rlk-bitwise, got True"),

@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -175,3 +177,32 @@ def test_classes_that_are_named_by_a_string_are_in_vllm(source: Path) -> None:
     known |= set(re.findall(r"^from .* import (\w+ as \w+)", text, re.MULTILINE)) | {"ModuleList", "Qwen3MLP"}
     assert not {*_PASSES_ON, *LAYERS, *OPERATORS} - known
     assert "self.do_llama_4_scaling = " in text
+
+
+@pytest.mark.parametrize(
+    ("found", "window", "reason"),
+    [
+        ((-1, -1), None, None),
+        ((23, 0), 24, None),
+        ((0, 0), 1, None),
+        ((23, 23), 24, "a window with later keys"),
+    ],
+)
+def test_the_window_of_a_layer_on_a_gpu_counts_its_own_key(monkeypatch, found, window, reason) -> None:
+    """vLLM's pair has the numbers of keys before and after a query."""
+    from vime.vllm.worker.bitwise import flash
+
+    calls = []
+    monkeypatch.setattr(flash.invariant, "paged_attention", lambda *inputs: calls.append(inputs))
+    layer = object.__new__(flash.PagedFlashAttention)  # its __init__ needs a GPU
+    settings = {
+        "num_heads": 4,
+        "head_size": 16,
+        "scale": 0.25,
+        "kv_cache_dtype": "auto",
+        "sliding_window": found,
+    }
+    vars(layer).update(settings, logits_soft_cap=0, sinks=None, alibi_slopes=None)
+    metadata = SimpleNamespace(block_table=0, query_start_loc=0, seq_lens=0, max_query_len=1)
+    layer.attend(torch.zeros(2, 64), torch.zeros(3, 2, 16, 32), metadata, torch.zeros(2, 64))
+    assert calls[0][-1] == window and layer.not_computed == reason

@@ -16,7 +16,7 @@ class PagedFlashAttention(Paged, FlashAttentionImpl):
 
     def other_differences(self) -> dict[str, bool]:
         return {
-            "a sliding window": self.sliding_window != (-1, -1),
+            "a window with later keys": self.sliding_window[1] > 0,
             "capped scores": bool(self.logits_soft_cap),
             "a quantised cache": self.kv_cache_dtype != "auto",
             "a head size that is no power of two": self.head_size & self.head_size - 1 != 0,
@@ -24,10 +24,11 @@ class PagedFlashAttention(Paged, FlashAttentionImpl):
 
     def attend(self, query: Tensor, kv_cache: Tensor, metadata: Any, output: Tensor) -> None:
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        heads = (-1, self.num_heads, self.head_size)
+        heads, before = (-1, self.num_heads, self.head_size), self.sliding_window[0]
         invariant.paged_attention(
             query.view(heads), keys, values, output.view(heads), metadata.block_table,
             metadata.query_start_loc, metadata.seq_lens, metadata.max_query_len, self.scale,
+            None if before == -1 else before + 1,  # keys before a query and its own
         )  # fmt: skip
 
 
