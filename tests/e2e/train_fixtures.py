@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from socket import AF_INET, SOCK_DGRAM
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import yaml
@@ -168,8 +168,10 @@ class Launch:
 
     Ray's workers rename themselves and outlive a killed parent, so neither command lines nor process groups find them
     all. The test process is therefore the reaper of orphans (see `launched`): remaining processes become its
-    descendants.
+    descendants. The descendants of another command that runs belong to that command.
     """
+
+    _all: ClassVar[list[Launch]] = []
 
     def __init__(self, command: list[str], output: Path) -> None:
         # If a script starts the tests in the background, they ignore Ctrl-C, and their child processes would too.
@@ -190,6 +192,7 @@ class Launch:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a new process group, as in a terminal: Ctrl-C reaches the whole group
             )
+        self._all.append(self)
 
     @property
     def output(self) -> str:
@@ -198,9 +201,15 @@ class Launch:
     def left(self) -> dict[int, str]:
         """Returns pid -> command line of the running processes of this command, with the command itself."""
         found = {}
+        not_ours = set(self._before)
+        for other in self._all:
+            if other is not self and other.process.poll() is None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    below = psutil.Process(other.process.pid).children(recursive=True)
+                    not_ours |= {other.process.pid, *(process.pid for process in below)}
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
-                if process.pid in self._before:
+                if process.pid in not_ours:
                     continue
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found[process.pid] = " ".join(process.cmdline())[:200]
