@@ -107,14 +107,10 @@ class _Packed(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, first_query, first_key = ctx.saved_tensors
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the seed of dropout, which is off
+        causal = ctx.window is None  # a window with no key to the right is causal without the flag
         gradients = torch.ops.aten._flash_attention_backward(
             *(upstream.contiguous(), query, key, value, out, lse, first_query, first_key, *ctx.longest),
-            *(
-                0.0,
-                ctx.window is None,
-                seed,
-                seed,
-            ),  # a window with no key to the right is causal without the flag
+            *(0.0, causal, seed, seed),
             scale=ctx.scale,
             window_size_left=-1 if ctx.window is None else ctx.window - 1,
             window_size_right=0,

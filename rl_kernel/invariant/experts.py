@@ -46,7 +46,8 @@ def choose_experts(logits: Tensor, topk: int) -> Tensor:
 
 def expert_weights(logits: Tensor, ids: Tensor, *, normalised: bool) -> Tensor:
     """Returns the softmax over the logits of the experts `ids` (`normalised`), or over all logits: fp32 [T, E] and
-    [T, K] -> fp32 [T, K]. Differentiable in the logits."""
+    [T, K] -> fp32 [T, K]. Differentiable in the logits. E is at most 1,024 on a GPU, because torch computes the softmax
+    of a longer row in an order that depends on the row's address."""
 
     def plain(logits: Tensor) -> Tensor:
         chosen = logits.gather(1, ids)
@@ -130,24 +131,21 @@ def expert_outputs(
 
 
 def fill_slots(outputs: Tensor, rows: Tensor) -> Tensor:
-    """Maps the outputs of `expert_outputs` [C, H] and the rows of the pairs [T, K] to [K, T, H], zero where a row is
+    """Maps the outputs of `expert_outputs` [C, H] and the rows of the pairs [T, K] to [T, K, H], zero where a row is
     negative."""
-    found = (
-        outputs[rows.T.long().clamp(min=0)]
-        if len(outputs)
-        else outputs.new_zeros(*rows.T.shape, *outputs.shape[1:])
-    )
-    return found.where((rows.T >= 0)[..., None], 0)
+    if not len(outputs):
+        return outputs.new_zeros(*rows.shape, *outputs.shape[1:])
+    return outputs[rows.long().clamp(min=0)].masked_fill_((rows < 0)[..., None], 0)
 
 
 def sum_slots(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sum of the ranks' slots, rounded once: [R, K, T, H] -> [T, H] in `dtype`."""
+    """Returns the sum of the ranks' slots, rounded once: [R, T, K, H] -> [T, H] in `dtype`."""
     slots = parts[0]
     for part in parts[1:]:
         slots = slots + part
-    total = torch.zeros_like(slots[0])
-    for slot in slots:
-        total = total + slot
+    total = torch.zeros_like(slots[:, 0])
+    for slot in slots.unbind(1):
+        total += slot
     return total.to(dtype)
 
 

@@ -59,7 +59,7 @@ def expandable() -> Iterator[None]:
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
-def test_buckets_are_not_in_expandable_segments_never_run(expandable, engine):
+def test_buckets_are_not_in_expandable_segments(expandable, engine):
     test_another_process_reads_the_bits_of_every_version(engine, 1 << 20)
     channel = IpcChannel(32 << 20, torch.device("cuda", 0))
     state = {name: tensor.cuda() for name, tensor in weights(0).items()}

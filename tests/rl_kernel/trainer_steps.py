@@ -203,7 +203,7 @@ def bitwise_layer(batch: Batch) -> None:
 
 
 def bitwise_experts(batch: Batch) -> None:
-    """Seven experts, of which a token has two."""
+    """A token has two of seven experts."""
     ids = invariant.choose_experts(batch.column(7), 2)
     rows, ends = invariant.expert_rows(ids, 7)
     x = batch.column(2, HIDDEN, dtype=BF16).flatten(0, 1)

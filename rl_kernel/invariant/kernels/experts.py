@@ -21,9 +21,8 @@ MOST_ROWS: dict[int, Tile] = {
     512: Tile(128, 128, 64, 4, 4, persistent=True),
     2**31: Tile(128, 128, 64, 8, 4, persistent=True),
 }
-"""Largest mean number of rows of an expert -> tile. The tiles have the same bits. They were the fastest of 17 tiles, or
-within some percent, for both products of a layer of Qwen3-30B-A3B on an H200
-(benchmarks/reports/bitwise_experts_h200.md)."""
+"""Largest mean number of rows of an expert -> tile. The tiles have the same bits. Their times on an H200 are in
+benchmarks/reports/bitwise_experts_h200.md."""
 TILES = tuple(MOST_ROWS.values())
 PAIRS = 4096
 """Number of pairs of a token and an expert that a program reads at a time."""
@@ -126,7 +125,8 @@ def expert_kernel(
 
 
 def choose_experts(logits: Tensor, topk: int) -> Tensor:
-    """Maps fp32 logits [T, E] to int64 [T, K]."""
+    """Maps fp32 logits [T, E] to int64 [T, K], K <= E."""
+    assert topk <= logits.shape[1], "a token has at most all experts"
     ids = torch.empty(len(logits), topk, dtype=torch.int64, device=logits.device)
     if len(logits):
         lanes = triton.next_power_of_2(logits.shape[1])
@@ -140,7 +140,7 @@ def choose_experts(logits: Tensor, topk: int) -> Tensor:
 
 def expert_rows(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Maps integers [T, K], negative for experts of other ranks, to rows int32 [T, K] (-1 for such experts) and to the
-    ends of the experts' rows, int32 [E]. The pairs are sorted by expert, then by token."""
+    ends of the experts' rows, int32 [E]. The pairs are sorted by expert, then by token. A number must be below E."""
     ids = ids.contiguous()
     rows = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     ends = torch.empty(experts, dtype=torch.int32, device=ids.device)
@@ -161,8 +161,8 @@ def expert_products(
         return out
     tile = tile or choose_tile(len(x), experts)
     most = len(x) // tile.rows + min(experts, len(x))  # each expert has at most one part that is not full
-    room = -(-most // ALIGNMENT) * ALIGNMENT  # a pointer of another alignment compiles the kernels again
-    expert, first, stop, count = torch.empty(4, room, dtype=torch.int32, device=x.device)
+    size = -(-most // ALIGNMENT) * ALIGNMENT  # a pointer of another alignment compiles the kernels again
+    expert, first, stop, count = torch.empty(4, size, dtype=torch.int32, device=x.device)
     programs = count_processors(x.device)
     grid = most * -(-outputs // tile.columns)
     with torch.cuda.device_of(x):

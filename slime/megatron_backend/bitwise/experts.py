@@ -1,11 +1,13 @@
 """The layers of experts of --rlk-bitwise, with the operators of `rl_kernel.invariant.experts` in Megatron's modules.
 
-The router chooses, the experts leave their second product unrounded, and the dispatcher sums over ranks and experts.
+The router chooses, and the dispatcher computes the experts' second product, unrounded, with its sum over ranks and
+experts.
 Without --rlk-bitwise, `slime.megatron_backend.model.moe` computes the same formulas.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -48,7 +50,7 @@ def _route(module: Router, logits: Tensor, padding_mask: Tensor | None = None) -
 
 
 def use_experts(module: GatedExperts) -> None:
-    """Sets the products of `GatedExperts`. Their outputs stay unrounded until `_Combine`."""
+    """Sets the products of `GatedExperts`. The second product is a part of `_ExpertSum`."""
     module.__dict__["product"] = partial(_multiply, module)
 
 
@@ -57,74 +59,101 @@ def use_activation(module: GatedExperts) -> None:
 
 
 def _multiply(module: GatedExperts, index: int, x: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
-    product: Tensor = _ExpertProduct.apply(module.fp8_powers, index == 1, x, ends, *weights)
+    if index == 1:
+        module.__dict__["second"] = ends, weights
+        return x
+    product: Tensor = _ExpertProduct.apply(module.fp8_powers, x, ends, *weights)
     return product
 
 
+def _products(
+    powers: bool | None, x: Tensor, ends: Tensor, weights: Sequence[Tensor], dtype: torch.dtype
+) -> Tensor:
+    """Returns the products of the experts' rows in `dtype`, in fp8 unless `powers` is None."""
+    multiply = invariant.plain_product if powers is None else partial(fp8.multiply, power_of_two=powers)
+    return invariant.expert_products(x, ends, weights, dtype, multiply)
+
+
+def _gradients(
+    powers: bool | None, saved: Sequence[Tensor], needed: Sequence[bool], upstream: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of `GroupedProduct` or `Fp8Product` for x, ends and the weights, which `saved` has."""
+    if powers is None:
+        return plain_gradients(saved, needed, upstream)
+    x, ends, *weights = saved
+    return fp8_gradients(x, ends, weights, needed, upstream, powers)
+
+
 class _ExpertProduct(torch.autograd.Function):
-    """`apply(powers, wide, x, ends, *weights)` computes `GroupedProduct`, or `Fp8Product` unless `powers` is None, by
-    expert. `wide` leaves the result unrounded. The gradients are those of these functions."""
+    """`apply(powers, x, ends, *weights)` computes `GroupedProduct`, or `Fp8Product` unless `powers` is None, by
+    expert. The gradients are those of these functions."""
 
     @staticmethod
-    def forward(
-        ctx: Context, powers: bool | None, wide: bool, x: Tensor, ends: Tensor, *weights: Tensor
-    ) -> Tensor:
+    def forward(ctx: Context, powers: bool | None, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, ends, *weights)
         ctx.powers = powers
-        multiply = invariant.plain_product if powers is None else partial(fp8.multiply, power_of_two=powers)
-        dtype = invariant.unrounded(x) if wide else x.dtype
-        return invariant.expert_products(x, ends, weights, dtype, multiply)
+        return _products(powers, x, ends, weights, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        upstream = upstream.to(ctx.saved_tensors[0].dtype)
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        if ctx.powers is None:
-            return None, None, *plain_gradients(saved, needed, upstream)
-        x, ends, *weights = saved
-        return None, None, *fp8_gradients(x, ends, weights, needed, upstream, ctx.powers)
+        return None, *_gradients(ctx.powers, ctx.saved_tensors, ctx.needs_input_grad[1:], upstream)
 
 
 def use_sums(module: ExpertLayer) -> None:
     """Sets the sums of the experts' outputs."""
-    dispatcher = module.token_dispatcher
-    combine = partial(_combine, dispatcher, dtype=module.config.params_dtype)
-    dispatcher.__dict__.update(combine_preprocess=combine, token_combine=_pass_on)
+    module.token_dispatcher.__dict__.update(combine_preprocess=partial(_sum, module), token_combine=_pass_on)
 
 
 def _pass_on(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def _combine(dispatcher: GatheringDispatcher, hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Replaces both steps of the dispatcher after the experts: [C, H] -> [T, H] of this rank's tokens."""
-    combined: Tensor = _Combine.apply(hidden, dispatcher.rows, dispatcher.tp_ep_group, dtype)
+def _sum(module: ExpertLayer, hidden: Tensor) -> Tensor:
+    """Replaces the second product and both steps of the dispatcher after the experts: [C, F] -> [T, H] of this rank's
+    tokens."""
+    ends, weights = module.experts.__dict__.pop("second")
+    dispatcher, dtype = module.token_dispatcher, module.config.params_dtype
+    combined: Tensor = _ExpertSum.apply(
+        *(module.experts.fp8_powers, dispatcher.tp_ep_group, dtype, dispatcher.rows, hidden, ends, *weights)
+    )
     return combined
 
 
-class _Combine(torch.autograd.Function):
-    """`apply(y, rows, group, dtype)` sums the unrounded outputs y [C, H] over the experts of each token, and over the
-    ranks: rows [R T, K] -> [T, H]. Collective, forward and backward."""
+class _ExpertSum(torch.autograd.Function):
+    """`apply(powers, group, dtype, rows, x, ends, *weights)` computes the second product of `_ExpertProduct` and sums
+    its unrounded results over the experts of each token, and over the ranks: x [C, F], rows [R T, K] -> [T, H] in
+    `dtype`. Collective, forward and backward. One function, because autograd would need the gradient of the unrounded
+    results in their dtype."""
 
     @staticmethod
     def forward(
-        ctx: Context, y: Tensor, rows: Tensor, group: dist.ProcessGroup, dtype: torch.dtype
+        ctx: Context,
+        powers: bool | None,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        rows: Tensor,
+        x: Tensor,
+        ends: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.group, ctx.count = group, len(y)
+        ctx.save_for_backward(rows, x, ends, *weights)
+        ctx.powers, ctx.group = powers, group
+        outputs = _products(powers, x, ends, weights, invariant.unrounded(x))
         if group.size() == 1:
-            return invariant.sum_rows(y, rows, dtype)
-        slots = invariant.fill_slots(y, rows).transpose(0, 1)
-        return invariant.sum_slots(invariant.own_rows(slots, group).transpose(1, 2), dtype)
+            return invariant.sum_rows(outputs, rows, dtype)
+        slots = invariant.fill_slots(outputs, rows)
+        return invariant.sum_slots(invariant.own_rows(slots, group), dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
+        rows, *saved = ctx.saved_tensors
         if ctx.group.size() > 1:
             upstream = gather_stack(upstream, ctx.group).flatten(0, 1)
-        return invariant.spread_rows(upstream, rows, ctx.count), None, None, None
+        of_outputs = invariant.spread_rows(upstream.to(saved[0].dtype), rows, len(saved[0]))
+        gradients = _gradients(ctx.powers, saved, ctx.needs_input_grad[4:], of_outputs)
+        return None, None, None, None, *gradients
 
 
 def find_difference(module: Router | GatedExperts | ExpertLayer) -> str | None:
@@ -141,6 +170,9 @@ def find_difference(module: Router | GatedExperts | ExpertLayer) -> str | None:
             "experts with biases": module.local_experts[0].linear_fc2.bias is not None,
             "another activation": module.gated is not swiglu,
             "rounded weights": any(module.rounding),
+            "adapters": any(module.adapted),
+            "fp8 on a GPU": module.fp8_powers is not None
+            and module.local_experts[0].linear_fc2.weight.is_cuda,
         }
     else:
         parts = {

@@ -59,7 +59,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tens
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_values_and_gradients_are_those_of_a_softmax_never_run(inputs, window):
+def test_values_and_gradients_are_those_of_a_softmax(inputs, window):
     """By the root mean square, the errors against float64 are at most 1.5 times those of torch in bfloat16. With a
     window of 1, the gradients of queries and keys are 0, up to float32's rounding."""
     *rows, upstream = inputs
@@ -78,7 +78,18 @@ def test_values_and_gradients_are_those_of_a_softmax_never_run(inputs, window):
         assert error <= max(1.5 * allowed, 1e-4)
 
 
-def test_a_window_of_all_keys_changes_no_bit_never_run(inputs):
+@pytest.mark.parametrize("window", [None, 100])
+def test_keys_and_values_may_be_parts_of_one_tensor(inputs, window):
+    """Context-parallel ranks gather keys and values together."""
+    query, key, value, upstream = inputs
+    leaves = [x.clone().requires_grad_() for x in (key, value)]
+    packed(query, *leaves, window).backward(upstream)
+    both = torch.cat((key, value), 1).requires_grad_()
+    packed(query, *both.chunk(2, 1), window).backward(upstream)
+    torch.testing.assert_close(both.grad, torch.cat([leaf.grad for leaf in leaves], 1))
+
+
+def test_a_window_of_all_keys_changes_no_bit(inputs):
     query, key, value, _ = inputs
     assert torch.equal(packed(query, key, value, max(LENGTHS)), packed(query, key, value, None))
 
@@ -101,7 +112,7 @@ def paged(key: Tensor, value: Tensor, kept: list[int]) -> tuple[Tensor, Tensor, 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("queries", [[1] * 6, [3, 5, 1, 40, 900, 128]], ids=["decode", "part of the prompt"])
-def test_paged_queries_have_the_bits_of_packed_ones_never_run(inputs, window, queries):
+def test_paged_queries_have_the_bits_of_packed_ones(inputs, window, queries):
     query, key, value, _ = inputs
     whole, ends = packed(query, key, value, window), firsts(LENGTHS)[1:].tolist()
     kept = [max(0, n - count - (window or n) + 1) for n, count in zip(LENGTHS, queries, strict=True)]
@@ -117,7 +128,7 @@ def test_paged_queries_have_the_bits_of_packed_ones_never_run(inputs, window, qu
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("size", [2, 4])
-def test_context_parallel_ranks_have_the_bits_of_whole_sequences_never_run(inputs, size, window):
+def test_context_parallel_ranks_have_the_bits_of_whole_sequences(inputs, size, window):
     """Ranks gather keys, or exchange heads. With four ranks, two ranks exchange each head of keys."""
     query, key, value, _ = inputs
     whole = packed(query, key, value, window)

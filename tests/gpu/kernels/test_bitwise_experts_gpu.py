@@ -121,3 +121,29 @@ def test_sums_have_the_gradient_of_plain_sums():
     assert torch.equal(invariant.sum_rows(outputs.detach(), rows, BF16), plain)
     (wanted,) = torch.autograd.grad(plain, outputs, upstream)
     assert torch.equal(invariant.spread_rows(upstream, rows, count).float(), wanted)
+
+
+def test_ranks_with_parts_of_the_experts_have_the_bits_of_one_rank(weights):
+    """A rank does not write the rows of other ranks' experts. They hold NaN here, which must not matter."""
+    x, (router, first, second) = draw(700, HIDDEN, seed=13), weights
+    logits = invariant.router_logits(x, router)
+    ids = invariant.choose_experts(logits, TOPK)
+    shares = invariant.expert_weights(logits, ids, normalised=True)
+    parts = []
+    for start, stop in ((0, 32), (32, 33), (33, EXPERTS)):
+        nan = torch.full((1 << 28,), torch.nan, device="cuda")
+        del nan
+        mine = torch.where((ids >= start) & (ids < stop), ids - start, -1)
+        parts.append(
+            invariant.fill_slots(
+                *invariant.expert_outputs(x, mine, shares, first[start:stop], second[start:stop])
+            )
+        )
+    assert torch.equal(invariant.sum_slots(torch.stack(parts), x.dtype), layer(x, weights))
+
+
+def test_a_large_batch_has_the_bits_of_small_ones(weights):
+    """The batch has more rows per expert than any other test, and the empty batch has none."""
+    x = draw(10_000, HIDDEN, seed=14)
+    assert torch.equal(layer(x, weights)[:64], layer(x[:64], weights))
+    assert layer(x[:0], weights).shape == (0, HIDDEN)

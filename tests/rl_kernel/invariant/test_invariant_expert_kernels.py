@@ -19,7 +19,7 @@ from rl_kernel.ops.expert_rows.reference import expert_rows
 pytestmark = pytest.mark.usefixtures("device", "products_in_float64")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNTS = [3, 0, 70, 1, 0, 64, 17]
-"""Rows of each expert: none, a few, one more than a tile of 64 and exactly one."""
+"""Rows of each expert. Some have none, one has a whole tile of 64 rows, and one has a few more."""
 
 
 @pytest.mark.parametrize("tile", experts.TILES, ids=lambda tile: "x".join(map(str, tile[:5])))
@@ -82,7 +82,7 @@ def test_rows_of_pairs_equal_the_reference(tokens):
 
 
 def test_a_layer_by_kernels_is_that_of_the_host():
-    """The path of a GPU, with float16 weights whose sums the host computes exactly."""
+    """The kernels run as on a GPU. The host computes the same float16 weights exactly."""
     tokens, hidden, width, count, topk = 41, 48, 32, 7, 3
     x, first = torch.randn(tokens, hidden).half(), (torch.randn(count, 2 * width, hidden) / 7).half()
     second, logits = (torch.randn(count, hidden, width) / 6).half(), torch.randn(tokens, count)

@@ -69,6 +69,14 @@ def test_ranks_with_some_of_the_experts_have_the_bits_of_one_rank() -> None:
         assert torch.equal(invariant.sum_slots(torch.stack([parts[i] for i in order]), X.dtype), compute(X))
 
 
+def test_a_rank_whose_experts_no_token_has_adds_zero() -> None:
+    ids, weights = choose(X)
+    found = invariant.expert_outputs(X, torch.full_like(ids, -1), weights, FIRST, SECOND)
+    assert found[0].shape == (0, HIDDEN)
+    assert not invariant.fill_slots(*found).any() and not invariant.sum_rows(*found, X.dtype).any()
+    assert invariant.spread_rows(X, found[1], 0).shape == (0, HIDDEN)
+
+
 def test_equal_logits_choose_the_smaller_numbers() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
     assert invariant.choose_experts(logits, 3).tolist() == [[0, 1, 3], [0, 1, 2]]

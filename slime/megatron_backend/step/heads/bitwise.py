@@ -42,10 +42,9 @@ class BitwiseHead(LinearHead):
 
     def _score_piece(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits, targets = self._whole_logits(hidden, targets)
-        logits = logits.float()
         # a tensor, as in the engine: for a number, a kernel may multiply by its inverse
-        logits /= logits.new_full((len(logits), 1), self.temperature)
-        log_probs = invariant.target_log_probs(logits, targets)
+        temperatures = logits.new_full((len(logits), 1), self.temperature, dtype=torch.float32)
+        log_probs = invariant.target_log_probs(logits / temperatures, targets)  # in float32
         if self.ranks.tp_size == 1:
             return log_probs
         return gather_stack(log_probs, self.ranks.tp_group).flatten()[: len(hidden)]

@@ -169,6 +169,9 @@ def test_a_model_with_other_parts_is_refused_before_the_start(root, tmp_path, ki
 
 
 def test_a_card_without_the_kernels_is_refused_before_the_start(root, monkeypatch):
+    monkeypatch.setenv(
+        "TRITON_INTERPRET", "1"
+    )  # for test_bitwise_context.py, if this test imports the kernels first
     pytest.importorskip("triton")
     from rl_kernel.invariant.kernels import product
 
@@ -181,6 +184,17 @@ def test_a_card_without_the_kernels_is_refused_before_the_start(root, monkeypatc
         ValueError, match="got cuda in the engine, where the GPU is too old; leave --rlk-bitwise out"
     ):
         operators.require_promise("engine", torch.device("cuda"), torch.bfloat16)
+
+
+def test_experts_are_allowed_on_gpus_unless_they_are_in_fp8(root, tmp_path):
+    tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    decoder = read_decoder(load_hf_config(tmp_path / "model"))
+    given = BITWISE | {"device": "cuda", "fp32": False, "bf16": True, "colocate": True}
+    check_bitwise_model(make_config(root, **given), decoder)
+    with pytest.raises(ValueError, match="computes, got one with experts in fp8 on a GPU; leave"):
+        check_bitwise_model(
+            make_config(root, **given, overrides={"fp8": "e4m3", "fp8_recipe": "blockwise"}), decoder
+        )
 
 
 def test_windows_and_context_parallel_ranks_are_allowed_on_gpus(root, tmp_path):

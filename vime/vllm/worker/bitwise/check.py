@@ -47,8 +47,8 @@ def _reason(path: str, module: nn.Module) -> str | None:
         method = module.quant_method
         if not isinstance(method, (LinearMethod, HeadMethod)):
             return f"{name} with {type(method).__name__}"
-        if isinstance(module, ReplicatedLinear) and path.rpartition(".")[2] != "gate":
-            return "a replicated layer that is not a router"
+        if isinstance(module, ReplicatedLinear) and (not path.endswith(".gate") or module.bias is not None):
+            return "a replicated layer that is no router, or a router with a bias"
         return _other_sum(module) if isinstance(module, RowParallelLinear) else None
     if isinstance(module, RoutedExperts):
         return experts.why_not_ours(module)

@@ -24,6 +24,11 @@ class InvariantExperts(UnquantizedFusedMoEMethod):
     """Read by `live_experts.keeps_plain_experts`."""
 
     @property
+    def supports_eplb(self) -> bool:
+        """Returns False, because vLLM's router would map experts to their copies, and this method needs no router."""
+        return False
+
+    @property
     def is_monolithic(self) -> bool:
         """Returns True, because the method gets the router's logits."""
         return True
@@ -53,6 +58,8 @@ class InvariantExperts(UnquantizedFusedMoEMethod):
 
 def compute_logits(layer: ReplicatedLinear, x: Tensor) -> object:
     """Replaces the forward of vLLM's router: x [T, H] -> fp32 logits [T, E]."""
+    if not layer.prefix.endswith(".gate") or layer.bias is not None:
+        return ReplicatedLinear.forward(layer, x)  # `check` reports it
     logits = invariant.router_logits(x, layer.get_parameter("weight"))
     return (logits, None) if layer.return_bias else logits
 
@@ -69,5 +76,6 @@ def why_not_ours(experts: RoutedExperts) -> str | None:
         "another activation": experts.activation.value != "silu",
         "scaled weights": experts.routed_scaling_factor != 1,
         "weights before the experts": experts.apply_router_weight_on_input,
+        "fp8 on a GPU": LinearMethod.fp8_scales is not None and experts.get_parameter("w2_weight").is_cuda,
     }
     return next((name for name, there in parts.items() if there), None)
