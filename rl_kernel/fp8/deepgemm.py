@@ -64,11 +64,6 @@ def multiply_expert_rows(left: Operand, right: Operand, spans: RowGroups, expert
     return out.index_select(0, spans.slot)
 
 
-def can_add(total: Tensor) -> bool:
-    """Returns True if `add_columns` can add to `total`."""
-    return total.dtype is torch.float32 and total.is_contiguous() and total.data_ptr() % _ALIGNED == 0
-
-
 def add_columns(left: Operand, right: Operand, total: Tensor) -> None:
     """Adds `left @ right.T` to `total` [N, K] in float32, with one rounding: columns [N, M] and [K, M]."""
     _package().fp8_gemm_nt(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from rl_kernel.fp8.kernels import (
     quantize,
     quantize_blocks,
 )
+from rl_kernel.stacked import addresses, is_addressable
 
 Columns = tuple[Tensor, Tensor]
 """Codes and scales of values that are rounded along their columns."""
@@ -120,7 +120,7 @@ def weight_gradients(
 def add_weight_gradient(upstream: Upstream, x: Tensor | Columns, power_of_two: bool, total: Tensor) -> None:
     """Adds the gradient of one weight to `total` [N, K], without an earlier rounding."""
     left, right = upstream[1], _get_columns(x, None, power_of_two)
-    if upstream[0].rows and deepgemm.can_add(total) and uses_deepgemm(torch.bfloat16):
+    if upstream[0].rows and is_addressable(total) and uses_deepgemm(torch.bfloat16):
         deepgemm.add_columns(left, right, total)
     else:
         total += multiply_columns(left, right, None, 1, total.dtype)[0]
@@ -132,19 +132,11 @@ def add_expert_gradients(
     """Adds the gradients of the experts' weights to `totals`, E float32 tensors [N, K], without an earlier rounding."""
     spans = _groups(ends, upstream[0].rows)
     left, right = upstream[1], _get_columns(x, spans, power_of_two)
-    if all(deepgemm.can_add(total) for total in totals):
-        addresses = tuple(total.data_ptr() for total in totals)
-        add_columns(left, right, spans, _addresses(addresses, left.codes.device))
+    if all(is_addressable(total) for total in totals):
+        add_columns(left, right, spans, addresses(totals))
     else:
         found = multiply_columns(left, right, spans, len(totals), torch.float32)
         torch._foreach_add_(list(totals), list(found.unbind()))
-
-
-@lru_cache(maxsize=4096)
-def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns addresses as int64 on the device. They stay the same from step to step, unless a buffer moves."""
-    pinned = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)
 
 
 def _get_columns(x: Tensor | Columns, spans: RowGroups | None, power_of_two: bool) -> Operand:

@@ -21,7 +21,14 @@ SAFE_READING = (
         removed_when="Megatron reads objects with weights_only=True",
     ),
 )
-PATCHES = SAFE_READING
+GRADIENT_NORM = Patch(
+    symbol="megatron.core.optimizer.clip_grads:l2_norm_impl",
+    replacement="slime.megatron_backend.model.optimizer:norm_at_once",
+    condition="in a trainer",
+    why="without Transformer Engine and Apex, Megatron waits for the norm of each weight's gradient on the GPU",
+    removed_when="Megatron's own norm is torch.nn.utils.get_total_norm",
+)
+PATCHES = (*SAFE_READING, GRADIENT_NORM)
 
 
 def forget_groups() -> None:

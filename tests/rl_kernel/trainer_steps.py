@@ -33,6 +33,7 @@ from rl_kernel.invariant.kernels.product import TILES
 from rl_kernel.kept import KeptTokens
 from rl_kernel.ops.expert_rows.kernels import gather_sum
 from rl_kernel.ops.rotary.kernels import rotate
+from rl_kernel.stacked import kernels as stacked
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -213,6 +214,13 @@ def bitwise_experts(batch: Batch) -> None:
     gather_sum(outputs, None, rows, BF16)
 
 
+def stacked_sums(batch: Batch) -> None:
+    parts = batch.column(3, dtype=BF16)  # the totals are as large as the parts
+    totals = torch.ones(len(parts), 3, device=DEVICE)
+    starts = torch.tensor([total.data_ptr() for total in totals], dtype=torch.int64, device=DEVICE)
+    stacked.add_stacked(starts, parts)
+
+
 def bitwise_attention(batch: Batch) -> None:
     """Packed queries are two sequences. Paged queries are one query for each of `tokens` sequences."""
     rows = batch.column(6, HIDDEN, dtype=BF16)
@@ -275,6 +283,7 @@ STEPS: dict[str, Callable[[Batch], None]] = {
     "experts": experts,
     "bitwise layer": bitwise_layer,
     "bitwise experts": bitwise_experts,
+    "stacked sums": stacked_sums,
     "bitwise attention": bitwise_attention,
     "fp8 layers": fp8_layers,
 }

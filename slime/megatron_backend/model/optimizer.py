@@ -7,6 +7,7 @@ One step: `model.zero_grad_buffer(); optimizer.zero_grad()`, forward and backwar
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -15,8 +16,11 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import nn
+from megatron.core.utils import local_multi_tensor_l2_norm
+from torch import Tensor, nn
 
+from slime import bridges
+from slime.bridges.megatron import GRADIENT_NORM
 from slime.config import Config
 from slime.config.fields import spelled
 from slime.config.sections.megatron import MegatronConfig
@@ -29,6 +33,18 @@ from slime.roles import POLICY, Role
 from slime.rules.megatron import weight_decays
 
 logger = logging.getLogger(__name__)
+
+
+def norm_at_once(original: Callable[..., object]) -> Callable[..., object]:
+    """Replaces Megatron's function in plain PyTorch for the norm of many tensors, and keeps a function of Transformer
+    Engine or Apex."""
+
+    def norm(
+        chunk: object, flag: object, tensors: list[list[Tensor]], *unused: object
+    ) -> tuple[Tensor, None]:
+        return torch.nn.utils.get_total_norm(tensors[0]).float()[None], None
+
+    return norm if original is local_multi_tensor_l2_norm else original
 
 
 def build_optimizer(
@@ -69,6 +85,7 @@ def build_optimizer(
     own_adam = config.megatron.optimizer_cpu_offload or config.megatron.stores_remainders
     # The groups hold parts of the weights, main weights are a state, and gradients are `decoupled_grad`.
     core.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = own_adam
+    bridges.apply(GRADIENT_NORM)
     optimizer = get_megatron_optimizer(core, get_parts(model), use_gloo_process_groups=False)
     _number_weights(optimizer)
     if own_adam:

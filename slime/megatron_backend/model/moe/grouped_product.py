@@ -17,6 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.functional import grouped_mm
 
 from rl_kernel import fp8
+from rl_kernel.stacked import add_stacked
 from slime.megatron_backend.model.moe.main_grads import mark_added, take_main_grads
 from slime.system.uploads import upload
 
@@ -161,7 +162,7 @@ def fp8_gradients(
         return d_x, None, *(torch.empty_like(weight) for weight in weights)
     if d_weights is None:
         return d_x, None, *(None for _ in weights)
-    _add_to_main_grads(weights, d_weights.unbind())
+    _add_to_main_grads(weights, d_weights)
     return d_x, None, *d_weights.unbind()
 
 
@@ -179,17 +180,15 @@ def plain_gradients(
     d_x = grouped_mm(upstream, stack(weights), offs=ends) if of_x else None
     if not any(of_weights):
         return d_x, None, *(None for _ in weights)
-    d_weights = grouped_mm(upstream.T, x, offs=ends).unbind()
+    d_weights = grouped_mm(upstream.T, x, offs=ends)
     _add_to_main_grads(weights, d_weights)
-    return d_x, None, *d_weights
+    return d_x, None, *d_weights.unbind()
 
 
-def _add_to_main_grads(weights: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
-    """Adds the gradients to Megatron's buffers. Megatron's hook would add them one weight at a time."""
-    theirs: list[tuple[Any, Tensor, Tensor]] = [  # Any: the attributes are Megatron's
-        (w, w.main_grad, g) for w, g in zip(weights, gradients, strict=True) if hasattr(w, "main_grad")
-    ]
-    if not theirs:
-        return
-    torch._foreach_add_([total for _, total, _ in theirs], [gradient for _, _, gradient in theirs])
-    mark_added([weight for weight, _, _ in theirs])
+def _add_to_main_grads(weights: list[Tensor], gradients: Tensor) -> None:
+    """Adds the gradients [E, N, K] to Megatron's buffers if all weights have one. Megatron's hook would add them one
+    weight at a time."""
+    totals = [total for weight in weights if (total := getattr(weight, "main_grad", None)) is not None]
+    if len(totals) == len(weights):
+        add_stacked(totals, gradients)
+        mark_added(weights)

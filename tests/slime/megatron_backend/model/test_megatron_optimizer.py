@@ -6,12 +6,15 @@ import math
 
 import pytest
 import torch
+from megatron.core.optimizer import clip_grads
 from megatron_cases import make_config, packed_logits, sequences, sum_loss, tiny_checkpoint, train_step
 
+from slime import bridges
+from slime.bridges.megatron import GRADIENT_NORM
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model.gpt import build_model
 from slime.megatron_backend.model.model_config import load_hf_config
-from slime.megatron_backend.model.optimizer import build_optimizer
+from slime.megatron_backend.model.optimizer import build_optimizer, norm_at_once
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 
@@ -58,6 +61,16 @@ def test_two_steps_equal_torch_adamw(checkpoint, distributed, tmp_path):
     for name, tensor in export_hf(model):
         # Adam divides by the root of tiny second moments: single entries may differ by a fraction of the rate.
         torch.testing.assert_close(tensor, wanted[name].data, rtol=0, atol=2e-5, msg=name)
+
+
+def test_the_norm_of_all_gradients_is_one_call(checkpoint):
+    """Megatron's own function waits for each weight on a GPU. A function of Transformer Engine is kept."""
+    trainer(checkpoint[0])
+    assert bridges.is_applied(GRADIENT_NORM)
+    gradients = [torch.randn(n, 3) for n in (1, 40, 7)]
+    norm, _ = clip_grads.l2_norm_impl(65536, torch.zeros(1), [gradients], False)
+    torch.testing.assert_close(norm, torch.cat(gradients).norm()[None])
+    assert norm_at_once(theirs := lambda *call: None) is theirs
 
 
 def test_bfloat16_keeps_fp32_masters(checkpoint):
