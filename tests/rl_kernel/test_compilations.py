@@ -6,12 +6,15 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from launch_keys import Key, Launches, binder_of, launched_kernels, launches  # noqa: F401
-from trainer_steps import LONG, SIZES, STARTS, STEPS, Batch
+from trainer_steps import DEVICE, LONG, SIZES, STARTS, STEPS, Batch
 from triton.runtime.jit import JITFunction
+
+from rl_kernel.invariant import kernels
 
 FIRST = ((300, 0), (2100, 3), (16, 0))
 """Tokens and start of a first step that compiles everything. After any first step, the other steps compile nothing
@@ -66,6 +69,21 @@ def test_the_steps_launch_every_kernel(launches: Launches) -> None:  # noqa: F81
         step(Batch(SIZES[0], 0))
     missing = launched_kernels().keys() - launches.take().keys()
     assert not missing, f"launch these kernels in a step of STEPS: {sorted(missing)}"
+
+
+def test_a_row_alone_has_the_code_of_many_rows(launches: Launches) -> None:  # noqa: F811
+    """The order of a sum follows from the code. torch calls a single row contiguous at any distance, and an engine's
+    logits are columns of wider rows."""
+    keys = []
+    for rows in (5, 1):
+        kernels.log_softmax(torch.ones(rows, 320, dtype=torch.bfloat16, device=DEVICE)[:, :262].float())
+        kernels.log_softmax(torch.ones(rows, 264, device=DEVICE)[:, :262].contiguous())
+        gain = torch.ones(72, dtype=torch.bfloat16, device=DEVICE)
+        wide = torch.ones(rows, 160, dtype=torch.bfloat16, device=DEVICE)[:, :72]
+        kernels.rms_norm(wide.contiguous(), gain, 1e-6)
+        kernels.rms_norm(wide.contiguous().view(rows, 1, 72), gain, 1e-6, wide.contiguous().view(rows, 1, 72))
+        keys.append(launches.take())
+    assert keys[0] == keys[1]
 
 
 def test_a_kernel_that_is_compiled_for_multiples_of_16_is_found(launches: Launches) -> None:  # noqa: F811

@@ -31,19 +31,21 @@ def find_keys(key, there, FIRST_KEY, TABLE, PAGE: tl.constexpr):
     return page, slot
 
 
-@triton.jit(do_not_specialize=["FIRST_QUERY", "FIRST_KEY", "LENGTH", "TABLE", "lse_head", "table_stride"])
+@triton.jit(
+    do_not_specialize=["FIRST_QUERY", "FIRST_KEY", "LENGTH", "TABLE", "lse_head", "table_stride", "most_keys"]
+)
 def attention_kernel(
     Q, K, V, OUT, LSE, FIRST_QUERY, FIRST_KEY, LENGTH, TABLE,
     q_stride, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, out_stride, out_head, lse_head, table_stride,
-    scale, PAGE: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    HAS_LSE: tl.constexpr, WINDOW: tl.constexpr,
+    most_keys, scale, PAGE: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, HAS_LSE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Computes ROWS rows of a sequence. A row is a pair of a query and one of the SHARED heads that share keys. The
     loop reads the keys in steps of KEYS from the first key on. A step whose keys a row does not see multiplies the
     row's sums by 1 and adds 0.
 
     PAGE 0: the keys of a sequence are rows from FIRST_KEY on. Otherwise the keys are on the pages in the sequence's row
-    of TABLE.
+    of TABLE, which has pages for `most_keys` keys.
     """
     sequence, group = tl.program_id(2), tl.program_id(1)
     first = tl.load(FIRST_QUERY + sequence)
@@ -58,7 +60,7 @@ def attention_kernel(
         here = (number < count)[:, None]
         q = tl.load(Q + row[:, None] * q_stride + head[:, None] * q_head + lane, here, other=0.0)
         position = length - count + number
-        end = min(length, length - count + (start_row + ROWS - 1) // SHARED + 1)
+        end = min(min(length, most_keys), length - count + (start_row + ROWS - 1) // SHARED + 1)
         oldest = tl.maximum(length - count + start_row // SHARED - WINDOW + 1, 0) if WINDOW else 0
         top = tl.full((ROWS,), -float("inf"), tl.float32)
         # A product with ones adds the shares of a row. tl.sum adds in an order that depends on ROWS.
@@ -114,7 +116,8 @@ def attention(
 
     `lengths` [S]: number of keys per sequence; a sequence's last query is at its last key. Keys and values are [K, G,
     D] from row first_key[s] on, or [pages, page, G, D] on the pages table[s]. D must be a power of two. A query sees
-    the newest `window` keys up to its own (None: all keys up to its own).
+    the newest `window` keys up to its own (None: all keys up to its own). Keys for which the table has no page are left
+    out: when vLLM starts, it makes sequences that are longer than its table.
     `lse` [A, T] fp32, if given, receives the log-sum-exp of the scores, in nats.
 
     Raises ValueError for a window below 1.
@@ -138,7 +141,8 @@ def attention(
             first_query if table is None else table,
             query.stride(0), query.stride(1), page_strides[0], key.stride(-3), key.stride(-2),
             page_strides[1], value.stride(-3), value.stride(-2), out.stride(0), out.stride(1),
-            0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0), scale * LOG2_E,
+            0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0),
+            2**31 - 1 if table is None else table.shape[1] * key.shape[1], scale * LOG2_E,
             PAGE=key.shape[1] if paged else 0, SHARED=shared, SIZE=size, ROWS=rows, KEYS=KEYS,
             HAS_LSE=lse is not None, WINDOW=window or 0, num_warps=8 if rows == ROWS else 4, num_stages=3,
         )  # fmt: skip

@@ -52,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         with torch.cuda.device_of(x):
             rms_norm_kernel[(-(-rows // together),)](
                 x, residual, weight, out, total, rows, heads,
-                x.stride(0), x.stride(-2), residual.stride(0), residual.stride(-2), x.shape[-1], eps,
+                *row_strides(x), *row_strides(residual), x.shape[-1], eps,
                 ADD=added, ROWS=together, BLOCK=block, num_warps=4,
             )  # fmt: skip
     return out, total
@@ -91,16 +91,19 @@ def log_probs_kernel(X, TOP, LOG_SUM, OUT, x_stride, V, LANES: tl.constexpr):
 
 
 def log_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (`logits.amax(-1)`, `logits.logsumexp(-1) - logits.amax(-1)`) of fp32 logits [N, V], [N, 1] each."""
+    """Returns (`logits.amax(-1)`, `logits.logsumexp(-1) - logits.amax(-1)`) of fp32 logits [N, V], [N, 1] each.
+
+    The distance of rows is always V. Triton makes other code for a distance that is a multiple of 16, and this code may
+    add in another order. A single row may have any distance, also if torch calls it contiguous.
+    """
     assert logits.dtype == torch.float32, "another dtype may have another order of lanes"
-    logits = readable_rows(logits)
-    rows, columns = logits.shape
-    parts = -(-columns // LANES)
+    logits, columns = logits.contiguous(), logits.shape[1]
+    rows, parts = len(logits), -(-columns // LANES)
     (tops, sums), (top, log_sum) = logits.new_empty(2, rows, parts), logits.new_empty(2, rows, 1)
     if logits.numel():
         with torch.cuda.device_of(logits):
             part_sums_kernel[(rows, parts)](
-                logits, tops, sums, logits.stride(0), parts, columns, LANES=LANES, num_warps=8
+                logits, tops, sums, columns, parts, columns, LANES=LANES, num_warps=8
             )
             log_sums_kernel[(rows,)](
                 tops, sums, top, log_sum, parts, PARTS=next_power_of_two(parts), num_warps=1
@@ -110,15 +113,26 @@ def log_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def log_softmax(logits: Tensor) -> Tensor:
     """Returns `(logits - top) - log_sum` with `log_sums`: fp32 [N, V] -> [N, V]."""
-    logits = readable_rows(logits)
+    logits = logits.contiguous()
     top, log_sum = log_sums(logits)
     out = logits.new_empty(logits.shape)
     if out.numel():
         with torch.cuda.device_of(logits):
             log_probs_kernel[(len(out), -(-out.shape[1] // LANES))](
-                logits, top, log_sum, out, logits.stride(0), out.shape[1], LANES=LANES, num_warps=8
+                logits, top, log_sum, out, out.shape[1], out.shape[1], LANES=LANES, num_warps=8
             )
     return out
+
+
+def row_strides(x: Tensor) -> tuple[int, int]:
+    """Returns the strides of dimensions 0 and -2 of x [N, K] or [N, heads, K]. A dimension of size 1 gets the stride of
+    contiguous rows: torch does not define its stride, and Triton makes other code for multiples of 16, which may add in
+    another order."""
+    inner = x.shape[-1]
+    last = x.stride(-2) if x.shape[-2] > 1 else inner
+    if x.dim() == 2:
+        return last, last
+    return x.stride(0) if len(x) > 1 else x.shape[1] * inner, last
 
 
 def next_power_of_two(least: int) -> int:

@@ -107,6 +107,20 @@ def test_paged_queries_have_the_bits_of_packed_ones(packed, window, queries):
     assert torch.equal(found, torch.cat([out[part] for part in last]))
 
 
+def test_keys_without_a_page_in_the_table_are_left_out(packed):
+    """When vLLM starts, it makes sequences that are longer than its table. The memory after a row of this table has
+    pages of NaN."""
+    keys, values, table = paged(packed, [0] * len(LENGTHS))
+    table[:, 2:] = 0
+    lengths, queries = firsts(LENGTHS).diff(), packed[0][: len(LENGTHS)]
+    found, wanted = torch.full_like(queries, torch.nan), torch.full_like(queries, torch.nan)
+    for out, known in ((found, lengths), (wanted, lengths.clamp(max=2 * PAGE))):
+        kernels.attention(
+            *(queries, keys, values, out, firsts([1] * len(LENGTHS)), known, 1, SCALE), table=table[:, :2]
+        )
+    assert lengths.max() > 2 * PAGE and wanted.isfinite().all() and torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shared", [1, 2])
 def test_runs_of_queries_have_the_bits_of_their_sequences(packed, window, shared):
