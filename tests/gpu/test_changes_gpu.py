@@ -25,7 +25,7 @@ def test_two_runs_train_adapters_of_one_engine_at_once(world: World, tmp_path: P
     train_two_adapters(world, tmp_path)
 
 
-def test_engines_join_and_leave_a_run_never_run(world: World) -> None:
+def test_engines_join_and_leave_a_run(world: World) -> None:
     """While the engine of `vime serve` answers, the first engine leaves, and another engine joins on its GPU."""
     run = ChangingRun(world, "disk")
     run_dir = str(run.run_dir)
