@@ -7,7 +7,7 @@ the others, so the sum over the ranks that share the experts is exact. If ranks 
 of the sum, and the parts are added in the order of the ranks. Then the slots are added in their order, and the sum is
 rounded once.
 
-On a GPU, one kernel computes a product of all experts, and the host waits for nothing.
+On a GPU, one kernel computes a product for all experts, and the host waits for nothing.
 
 T tokens, H hidden, E experts, K experts of a token, R ranks, C pairs of a token and an expert, sorted by expert.
 """
@@ -75,7 +75,7 @@ def expert_products(
 
     Args:
         x: [C, I], sorted by expert.
-        ends: int32 [E], the end of each expert's rows. On a GPU, rows from ends[-1] on have undefined results.
+        ends: int32 [E], where each expert's rows end. On a GPU, rows from ends[-1] on have undefined results.
         weights: [E, N, I], or E tensors [N, I].
         dtype: the dtype of the result [C, N].
         multiply: the product. A GPU takes `plain_product` only.
@@ -104,8 +104,8 @@ def expert_outputs(
     second: Tensor,
     multiply: Multiply = plain_product,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the outputs of this rank's experts, unrounded, times the tokens' weights: [C, H], and the row of each
-    pair of a token and an expert, int32 [T, K], negative for experts of other ranks. Without gradient.
+    """Returns the outputs of this rank's experts, unrounded, times the tokens' weights: [C, H], and each pair's
+    row, int32 [T, K], negative for experts of other ranks. Without gradient.
 
     Args:
         x: [T, H].

@@ -22,7 +22,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def find_keys(key, there, FIRST_KEY, TABLE, PAGE: tl.constexpr):
-    """Returns the page and the slot of each key of a sequence."""
+    """Returns each key's page and its slot in this page."""
     if PAGE == 0:
         page, slot = key, (tl.load(FIRST_KEY) + key).to(tl.int64)
     else:

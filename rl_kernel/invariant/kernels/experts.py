@@ -30,7 +30,7 @@ NUMBERS = 64
 
 
 def choose_tile(rows: int, experts: int) -> Tile:
-    """Returns the tile for `rows` rows of all experts together."""
+    """Returns the tile for `rows` rows over all experts."""
     return next(tile for most, tile in MOST_ROWS.items() if rows <= most * experts)
 
 
@@ -54,8 +54,8 @@ def choose_kernel(LOGITS, IDS, stride, E, K: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["PAIRS"])
 def rows_kernel(IDS, ROWS, ENDS, PAIRS, STEP: tl.constexpr):
-    """Writes the rows of one expert's pairs, if the pairs are sorted by expert and then by token, and the end of its
-    rows. The first program writes -1 for negative experts."""
+    """Writes the rows of one expert's pairs, if the pairs are sorted by expert and then by token, and the index after
+    its last row. The first program writes -1 for negative experts."""
     expert = tl.program_id(0)
     lane = tl.arange(0, STEP)
     before = 0
@@ -103,7 +103,7 @@ def expert_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """Computes tiles of the products of all experts, with float32 sums over K from first to last. W [E N, K] has the
+    """Computes tiles of the products for all experts, with float32 sums over K from first to last. W [E N, K] has the
     experts' weights one after the other."""
     tall, broad = tl.load(COUNT), tl.cdiv(N, COLUMNS)
     step = PROGRAMS if PERSISTENT else tl.maximum(tall * broad, 1)
