@@ -111,6 +111,7 @@ def changes(c: Config, shape: Shape) -> Iterator[Sequence[Change]]:
     """Yields, for each flag that changes the memory of a run, its other values, the smallest change first."""
     yield tokens(c)
     yield workspace(c)
+    yield remainders(c)
     yield recomputation(c)
     yield inputs_on_host(c)
     yield host_adam(c)
@@ -150,6 +151,14 @@ def workspace(c: Config) -> list[Change]:
         Change(f"--rl-kernel-workspace-mib {n}", str(now), c.with_values(rl_kernel_workspace_mib=n))
         for n in less
     ]
+
+
+def remainders(c: Config) -> list[Change]:
+    """Returns main weights as remainders of 16 bits."""
+    if c.megatron.use_precision_aware_optimizer or c.megatron.remainders_obstacle:
+        return []
+    on = c.with_values(use_precision_aware_optimizer=True)
+    return [Change("--use-precision-aware-optimizer", "off", on)]
 
 
 def recomputation(c: Config) -> list[Change]:
