@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _BY_COLUMNS = (1, 1, GROUP)
 """Rows and columns that share a scale, of both operands, in the product for a weight's gradient."""
-_ALIGNED = 16
-"""Bytes of which the address of a sum must be a multiple."""
 
 
 @cache

@@ -16,7 +16,7 @@ ALIGNMENT = 16
 
 
 def add_stacked(totals: Sequence[Tensor], parts: Tensor) -> None:
-    """Computes `total += part` for E tensors of equal shape and the parts [E, ...], in any float dtype.
+    """Computes `total += part` for E tensors of equal shape and the parts [E, ...], which are in float32 or in 16 bits.
 
     One kernel adds all parts on a GPU if the totals are contiguous float32 tensors whose addresses are multiples of 16
     bytes, and unless the mode is off. Otherwise torch adds one part after another, with the same bits.
@@ -25,7 +25,7 @@ def add_stacked(totals: Sequence[Tensor], parts: Tensor) -> None:
         settings().mode != "off"
         and machine_refusal(parts.device.type) is None
         and parts.is_contiguous()
-        and all(is_addressable(total) for total in totals)
+        and all(is_addressable(total) and total.device == parts.device for total in totals)
     ):
         from rl_kernel.stacked import kernels
 

@@ -26,7 +26,7 @@ GRADIENT_NORM = Patch(
     replacement="slime.megatron_backend.model.optimizer:norm_at_once",
     condition="in a trainer",
     why="without Transformer Engine and Apex, Megatron waits for the norm of each weight's gradient on the GPU",
-    removed_when="Megatron's own norm is torch.nn.utils.get_total_norm",
+    removed_when="Megatron's own norm does not wait for each weight",
 )
 PATCHES = (*SAFE_READING, GRADIENT_NORM)
 

@@ -16,7 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rl_kernel.invariant.kernels.product import ALIGNMENT, GROUP, Tile, aligned, count_processors
 
 MOST_ROWS: dict[int, Tile] = {
-    16: Tile(16, 32, 256, 4, 4),
+    8: Tile(16, 32, 256, 4, 4),
+    48: Tile(64, 128, 64, 4, 4),
     512: Tile(128, 128, 64, 4, 4, persistent=True),
     2**31: Tile(128, 128, 64, 8, 4, persistent=True),
 }

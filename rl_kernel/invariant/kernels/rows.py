@@ -127,7 +127,7 @@ def log_softmax(logits: Tensor) -> Tensor:
 def row_strides(x: Tensor) -> tuple[int, int]:
     """Returns the strides of dimensions 0 and -2 of x [N, K] or [N, heads, K]. A dimension of size 1 gets the stride of
     contiguous rows: torch does not define its stride, and Triton makes other code for multiples of 16, which may add in
-    another order."""
+    another order. Rows that are parts of wider rows need strides of multiples of 16 on both sides."""
     inner = x.shape[-1]
     last = x.stride(-2) if x.shape[-2] > 1 else inner
     if x.dim() == 2:

@@ -123,8 +123,8 @@ def _sum(module: ExpertLayer, hidden: Tensor) -> Tensor:
 class _ExpertSum(torch.autograd.Function):
     """`apply(powers, group, dtype, rows, x, ends, *weights)` computes the second product of `_ExpertProduct` and sums
     its unrounded results over the experts of each token, and over the ranks: x [C, F], rows [R T, K] -> [T, H] in
-    `dtype`. Collective, forward and backward. One function, because autograd would need the gradient of the unrounded
-    results in their dtype."""
+    `dtype`. Forward and backward are collective. Both steps are one function, because autograd would make the gradient
+    of the unrounded results in their dtype."""
 
     @staticmethod
     def forward(

@@ -40,9 +40,10 @@ def norm_at_once(original: Callable[..., object]) -> Callable[..., object]:
     Engine or Apex."""
 
     def norm(
-        chunk: object, flag: object, tensors: list[list[Tensor]], *unused: object
+        chunk: object, flag: Tensor, tensors: list[list[Tensor]], *unused: object
     ) -> tuple[Tensor, None]:
-        return torch.nn.utils.get_total_norm(tensors[0]).float()[None], None
+        norms = torch._foreach_norm(tensors[0], 2, dtype=torch.float32)
+        return torch.stack([each.to(flag.device) for each in norms]).norm()[None], None
 
     return norm if original is local_multi_tensor_l2_norm else original
 

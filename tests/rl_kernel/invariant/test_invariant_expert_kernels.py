@@ -47,8 +47,9 @@ def test_products_without_rows():
 
 
 def test_the_tile_follows_the_rows_of_an_expert():
-    """The rows are those of a Qwen3-30B-A3B: 256 requests that decode, 2,048 tokens of prompts, and a micro-batch."""
-    assert [experts.choose_tile(8 * tokens, 128) for tokens in (256, 2048, 16384)] == list(experts.TILES)
+    """The rows are those of a Qwen3-30B-A3B: 64 and 256 requests that decode, 2,048 tokens of prompts, and a
+    micro-batch."""
+    assert [experts.choose_tile(8 * tokens, 128) for tokens in (64, 256, 2048, 16384)] == list(experts.TILES)
 
 
 @pytest.mark.parametrize("count, topk", [(7, 3), (128, 8), (60, 4), (8, 8)])

@@ -70,6 +70,11 @@ def test_the_norm_of_all_gradients_is_one_call(checkpoint):
     gradients = [torch.randn(n, 3) for n in (1, 40, 7)]
     norm, _ = clip_grads.l2_norm_impl(65536, torch.zeros(1), [gradients], False)
     torch.testing.assert_close(norm, torch.cat(gradients).norm()[None])
+    rounded = [gradient.bfloat16() for gradient in gradients]
+    norm, _ = clip_grads.l2_norm_impl(65536, torch.zeros(1), [rounded], False)
+    torch.testing.assert_close(
+        norm, torch.cat(rounded).float().norm()[None]
+    )  # the sum is not rounded to bfloat16
     assert norm_at_once(theirs := lambda *call: None) is theirs
 
 

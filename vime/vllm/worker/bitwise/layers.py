@@ -134,7 +134,7 @@ _PRODUCTS = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 _HEADS = (VocabParallelEmbedding, ParallelLMHead)
 LAYERS: dict[str, type] = {base.__name__: _with_our_method(base) for base in (*_PRODUCTS, *_HEADS)}
 LAYERS[RowParallelLinear.__name__] = _with_our_method(RowParallelLinear, forward=_sum_ranks)
-_ROUTERS = (GateLinear, ReplicatedLinear)  # vLLM 0.26 builds Qwen3-MoE's router with the second class
+_ROUTERS = (GateLinear, ReplicatedLinear)  # older vLLMs build Qwen3-MoE's router with the second class
 LAYERS |= {base.__name__: _with_our_method(base, forward=compute_logits) for base in _ROUTERS}
 OPERATORS: dict[str, type] = {
     "RMSNorm": InvariantNorm,
