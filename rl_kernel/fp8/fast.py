@@ -25,7 +25,7 @@ from rl_kernel.fp8.kernels import (
     quantize,
     quantize_blocks,
 )
-from rl_kernel.stacked import addresses, is_addressable
+from rl_kernel.stacked import add_stacked, addresses, is_addressable
 
 Columns = tuple[Tensor, Tensor]
 """Codes and scales of values that are rounded along their columns."""
@@ -136,7 +136,7 @@ def add_expert_gradients(
         add_columns(left, right, spans, addresses(totals))
     else:
         found = multiply_columns(left, right, spans, len(totals), torch.float32)
-        torch._foreach_add_(list(totals), list(found.unbind()))
+        add_stacked(totals, found)
 
 
 def _get_columns(x: Tensor | Columns, spans: RowGroups | None, power_of_two: bool) -> Operand:

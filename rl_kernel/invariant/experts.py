@@ -2,8 +2,8 @@
 
     logits = x @ router.T -> the K largest, in the order of the experts' numbers -> the outputs of these experts -> sum
 
-The outputs of a token's experts stay unrounded in K slots. A rank fills the slots of its own experts, and zero is in
-the others, so the sum over the ranks that share the experts is exact. If ranks split an expert's width, each has a part
+The outputs of a token's experts stay unrounded in K slots. A rank fills the slots of its experts, and the other slots
+are zero, so the sum over the ranks that share the experts is exact. If ranks split an expert's width, each has a part
 of the sum, and the parts are added in the order of the ranks. Then the slots are added in their order, and the sum is
 rounded once.
 

@@ -45,9 +45,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     total = torch.empty_like(out) if added else x
     heads = x.shape[1] if x.dim() == 3 else 1
     rows, block = len(x) * heads, next_power_of_two(x.shape[-1])
-    together = max(
-        1, NORMED // block
-    )  # follows from K only, because the order of a sum follows from the tile
+    # follows from K only, because the order of a sum follows from the tile
+    together = max(1, NORMED // block)
     if out.numel():
         with torch.cuda.device_of(x):
             rms_norm_kernel[(-(-rows // together),)](

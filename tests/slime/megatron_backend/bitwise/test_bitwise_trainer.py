@@ -169,9 +169,8 @@ def test_a_model_with_other_parts_is_refused_before_the_start(root, tmp_path, ki
 
 
 def test_a_card_without_the_kernels_is_refused_before_the_start(root, monkeypatch):
-    monkeypatch.setenv(
-        "TRITON_INTERPRET", "1"
-    )  # for test_bitwise_context.py, if this test imports the kernels first
+    # test_bitwise_context.py needs the interpreter, and this test may import the kernels first
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton")
     from rl_kernel.invariant.kernels import product
 
