@@ -19,8 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from train_fixtures import PROMPTS, SAMPLES, Launch, World, launched, published_weights, rows, samples, vime
+from deadly_hooks import order
+from train_fixtures import (
+    PROMPTS,
+    SAMPLES,
+    Launch,
+    World,
+    launched,
+    published_weights,
+    rows,
+    run,
+    samples,
+    vime,
+)
 
+from slime.rollout.stream.snapshot_file import NAME, SnapshotFile
+from slime.tracking.journal import read_events
 from slime.tracking.ledger import read_ledger
 
 HERE = Path(__file__).parent
@@ -213,3 +227,82 @@ def training(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
     assert [path.name for path in temporary.iterdir() if "torchinductor" not in path.name] == []
     assert set(Path("/dev/shm").glob("sem.*")) <= semaphores
     shutil.rmtree(temporary)
+
+
+def manager_killed(world: World, staleness: int, *more: str, rollouts: int = 6) -> None:
+    """The manager is killed in the first rollout, with a saved position that the driver does not use, and while it
+    computes a reward."""
+    name = f"stale-{staleness}"
+    run_dir = world.root / name
+    for moment in ("reward-2", "log-2", "reward-18"):
+        order(run_dir, moment)
+    flags = [
+        *world.grpo(name, rollouts=rollouts),
+        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--max-staleness", str(staleness)),
+        *("--save", str(run_dir / "checkpoint"), "--save-interval", "4", "--check-weight-update-equal"),
+        *("--custom-rm-path", "deadly_hooks.reward", "--rollout-snapshot-s", "0.2"),
+        *("--custom-rollout-log-function-path", "deadly_hooks.in_log", *more),
+    ]
+    with launched(vime("train", *flags), world.root / f"{name}.out") as launch:
+        assert launch.finish(400) == 0, launch.output[-3000:]
+        assert "Traceback" not in launch.output, launch.output[-3000:]
+        assert launch.output.count("the rollout manager is back after") == 3
+    assert sorted(rows(run_dir, "train/step")) == list(range(rollouts))
+    assert [event["rollout"] for event in read_events(run_dir, ("step",))] == list(range(rollouts))
+    ledger = read_ledger(run_dir)
+    assert ledger.is_exact and ledger.starts == 1 and ledger.again > 0 and ledger.over_limit == 0
+    states = [event["state"] for event in read_events(run_dir, ("engine",))]
+    assert states.count("serving") == 1 and "dead" not in states
+    for step in range(rollouts):
+        versions = [version for s in samples(run_dir, step) for version in s["weight_versions"]]
+        assert step - staleness <= min(versions) and max(versions) <= step, step
+    seconds = [event["seconds"] for event in read_events(run_dir, ("manager_restarted",))]
+    print(f"{name}: restarts took {seconds} s, load {os.getloadavg()[0]:.1f}")
+
+
+def killed_with_a_snapshot(world: World, *more: str, rollouts: int = 5) -> None:
+    """All processes of a run are killed. It resumes with the tokens of its last snapshot.
+
+    Long answers, two sequences at a time: some requests have only a part of their tokens.
+    """
+    run_dir, save = world.root / "killed", world.root / "killed" / "checkpoint"
+    flags = [
+        *world.grpo("killed", rollouts=rollouts),
+        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--max-staleness", "1"),
+        *("--rollout-max-response-len", "240", "--max-tokens-per-gpu", "1024", "--vllm-max-num-seqs", "2"),
+        *(
+            "--save",
+            str(save),
+            "--load",
+            str(save),
+            "--save-interval",
+            "1",
+            "--rollout-snapshot-s",
+            "1",
+            *more,
+        ),
+    ]
+    command = vime("train", *flags)
+    with launched(command, world.root / "killed.out") as launch:
+        launch.wait_for((save / "latest_checkpointed_iteration.txt").exists, "a checkpoint", 300)
+        launch.wait_for(lambda: list(read_events(run_dir, ("checkpoint",))), "its event", 60)
+        launch.wait_for(lambda: _finds_tokens(run_dir), "a snapshot", 120)
+        launch.clean_up()
+    file = SnapshotFile(run_dir / NAME)
+    assert file.load() is not None
+    records = {number: (file.read(number) or {})["samples"] for number in file.lines}
+    stored = {number: sum(s["response_length"] for s in found) for number, found in records.items()}
+    print(f"stored {stored}, states {[s['status'] for found in records.values() for s in found]}")
+    run(command, world.root / "resumed.out", timeout_s=400)
+    restored = {e.get("groups")[0]: e.get("tokens") for e in read_events(run_dir, ("restored",))}
+    print(f"restored {restored}")
+    assert restored and all(tokens <= stored[number] for number, tokens in restored.items())
+    ledger = read_ledger(run_dir)
+    assert ledger.is_exact and ledger.starts == 2 and ledger.trained == set(range(rollouts))
+
+
+def _finds_tokens(run_dir: Path) -> bool:
+    """Returns True if a snapshot with tokens is newer than the first checkpoint."""
+    (first, *_) = read_events(run_dir, ("checkpoint",))
+    later = read_events(run_dir, ("snapshot",), since=first.time)
+    return any(event.get("tokens") for event in later)
