@@ -71,8 +71,8 @@ CASES = {
         **{"prompts": 32, "answers": 8, "max_tokens": 512, "lr": 2e-6, "device": "cuda"},
         **{"micro_tokens": 16384, "micro_samples": 16, "engine_gib": 16.0, "context": 1024},
     ),
-    # The gradients are zero between two steps, so their GPU memory is freed without a copy. The weights move to the
-    # host and back. The optimizer has the lower 16 bits of the main weights, and the upper 16 bits are the weights.
+    # The gradients are zero between two steps, so their GPU memory is freed without a copy. The optimizer has the lower
+    # 16 bits of the main weights, and the upper 16 bits are the weights.
     "qwen3-4b-gpu": PeerCase(
         *(QWEN3, "arithmetic"),
         **{"prompts": 16, "answers": 8, "max_tokens": 512, "lr": 1e-6, "device": "cuda"},
@@ -84,7 +84,7 @@ CASES = {
             "recompute": True,
         },
         flags=(
-            *("--offload-train", "--offload-train-parts", "gradients", "parameters"),
+            *("--offload-train", "--offload-train-parts", "gradients"),
             *("--rl-kernel-workspace-mib", "512", "--use-precision-aware-optimizer"),
         ),
     ),

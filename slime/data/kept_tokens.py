@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_kernel.kept import KeptTokens
+from slime.config.sections.off_policy import TIES
 from slime.data.token_slice import TokenSlice
 from slime.protocols import KEPT_TOKENS, Arrays, GenerateResult
 from slime.protocols.engine_column import EngineColumn
@@ -37,16 +38,18 @@ def append(sample: Sample, kept: Arrays) -> None:
 
 
 def check_answer(sample: Sample, result: GenerateResult, largest: int, params: SamplingParams) -> None:
-    """Raises ValueError, with the sample's name, for an engine's answer without a set for each token.
+    """Raises ValueError, with the sample's name, for an engine's answer without a set for each token, or with log-probs
+    that the cut did not change.
 
-    The request allowed sets of at most `largest` ids. If its top-k keeps no more ids, no set can be larger, so that an
-    empty set is an error too.
+    The request asked for the `largest` likeliest ids, more than top-k keeps. An engine that lists log-probs over the
+    whole vocabulary never returns a smaller set. A set is empty if it has more ids, and an answer may have such sets.
     """
     counts = result.columns[KEPT_TOKENS][1].tolist() if KEPT_TOKENS in result.columns else []
-    empty = counts.count(0) if 0 < params.get("top_k", -1) <= largest else 0
-    if len(counts) == len(result.token_ids) and not empty:
+    is_cut = any(0 < count < largest for count in counts)
+    uncut = bool(counts) and 0 < params.get("top_k", -1) <= largest - TIES and not is_cut
+    if len(counts) == len(result.token_ids) and not uncut:
         return
-    got = f"{empty} empty sets" if empty else f"{len(counts)} sets"
+    got = f"{len(counts)} sets that top-k did not cut" if uncut else f"{len(counts)} sets"
     raise ValueError(
         f"the engine must give a kept set for each token with --replay-kept-tokens, got {got} for "
         f"{len(result.token_ids)} tokens of sample {sample.index} of group {sample.group_index}; its answers must have "
@@ -57,7 +60,7 @@ def check_answer(sample: Sample, result: GenerateResult, largest: int, params: S
 ENGINE = EngineColumn(
     KEPT_TOKENS,
     ("rollout_top_p_token_ids", "rollout_top_p_token_offsets"),
-    asked=lambda config: config.off_policy.replay_kept_tokens,
+    asked=lambda config: config.off_policy.listed_ids,
     append=append,
     check=check_answer,
 )

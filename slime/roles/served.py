@@ -118,7 +118,7 @@ def served_models(c: Config) -> tuple[ServedModel, ...]:
 
 def count_policy_top_tokens(c: Config) -> int:
     """Returns the largest number of token ids per position that a request to the policy's engines may ask for."""
-    return max(c.off_policy.replay_kept_tokens, c.algorithm.centred_ids)
+    return max(c.off_policy.listed_ids, c.algorithm.centred_ids)
 
 
 def teachers(c: Config) -> dict[str, ServedModel]:

@@ -39,6 +39,15 @@ def test_a_run_whose_trainer_was_killed_is_resumed(world: World) -> None:
     resumed_with_a_slow_engine_then_interrupted(run)
 
 
+@pytest.mark.gpu
+def test_an_engine_starts_in_a_process_that_waits(world: World) -> None:
+    """The process has imported the engine's modules, and no GPU is in use before it becomes an engine."""
+    run = FaultyRun(world, "standby")
+    run.flags += ["--engine-standby-s", "1"]
+    engines_killed(run)
+    assert "the imports are done" in (run.run_dir / "logs" / "engine-standby.log").read_text()
+
+
 @pytest.mark.multi_gpu
 def test_trainer_rank_that_dies_is_named_though_its_peers_wait_for_it(world: World) -> None:
     rank_killed(world, "dead", ranks=2)

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from slime.config.fields import flag
 from slime.config.ranges import BOUND, COUNT_OR_ZERO
 
+TIES = 8
+"""Number of ids that a kept set may have in addition to --replay-kept-tokens. Some samplers of vLLM keep all ids whose
+logit equals that of the last id of top-k, and logits in bfloat16 are often equal."""
+
 
 @dataclass(frozen=True)
 class OffPolicyConfig:
@@ -61,9 +65,14 @@ class OffPolicyConfig:
     replay_kept_tokens: int = flag(
         0,
         "top-p, top-k: compute the policy's log-probs over the ids that the engine kept for a token, if these are at "
-        "most that many; 0: over the whole vocabulary",
+        "most that many (and 8 more, for ties); 0: over the whole vocabulary",
         range=COUNT_OR_ZERO,
     )
     use_rollout_routing_replay: bool = flag(
         False, "train with the experts that the engine chose during sampling (models with experts)"
     )
+
+    @property
+    def listed_ids(self) -> int:
+        """Returns the number of likeliest ids per token that requests ask for to find the kept ids; 0: none."""
+        return self.replay_kept_tokens and self.replay_kept_tokens + TIES

@@ -182,11 +182,14 @@ class Muon(torch.optim.Optimizer):
             adam.step()
 
     def load_state_dict(self, state_dict: Group) -> None:
-        """Loads the state. Removes the step count of matrices, which megatron-core sets for all weights."""
+        """Loads the state. Removes the step count of matrices, which megatron-core sets for all weights. torch leaves
+        the other counts on the host, and the fused AdamW needs them on the device of the weights."""
         super().load_state_dict(state_dict)
         for weight, state in self.state.items():
             if weight in self._matrices:
                 state.pop("step", None)
+            else:
+                state["step"] = state["step"].to(weight.device)
 
 
 def find_matrices(parts: Sequence[HiddenGPTModel], settings: MuonSettings) -> dict[Tensor, Matrix]:

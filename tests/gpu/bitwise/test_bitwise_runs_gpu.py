@@ -55,14 +55,14 @@ def check_run(world: World, *flags: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", ["mistral-tiny"], indirect=True)
-def test_a_model_with_windows_has_the_same_bits_never_run(world: World) -> None:
+def test_a_model_with_windows_has_the_same_bits(world: World) -> None:
     check_run(world, "--actor-num-gpus-per-node", "1", *ENGINE)
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("way", ["all_gather", "a2a"])
 @pytest.mark.parametrize("world", ["qwen3-50m", "mistral-tiny"], indirect=True)
-def test_context_parallel_ranks_have_the_bits_of_engines_of_one_never_run(world: World, way: str) -> None:
+def test_context_parallel_ranks_have_the_bits_of_engines_of_one(world: World, way: str) -> None:
     flags = (
         "--actor-num-gpus-per-node",
         "2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -127,6 +128,19 @@ def test_small_updates_of_fp8_weights_reach_the_engine(world: World) -> None:
     check(world, tolerance=ROUNDING)
 
 
+def test_held_out_losses_of_fine_tuning(world: World) -> None:
+    held_out = (
+        "--eval-interval",
+        "4",
+        "--eval-prompt-data",
+        "held-out",
+        f"{world.data / 'sft.jsonl'}@[7000:]",
+    )
+    run(vime("train", *world.sft("sft", rollouts=8), *held_out, "--lr", "1e-3"), world.root / "sft.out")
+    losses = [row["eval/held-out/loss"] for _, row in sorted(rows(world.root / "sft", "eval/step").items())]
+    assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
+
+
 def odd(args: object, sample: Sample) -> float:
     return float(sample.tokens[-1] % 2)
 
@@ -145,7 +159,7 @@ def test_the_python_api(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     first = api.train(flags, reward=odd, wait=False)
     while first.state == "running" and len(first.metrics) < 2:
-        first.wait(1)
+        time.sleep(0.1)
     first.stop()
     assert first.wait(120).state == "interrupted"
     done = len(first.metrics)

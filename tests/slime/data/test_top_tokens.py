@@ -169,16 +169,22 @@ def answer(kept):
 
 @pytest.mark.parametrize(
     ("kept", "cut", "got"),
-    [(None, False, "0 sets"), (([5], [1]), False, "1 sets"), (([5], [1, 0]), True, "1 empty sets")],
+    [
+        (None, False, "0 sets"),
+        (([5], [1]), False, "1 sets"),
+        (([], [0, 0]), True, "2 sets that top-k did not cut"),
+        ((range(9), [9, 0]), True, "2 sets that top-k did not cut"),
+    ],
 )
 def test_an_answer_without_kept_sets_is_refused_by_the_samples_name(kept, cut, got):
     message = f"kept set for each token .* got {got} for 2 tokens of sample 7 of group 3; its answers must"
     with pytest.raises(ValueError, match=message):
-        kept_tokens.check_answer(Sample(index=7, group_index=3), answer(kept), 8, {"top_k": 8 if cut else 9})
+        kept_tokens.check_answer(Sample(index=7, group_index=3), answer(kept), 9, {"top_k": 1 if cut else 2})
 
 
 def test_a_set_that_was_too_large_or_no_token_at_all_is_no_error():
-    kept_tokens.check_answer(Sample(), answer(([5], [1, 0])), 8, {})
+    kept_tokens.check_answer(Sample(), answer(([5], [1, 0])), 9, {})
+    kept_tokens.check_answer(Sample(), answer(([5, 6], [2, 0])), 9, {"top_k": 1})  # a tie, and a larger one
     kept_tokens.check_answer(Sample(), GenerateResult([], [], "", "abort", [0]), 8, {"top_k": 1})
 
 

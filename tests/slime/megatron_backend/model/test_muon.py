@@ -118,6 +118,21 @@ def test_steps_of_a_model_equal_torchs_muon_and_adamw(checkpoint, tmp_path):
         torch.testing.assert_close(tensor, wanted[name].data, rtol=0, atol=1e-4, msg=name)
 
 
+def test_loaded_state_is_on_the_device_of_its_weight():
+    """The device of meta tensors takes the place of a GPU."""
+
+    def make(device):
+        weights = [torch.zeros(shape, device=device) for shape in ((4, 4), (4,))]
+        settings = {"lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.99), "eps": 1e-8}
+        return Muon([{"params": weights, **settings}], {weights[0]: Matrix()}, PLAIN)
+
+    loaded = make("meta")
+    loaded.load_state_dict(make("cpu").state_dict())
+    states = list(loaded.state.values())
+    assert [sorted(state) for state in states] == [["momentum_buffer"], ["exp_avg", "exp_avg_sq", "step"]]
+    assert all(value.is_meta for state in states for value in state.values())
+
+
 @pytest.mark.usefixtures("single_rank")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_resumes_to_the_last_bit(checkpoint, tmp_path, dtype):
