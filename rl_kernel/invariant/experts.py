@@ -64,6 +64,43 @@ def expert_weights(logits: Tensor, ids: Tensor, *, normalised: bool) -> Tensor:
     return with_plain_gradient(plain, value, logits)
 
 
+def route(
+    logits: Tensor, topk: int, *, normalised: bool, sigmoid: bool = False, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns the experts of each token, int64 [T, K] ascending, and their weights, fp32 [T, K].
+
+        softmax: the K largest logits, and `expert_weights`
+        sigmoid: s = logits.sigmoid(), the K largest s + bias, and s[ids] / (s[ids].sum(-1) + 1e-20)
+
+    Without `normalised`, or with K = 1, the weights of the second kind are s[ids]. The weights are differentiable in
+    the logits.
+
+    Args:
+        logits: fp32 [T, E].
+        topk: K.
+        normalised: whether the weights of a token's experts have the sum 1.
+        sigmoid: whether scores are sigmoids.
+        bias: fp32 [E], added to sigmoid scores for the choice only.
+    """
+    if not sigmoid:
+        ids = choose_experts(logits.detach(), topk)
+        return ids, expert_weights(logits, ids, normalised=normalised)
+    scores = with_plain_gradient(torch.sigmoid, _sigmoid, logits)
+    known = scores.detach()
+    ids = choose_experts(known if bias is None else known + bias, topk)
+    chosen = scores.gather(1, ids)
+    if not normalised or topk == 1:
+        return ids, chosen
+    total = chosen[:, :1]
+    for slot in range(1, topk):  # torch.sum may add in another order for another number of tokens
+        total = total + chosen[:, slot : slot + 1]
+    return ids, chosen / (total + 1e-20)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return x.sigmoid() if x.is_cuda else (1 / (1 + exact.exp(-x.double()))).float()
+
+
 def expert_products(
     x: Tensor,
     ends: Tensor,

@@ -138,12 +138,12 @@ def swiglu(x: Tensor, weights: Tensor | None = None) -> Tensor:
     return out if weights is None else (out * weights[..., None]).to(x.dtype)
 
 
-def angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (cos, sin) of `positions.float()[:, None] * frequencies`: positions [N], frequencies [D / 2] -> fp32 [N,
-    1, D / 2]. The results are constants. Every device computes in float64."""
+def angles(positions: Tensor, frequencies: Tensor, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Returns `amplitude` times (cos, sin) of `positions.float()[:, None] * frequencies`: positions [N], frequencies
+    [D / 2] -> fp32 [N, 1, D / 2]. The results are constants. Every device computes in float64."""
     turned = positions.float()[:, None, None] * frequencies.float()
     cos, sin = exact.cos_and_sin(turned.double())
-    return cos.float(), sin.float()
+    return (cos * amplitude).float(), (sin * amplitude).float()
 
 
 def rotate(x: Tensor, angles: Tensor, positions: Tensor) -> Tensor:

@@ -13,13 +13,16 @@ from slime.config.sections.weight_update import EACH
 from slime.hardware import HARDWARE
 from slime.hooks import MissingHookError, load_function
 from slime.models import Decoder, Experts
+from slime.models.rope import Rope
 from slime.records.errors import FlagError
 
 PROVIDER = "--selected-logprob-provider"
 BITWISE_DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
 """--device -> the dtypes that rl_kernel.invariant computes on that device."""
-BITWISE_ROPES = ("default", "llama3")
+BITWISE_ROPES = ("default", "llama3", "yarn")
 """Kinds of rotary embeddings that engines compute with the trainer's angles."""
+_FACTORS = {"attention_factor", "mscale", "mscale_all_dim"}
+"""Settings of YaRN that vLLM 0.26 ignores."""
 BITWISE_SHARED_KIB = 227
 """KiB of a GPU's shared memory that the kernels of rl_kernel.invariant need (SHARED_BYTES of its product)."""
 
@@ -134,6 +137,11 @@ def _check_bitwise(c: Config) -> None:
         )
 
 
+def has_bitwise_angles(rope: Rope) -> bool:
+    """Returns whether engines compute with the trainer's angles."""
+    return rope.kind in BITWISE_ROPES and not _FACTORS & rope.settings.keys()
+
+
 def check_bitwise_model(c: Config, decoder: Decoder) -> None:
     """Raises ValueError with the parts of the model that no operator of --rlk-bitwise computes, according to
     config.json.
@@ -153,7 +161,7 @@ def check_bitwise_model(c: Config, decoder: Decoder) -> None:
         "sinks": decoder.sinks,
         "capped scores": decoder.attention_cap is not None,
         "capped logits": decoder.logit_cap is not None,
-        "rotary frequencies of another kind": any(rope.kind not in BITWISE_ROPES for rope in decoder.ropes),
+        "rotary frequencies of another kind": not all(map(has_bitwise_angles, decoder.ropes)),
         "interleaved rotary pairs": any(rope.interleaved for rope in decoder.ropes),
         f"heads of {size} (no power of two)": on_gpu and size & (size - 1) != 0,
     }
@@ -173,8 +181,11 @@ def _uncomputed_experts(experts: Experts | None) -> dict[str, bool]:
     if experts is None:
         return {}
     return {
-        "sigmoid scores of experts": experts.score != "softmax" or experts.bias or experts.groups is not None,
-        "a shared expert": experts.shared > 0,
+        "scores of experts of another kind": experts.score not in ("softmax", "sigmoid"),
+        "groups of experts": experts.groups is not None,
+        "biases of a router with softmax scores": experts.bias and experts.score == "softmax",
+        "scaled sums of experts": experts.scale not in (None, 1.0),
+        "a shared expert with a gate": experts.shared > 0 and experts.shared_gate,
         "biases of experts": experts.biases,
     }
 

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.gpu
 SERVED = (
     *("llama", "mistral", "glm4", "mimo", "gemma3", "gpt-oss", "qwen2-moe", "minimax-m2"),
     *("olmo3", "nemotron-h", "nemotron-3"),
-    *("deepseek", "kimi-k2", "kimi-k2-5", "glm4-moe-lite"),
+    *("deepseek", "kimi-k2", "kimi-k2-5", "glm4-moe-lite", "gemma2"),
 )
 DELTA_NETS = [name for name, case in CASES.items() if case.kind.startswith(("qwen3_next", "qwen3_5"))]
-NEVER_RUN = ("gemma2", "gemma4", "gemma4-moe", "gemma4-published", "glm-5", "deepseek-v32")
+NEVER_RUN = ("gemma4", "gemma4-moe", "gemma4-published", "glm-5", "deepseek-v32")
 _LATENT = {"qk_nope_head_dim": 128, "v_head_dim": 128}
 SHAPES = {
     **dict.fromkeys(("deepseek", "kimi-k2", "kimi-k2-5"), _LATENT),

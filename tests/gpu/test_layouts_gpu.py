@@ -23,9 +23,12 @@
     same-width  as width, with --rlk-bitwise
     same-data   as data, and the trainer's ranks share the experts, with --rlk-bitwise
 
+    same-glm    as same-one, with sigmoid scores and a shared expert
+    same-glm-2  as same-ranks, with sigmoid scores and a shared expert
+
 Each engine compares all of its weights with the trainer's after every update (--check-weight-update-equal). The
 engines' memory is given in bytes, because vLLM's own measurement would count the other runs' memory. All layouts of a
-group take as long as the slowest run. The last group has never passed.
+group take as long as the slowest run. The last two layouts have never run.
 """
 
 from __future__ import annotations
@@ -120,7 +123,15 @@ SAME = {
     "same-width": SPLITS["width"],
     "same-data": (*LAYOUTS["data"], *WHOLE),
 }
-GROUPS = {"layouts": LAYOUTS, "splits": SPLITS, "channels": CHANNELS, "teachers": TEACHERS, "same": SAME}
+GLM = {"same-glm": SAME["same-one"], "same-glm-2": SAME["same-ranks"]}
+GROUPS = {
+    "layouts": LAYOUTS,
+    "splits": SPLITS,
+    "channels": CHANNELS,
+    "teachers": TEACHERS,
+    "same": SAME,
+    "glm": GLM,
+}
 CASES = {layout: flags for group in GROUPS.values() for layout, flags in group.items()}
 ENGINES = {
     "tensor": ["{0},{1}"],
@@ -142,9 +153,11 @@ ENGINES = {
     "same-ranks": ["{0},{1}"],
     "same-width": ["{0},{1}"],
     "same-data": ["{0}", "{1}"],
+    "same-glm": ["{0}"],
+    "same-glm-2": ["{0},{1}"],
 }
 """GPUs that the engines of a layout must see. The policy's and a teacher's engine have the same name."""
-EXPERTS, DENSE = "qwen3-moe-tiny", "qwen3-50m"
+EXPERTS, SHARED, DENSE = "qwen3-moe-tiny", "glm-moe-tiny", "qwen3-50m"
 
 
 def gpus() -> list[str]:
@@ -154,9 +167,10 @@ def gpus() -> list[str]:
 
 
 def flags(root: Path, layout: str) -> list[str]:
-    model, run_dir = root / (EXPERTS if layout in {"experts", "width", *SAME} else DENSE), root / layout
+    arch = EXPERTS if layout in {"experts", "width", *SAME, *GLM} else DENSE
+    model, run_dir = root / (SHARED if "glm" in layout else arch), root / layout
     compared = ("--rlk-consistency", "audit", "--vllm-enforce-eager")
-    if layout in SAME:  # with CUDA graphs
+    if layout in SAME or layout in GLM:  # with CUDA graphs
         compared = ("--rlk-consistency", "strict", "--rlk-bitwise")
     return [
         *("--device", "cuda", "--hf-checkpoint", str(model), "--run-dir", str(run_dir)),
@@ -225,7 +239,7 @@ Runs = tuple[Path, dict[tuple[str, str], str]]
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a directory with the models of all layouts."""
     root = tmp_path_factory.mktemp("layouts")
-    for arch in (DENSE, EXPERTS):
+    for arch in (DENSE, EXPERTS, SHARED):
         make = [sys.executable, str(ROOT / "scripts" / "make_model.py"), "--arch", arch, "--random"]
         subprocess.run([*make, "--arithmetic", "--device", "cpu", str(root / arch)], check=True, timeout=120)
     return root
@@ -278,7 +292,7 @@ def test_a_run_ends_well_and_its_engines_agree_with_the_trainer(
         assert row["consistency/tokens"] == sum(sample["response_length"] for sample in found)
         assert row["consistency/not_comparable_tokens"] == 0
         assert row["consistency/abs_dlogp_mean"] < 0.02 and row["consistency/abs_dlogp_max"] < 0.5
-        if layout in SAME:
+        if layout in SAME or layout in GLM:
             assert row["consistency/bitwise_equal_tokens"] == row["consistency/tokens"]
 
 

@@ -1,4 +1,4 @@
-"""Tests the inputs of layers on the host on one GPU: the same bits, and less memory of the GPU."""
+"""Tests the inputs of layers on the host on one GPU: the same gradients, and less memory of the GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ def gradients_and_peak(directory: Path, **flags: object) -> tuple[torch.Tensor, 
     return model.buffers[0].grad_data.clone(), torch.cuda.max_memory_allocated() - before
 
 
-def test_inputs_of_layers_leave_the_gpu_never_run(tmp_path: Path) -> None:
+def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return (got.float() - wanted.float()).norm().item()
+
+
+def test_inputs_of_layers_leave_the_gpu(tmp_path: Path) -> None:
+    """The gradients differ by no more than those of two passes whose inputs stay on the GPU. torch's flash attention
+    adds the gradients of queries in any order."""
     from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 
     megatron_cases.tiny_checkpoint(
@@ -41,8 +47,10 @@ def test_inputs_of_layers_leave_the_gpu_never_run(tmp_path: Path) -> None:
     init_parallel(0, 1, config, init_method=f"file://{tmp_path}/store", local_rank=0)
     try:
         wanted, most = gradients_and_peak(tmp_path / "hf")
+        again, _ = gradients_and_peak(tmp_path / "hf")
         got, peak = gradients_and_peak(tmp_path / "hf", cpu_offloading=True)
     finally:
         destroy_parallel()
-    assert torch.equal(got, wanted) and wanted.abs().max() > 0
+    print(f"differences: {difference(got, wanted)}, without offloading {difference(again, wanted)}")
+    assert difference(got, wanted) <= 2 * difference(again, wanted) and wanted.abs().max() > 0
     assert most - peak > 0.8 * (LAYERS - 1) * TOKENS * HIDDEN * 2

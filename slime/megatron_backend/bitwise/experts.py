@@ -42,9 +42,15 @@ def _gate(module: Router, input: Tensor) -> Tensor:
 def _route(module: Router, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Replaces Megatron's routing: logits [S, B, E] -> weights and the choice, both [T, E]."""
     logits = logits.flatten(0, -2)
-    ids = invariant.choose_experts(logits.detach(), module.topk)
+    sigmoid = module.score_function == "sigmoid"
+    ids, weights = invariant.route(
+        logits,
+        module.topk,
+        normalised=sigmoid or not module.config.moe_router_pre_softmax,
+        sigmoid=sigmoid,
+        bias=module.expert_bias,
+    )
     module.router_replay.ids = ids
-    weights = invariant.expert_weights(logits, ids, normalised=not module.config.moe_router_pre_softmax)
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
     return torch.zeros_like(logits).scatter(1, ids, weights), chosen
 
@@ -161,8 +167,10 @@ def find_difference(module: Router | GatedExperts | ExpertLayer) -> str | None:
     parts: dict[str, bool] = {}
     if isinstance(module, Router):
         parts = {
-            "sigmoid scores": module.score_function != "softmax",
-            "router biases": module.bias is not None or module.expert_bias is not None,
+            "scores of another kind": module.score_function not in ("softmax", "sigmoid"),
+            "groups of experts": module.config.moe_router_num_groups is not None,
+            "router biases": module.bias is not None
+            or (module.expert_bias is not None and module.score_function != "sigmoid"),
             "scaled weights": module.config.moe_router_topk_scaling_factor not in (None, 1.0),
         }
     elif isinstance(module, GatedExperts):
@@ -176,7 +184,7 @@ def find_difference(module: Router | GatedExperts | ExpertLayer) -> str | None:
         }
     else:
         parts = {
-            "a shared expert": module.use_shared_expert,
+            "a shared expert that overlaps": module.config.moe_shared_expert_overlap,
             "more ranks with experts than experts of a token": not isinstance(
                 module.token_dispatcher, GatheringDispatcher
             ),

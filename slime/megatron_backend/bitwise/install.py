@@ -38,13 +38,13 @@ from slime.megatron_backend.model.attention import (
     padded_attention,
 )
 from slime.megatron_backend.model.gpt import HiddenGPTModel
-from slime.megatron_backend.model.layers import DecoderLayer, GatedMLP, NormedLinear
+from slime.megatron_backend.model.layers import DecoderLayer, GatedMLP, NormedLinear, SharedExpert
 from slime.megatron_backend.model.model_config import params_dtype
 from slime.megatron_backend.model.moe.experts import ExpertLayer, GatedExperts, Router
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.megatron_backend.model.products.fp8 import Fp8Forward
 from slime.models.rope import Rope
-from slime.rules.kernels import BITWISE_ROPES
+from slime.rules.kernels import has_bitwise_angles
 
 
 def adaptation(config: Config) -> Callable[[Sequence[nn.Module]], None] | None:
@@ -137,7 +137,7 @@ def _attend_packed(
 
 def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Returns cos and sin. The frequencies are computed on the host, as in the engine."""
-    return invariant.angles(positions, rope.frequencies().to(positions.device))
+    return invariant.angles(positions, rope.frequencies().to(positions.device), rope.amplitude)
 
 
 def _give_outputs(module: ColumnParallelLinear) -> None:
@@ -154,7 +154,7 @@ def _give_norm(module: RMSNorm) -> None:
     module.compute = invariant.rms_norm
 
 
-def _give_activation(module: GatedMLP) -> None:
+def _give_activation(module: GatedMLP | SharedExpert) -> None:
     module.gated = invariant.swiglu
 
 
@@ -172,6 +172,7 @@ _INSTALLERS: dict[type, dict[str, Callable[..., None]]] = {
     RowParallelLinear: {"product": _give_sum},
     RMSNorm: {"norm": _give_norm},
     GatedMLP: {"activation": _give_activation},
+    SharedExpert: {"activation": _give_activation},
     PackedAttention: {"attention": _give_attention},
     HiddenGPTModel: {"rotary": _give_angles},
     Router: {"product": use_router},
@@ -199,6 +200,8 @@ def _reason(module: nn.Module) -> str | None:
         return "centred at zero"
     if isinstance(module, RowParallelLinear) and not module.input_is_parallel:
         return "input of all ranks"
+    if isinstance(module, SharedExpert) and module.gate_weight is not None:
+        return "with a gate"
     if isinstance(module, (Router, GatedExperts, ExpertLayer)):
         return find_difference(module)
     if isinstance(module, PackedAttention):
@@ -212,9 +215,7 @@ def _reason(module: nn.Module) -> str | None:
         parts = {
             "capped logits": described.logit_cap is not None,
             "scaled embedding": described.embedding_scale != 1,
-            "rotary frequencies of another kind": any(
-                rope.kind not in BITWISE_ROPES for rope in described.ropes
-            ),
+            "rotary frequencies of another kind": not all(map(has_bitwise_angles, described.ropes)),
             "interleaved rotary pairs": any(rope.interleaved for rope in described.ropes),
         }
         return next((name for name, there in parts.items() if there), None)

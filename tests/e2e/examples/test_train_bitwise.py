@@ -25,6 +25,11 @@ LLAMA3 = {
     **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
 }
 """Frequencies of Llama 3.1, whose waves of more than 16 tokens are stretched."""
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
+    "original_max_position_embeddings": 64,
+}
+"""Frequencies of YaRN, with which cos and sin are multiplied by 1.14."""
 BITWISE = ("--colocate", "--rlk-bitwise", "--rlk-consistency", "strict")
 
 
@@ -93,8 +98,9 @@ def test_twenty_steps_have_the_same_bits(world: World, ranks: int) -> None:
         ("mimo-tiny", {}, ("--trust-remote-code",)),
         ("llama-tiny", {"rope_scaling": None, "rope_parameters": PLAIN}, ()),
         ("llama-tiny", {"rope_scaling": None, "rope_parameters": LLAMA3}, ()),
+        ("llama-tiny", {"rope_scaling": None, "rope_parameters": YARN}, ()),
     ],
-    ids=["mistral", "window", "mimo", "llama", "llama3"],
+    ids=["mistral", "window", "mimo", "llama", "llama3", "yarn"],
 )
 def test_other_families_have_the_same_bits(
     arch: str, changes: dict[str, object], flags: tuple[str, ...]

@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from train_fixtures import World, make_world, rows, run, samples, vime
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,6 +34,18 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     yield from make_world(arch="qwen3-moe-tiny")
+
+
+@pytest.fixture
+def glm() -> Iterator[World]:
+    """Yields a GLM: a dense layer, then one with sigmoid scores, a shared expert and a bias, which is not zero."""
+    for made in make_world(arch="glm-moe-tiny"):
+        path = made.model / "model.safetensors"
+        weights = load_file(path)
+        for name in (name for name in weights if name.endswith("e_score_correction_bias")):
+            weights[name] = torch.linspace(-0.05, 0.05, len(weights[name]))
+        save_file(weights, path, {"format": "pt"})
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +92,17 @@ def test_experts_have_the_same_bits(world: World) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_with_experts_have_the_same_bits(world: World, layout: str) -> None:
     assert compare(world, layout, 3, *LAYOUTS[layout], ranks=2) > 400
+
+
+@pytest.mark.slow
+def test_sigmoid_scores_and_a_shared_expert_have_the_same_bits(glm: World) -> None:
+    assert compare(glm, "one", 2) > 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_with_a_shared_expert_have_the_same_bits(glm: World, layout: str) -> None:
+    assert compare(glm, layout, 2, *LAYOUTS[layout], ranks=2) > 400
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Tests whole runs with --rlk-bitwise: a model whose layers have sliding windows, and two context-parallel ranks."""
+"""Tests whole runs with --rlk-bitwise: models whose layers have sliding windows, or frequencies of YaRN, and two
+context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +12,10 @@ from train_fixtures import World, make_world, rows, run, samples, vime
 ROLLOUTS, WINDOW = 2, 24
 """The window is shorter than most samples, so that an engine frees pages during a request. The kernel has steps of 64
 keys, and samples of up to about 180 tokens also begin after its first step."""
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
+    "original_max_position_embeddings": 1024,
+}
 FLAGS = (
     *("--colocate", "--rlk-bitwise", "--rlk-consistency", "strict"),
     *("--rollout-max-response-len", "160", "--max-tokens-per-gpu", "1024"),
@@ -26,13 +31,12 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     """Yields a world with a model of this architecture. A Mistral gets the window and is in bfloat16."""
     for made in make_world("cuda", request.param):
         if request.param == "mistral-tiny":
-            give_window(made)
+            change(made, sliding_window=WINDOW, dtype="bfloat16")
         yield made
 
 
-def give_window(world: World) -> None:
+def change(world: World, **changes: object) -> None:
     file = world.model / "config.json"
-    changes = {"sliding_window": WINDOW, "dtype": "bfloat16"}
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
@@ -56,6 +60,13 @@ def check_run(world: World, *flags: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", ["mistral-tiny"], indirect=True)
 def test_a_model_with_windows_has_the_same_bits(world: World) -> None:
+    check_run(world, "--actor-num-gpus-per-node", "1", *ENGINE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", ["qwen3-50m"], indirect=True)
+def test_a_model_with_yarn_has_the_same_bits_never_run(world: World) -> None:
+    change(world, rope_scaling=None, rope_parameters=YARN)
     check_run(world, "--actor-num-gpus-per-node", "1", *ENGINE)
 
 

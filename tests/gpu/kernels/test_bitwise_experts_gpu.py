@@ -100,6 +100,20 @@ def test_a_cuda_graph_serves_other_tokens(weights):
         assert torch.equal(out, layer(other, weights))
 
 
+def test_sigmoid_scores_have_the_same_bits_in_any_batch():
+    """Also for logits at another address, and the choice is that of plain PyTorch."""
+    logits, bias = draw(3000, EXPERTS, seed=7).float(), draw(EXPERTS, seed=8, scale=0.1).float()
+    route = partial(invariant.route, topk=TOPK, normalised=True, sigmoid=True, bias=bias)
+    ids, weights = route(logits)
+    assert torch.equal(ids, (logits.sigmoid() + bias).topk(TOPK).indices.sort().values)
+    torch.testing.assert_close(weights.sum(1), torch.ones_like(weights[:, 0]))
+    for first, last in ((0, 1), (7, 8), (5, 18), (100, 1300)):
+        part = route(
+            torch.cat((logits[:1, :3].flatten(), logits[first:last].flatten()))[3:].view(-1, EXPERTS)
+        )
+        assert torch.equal(part[0], ids[first:last]) and torch.equal(part[1], weights[first:last])
+
+
 def test_the_host_waits_for_nothing(weights):
     x = draw(300, HIDDEN, seed=10)
     layer(x, weights)

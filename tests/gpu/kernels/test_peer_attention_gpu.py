@@ -8,7 +8,7 @@ from verl_attention import packed_attention
 pytestmark = pytest.mark.gpu
 
 
-def test_packed_attention_of_verl_equals_attention_per_sequence_never_run():
+def test_packed_attention_of_verl_equals_attention_per_sequence():
     lengths = [1, 37, 300]
     torch.manual_seed(0)
     q, k, v = (

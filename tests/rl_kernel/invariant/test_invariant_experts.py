@@ -82,6 +82,38 @@ def test_equal_logits_choose_the_smaller_numbers() -> None:
     assert invariant.choose_experts(logits, 3).tolist() == [[0, 1, 3], [0, 1, 2]]
 
 
+def test_sigmoid_scores_are_those_of_plain_pytorch() -> None:
+    """The bias takes part in the choice only. Without it, other experts would be chosen for most tokens."""
+    bias, upstream = draw(EXPERTS, seed=5) / 3, draw(TOKENS, TOPK, seed=6)
+    x = X.clone().requires_grad_()
+    logits = x @ ROUTER.T
+    scores = logits.sigmoid()
+    wanted_ids = (scores + bias).topk(TOPK).indices.sort().values
+    assert (wanted_ids != scores.topk(TOPK).indices.sort().values).any()
+    for normalised in (True, False):
+        ids, weights = invariant.route(logits, TOPK, normalised=normalised, sigmoid=True, bias=bias)
+        chosen = scores.gather(1, wanted_ids)
+        wanted = chosen / chosen.sum(1, keepdim=True) if normalised else chosen
+        assert torch.equal(ids, wanted_ids)
+        torch.testing.assert_close(weights, wanted, rtol=0, atol=2e-7)
+        found, plain = (
+            torch.autograd.grad(made, logits, upstream, retain_graph=True)[0] for made in (weights, wanted)
+        )
+        torch.testing.assert_close(found, plain, rtol=0, atol=1e-6)
+    one, alone = invariant.route(logits, 1, normalised=True, sigmoid=True)
+    torch.testing.assert_close(alone, scores.gather(1, one), rtol=0, atol=1e-7)
+    assert torch.equal(one[:, 0], logits.argmax(1))
+
+
+def test_sigmoid_scores_have_the_same_bits_alone_and_in_another_order() -> None:
+    logits, bias = invariant.router_logits(X, ROUTER), draw(EXPERTS, seed=5)
+    whole = invariant.route(logits, TOPK, normalised=True, sigmoid=True, bias=bias)
+    rows = [invariant.route(row, TOPK, normalised=True, sigmoid=True, bias=bias) for row in logits.split(1)]
+    turned = invariant.route(logits.flip(0), TOPK, normalised=True, sigmoid=True, bias=bias)
+    for mine, single, other in zip(whole, zip(*rows, strict=True), turned, strict=True):
+        assert torch.equal(torch.cat(single), mine) and torch.equal(other.flip(0), mine)
+
+
 def test_gradients_of_the_router_are_plain() -> None:
     upstream = draw(TOKENS, TOPK, seed=4)
     ids, _ = choose(X)

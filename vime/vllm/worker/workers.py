@@ -66,6 +66,7 @@ class RunWorker(_Base):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Loads the model, whose logits are then divided by the temperature of the settings."""
         super().load_model(load_dummy_weights=load_dummy_weights)
+        bitwise.adapt(self.get_model(), self.settings.bitwise)
         if self.settings.temperature != 1:
             divide_logits(self.get_model(), self.settings.temperature)
 

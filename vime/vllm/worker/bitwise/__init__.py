@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 _COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}
-ENVIRONMENT = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}  # graphs of parts without torch.compile
+ENVIRONMENT = {
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",  # graphs of parts without torch.compile
+    "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",  # one stream issues the sums over ranks in the same order on each rank
+}
 """Environment variables of a bitwise server, on each device."""
 
 
@@ -51,6 +54,14 @@ def use_log_probs(runner: object) -> None:
     from vime.vllm.worker.bitwise import sampling
 
     sampling.use_log_probs(runner)
+
+
+def adapt(model: nn.Module, chosen: Collection[str]) -> None:
+    """Sets our operators in modules that vLLM builds without its registry. Call it before the first pass."""
+    if "product" in chosen:
+        from vime.vllm.worker.bitwise.experts import replace_plain_routers
+
+        replace_plain_routers(model)
 
 
 def require(model: nn.Module, chosen: Collection[str]) -> None:

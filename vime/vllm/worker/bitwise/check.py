@@ -21,7 +21,16 @@ _PASSES_ON = {
     *("MistralForCausalLM", "MistralModel", "MistralDecoderLayer", "MistralAttention", "MistralMLP"),
     *("MiMoForCausalLM", "MiMoModel"),
     *("Qwen3MoeForCausalLM", "Qwen3MoeModel", "Qwen3MoeDecoderLayer", "Qwen3MoeAttention", "Qwen3MoeMLP"),
-    "Qwen3MoeSparseMoeBlock",
+    *(
+        "Glm4MoeForCausalLM",
+        "Glm4MoeModel",
+        "Glm4MoeDecoderLayer",
+        "Glm4MoeAttention",
+        "Glm4MoE",
+        "Glm4MoeMLP",
+    ),
+    *("Qwen3MoeSparseMoeBlock", "MoERunner", "SharedExperts"),
+    "GroupedTopk",  # it chooses experts, and our method of experts does not call it
     "ApplyRotaryEmb",  # a part of vLLM's rotary embedding, which our class does not call
 }
 """vLLM's classes that only call other modules. Their source was read."""
@@ -41,7 +50,7 @@ def _reason(path: str, module: nn.Module) -> str | None:
     name = type(module).__name__
     if name == "MistralAttention" and module.do_llama_4_scaling:
         return "MistralAttention with queries that grow with their position"
-    if type(module) in OPERATORS.values() or name in _PASSES_ON:
+    if type(module) in (*OPERATORS.values(), experts.PlainRouter) or name in _PASSES_ON:
         return None
     if type(module) in LAYERS.values():
         method = module.quant_method
@@ -49,11 +58,9 @@ def _reason(path: str, module: nn.Module) -> str | None:
             return f"{name} with {type(method).__name__}"
         if isinstance(module, ReplicatedLinear) and (not path.endswith(".gate") or module.bias is not None):
             return "a replicated layer that is no router, or a router with a bias"
-        return _other_sum(module) if isinstance(module, RowParallelLinear) else None
+        return _other_sum(path, module) if isinstance(module, RowParallelLinear) else None
     if isinstance(module, RoutedExperts):
         return experts.why_not_ours(module)
-    if name == "MoERunner":
-        return None if module.shared_experts is None else "a shared expert"
     if isinstance(module, Attention):
         return why_not_ours(module.impl)
     if isinstance(module, LogitsProcessor):
@@ -61,10 +68,12 @@ def _reason(path: str, module: nn.Module) -> str | None:
     return name
 
 
-def _other_sum(layer: RowParallelLinear) -> str | None:
+def _other_sum(path: str, layer: RowParallelLinear) -> str | None:
     """Returns why a sum over ranks differs from the sum of the trainer's corresponding layer, or None."""
     if layer.tp_size == 1:
         return None
     if not layer.input_is_parallel:
         return "a row-parallel layer that splits its input"
-    return None if layer.reduce_results else "a row-parallel layer without its sum"
+    if layer.reduce_results or ".shared_experts." in path:  # vLLM's sum adds the zeros of the other ranks
+        return None
+    return "a row-parallel layer without its sum"

@@ -40,8 +40,13 @@ class InvariantExperts(UnquantizedFusedMoEMethod):
         self, layer: RoutedExperts, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
     ) -> Tensor:
         """Maps x [T, H] and logits [T, E] to the sum of the experts' outputs [T, H]."""
-        ids = invariant.choose_experts(router_logits, layer.top_k)
-        weights = invariant.expert_weights(router_logits, ids, normalised=layer.renormalize)
+        ids, weights = invariant.route(
+            router_logits,
+            layer.top_k,
+            normalised=layer.renormalize,
+            sigmoid=layer.scoring_func == "sigmoid",
+            bias=layer.e_score_correction_bias,
+        )
         local = ids if layer.expert_map is None else layer.expert_map[ids].long()
         first, second = (layer.get_parameter(name) for name in ("w13_weight", "w2_weight"))
         outputs, rows = invariant.expert_outputs(
@@ -57,11 +62,32 @@ class InvariantExperts(UnquantizedFusedMoEMethod):
 
 
 def compute_logits(layer: ReplicatedLinear, x: Tensor) -> object:
-    """Replaces the forward of vLLM's router: x [T, H] -> fp32 logits [T, E]."""
+    """Replaces the forward of vLLM's router: x [T, H] -> fp32 logits [T, E]. vLLM stores the weights of some routers in
+    float32, with values of the trainer's dtype."""
     if not layer.prefix.endswith(".gate") or layer.bias is not None:
         return ReplicatedLinear.forward(layer, x)  # `check` reports it
-    logits = invariant.router_logits(x, layer.get_parameter("weight"))
+    logits = invariant.router_logits(x, layer.get_parameter("weight").to(x.dtype))
     return (logits, None) if layer.return_bias else logits
+
+
+class PlainRouter(nn.Linear):
+    """The router of a model for which vLLM uses a plain layer with float32 weights, and inputs cast to float32. The
+    values are those of the model's dtype."""
+
+    model_dtype: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        return invariant.router_logits(input.to(self.model_dtype), self.weight.to(self.model_dtype))
+
+
+def replace_plain_routers(model: nn.Module) -> None:
+    """Makes the plain routers of a model compute our logits. vLLM has no registry for plain layers of PyTorch."""
+    dtype = next(model.parameters()).dtype
+    for module in model.modules():
+        router = getattr(module, "gate", None)
+        if type(router) is nn.Linear and router.bias is None and hasattr(module, "experts"):
+            router.__class__ = PlainRouter
+            router.model_dtype = dtype
 
 
 def why_not_ours(experts: RoutedExperts) -> str | None:
@@ -69,9 +95,10 @@ def why_not_ours(experts: RoutedExperts) -> str | None:
     if not isinstance(experts.quant_method, InvariantExperts):
         return f"experts with {type(experts.quant_method).__name__}"
     parts = {
-        "sigmoid scores": experts.scoring_func != "softmax",
-        "groups of experts": experts.use_grouped_topk or experts.custom_routing_function is not None,
-        "router biases": experts.e_score_correction_bias is not None,
+        "scores of another kind": experts.scoring_func not in ("softmax", "sigmoid"),
+        "groups of experts": (experts.use_grouped_topk and experts.num_expert_group not in (None, 1))
+        or experts.custom_routing_function is not None,
+        "router biases": experts.e_score_correction_bias is not None and experts.scoring_func != "sigmoid",
         "experts with biases": experts.moe_config.has_bias,
         "another activation": experts.activation.value != "silu",
         "scaled weights": experts.routed_scaling_factor != 1,

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -56,7 +57,8 @@ def _with_our_method(base: type[nn.Module], **methods: object) -> type[nn.Module
 
 
 def _sum_ranks(layer: RowParallelLinear, x: Tensor) -> object:
-    """Replaces the forward of vLLM's row-parallel layer. The bias is added after the sum, as in the trainer."""
+    """Replaces the forward of vLLM's row-parallel layer. The bias is added after the sum, as in the trainer. If vLLM
+    sums the ranks' outputs later, the first rank returns the sum and the other ranks return zeros."""
     if not isinstance(layer.quant_method, LinearMethod):
         return RowParallelLinear.forward(layer, x)
     weight = layer.get_parameter("weight")
@@ -64,6 +66,8 @@ def _sum_ranks(layer: RowParallelLinear, x: Tensor) -> object:
         output = LinearMethod.multiply(x, weight)
     else:
         output = invariant.linear_over_ranks(x, weight, gather_ranks, LinearMethod.choose_product())
+        if not layer.reduce_results and layer.tp_rank:
+            return (torch.zeros_like(output), None) if layer.return_bias else torch.zeros_like(output)
     if layer.bias is not None and not layer.skip_bias_add:
         output = output + layer.bias
     return (output, layer.bias if layer.skip_bias_add else None) if layer.return_bias else output
@@ -90,14 +94,18 @@ class _TrainerAngles(RotaryEmbedding):
         super().__init__(*args, **kwargs)
         # Computed on the host and for all positions, whatever the device on which vLLM builds the model.
         with torch.device("cpu"):
-            positions = torch.arange(self.max_position_embeddings)
-            cos, sin = invariant.angles(positions, self.read_rope().frequencies())
+            positions, rope = torch.arange(self.count_positions()), self.read_rope()
+            cos, sin = invariant.angles(positions, rope.frequencies(), rope.amplitude)
         self.register_buffer(
             "angles", torch.stack((cos, sin)).to(torch.get_default_device()), persistent=False
         )
 
     angles: Tensor
     """Cos and sin, fp32 [2, positions, 1, R / 2]."""
+
+    def count_positions(self) -> int:
+        """Returns the number of positions of the table."""
+        return int(self.max_position_embeddings)
 
     def read_rope(self) -> Rope:
         """Returns the record of the embedding."""
@@ -130,6 +138,21 @@ class InvariantLlama3Rotary(_TrainerAngles, Llama3RotaryEmbedding):
         return Rope(self.base, self.rotary_dim, "llama3", settings)
 
 
+class InvariantYarnRotary(_TrainerAngles, YaRNScalingRotaryEmbedding):
+    """Rotary embedding with the frequencies of YaRN. vLLM's `max_position_embeddings` is that of the model before."""
+
+    def count_positions(self) -> int:
+        return int(self.max_position_embeddings * self.scaling_factor)
+
+    def read_rope(self) -> Rope:
+        settings = {
+            "factor": self.scaling_factor,
+            "original_max_position_embeddings": self.max_position_embeddings,
+            **{"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate},
+        }
+        return Rope(self.base, self.rotary_dim, "yarn", settings)
+
+
 _PRODUCTS = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 _HEADS = (VocabParallelEmbedding, ParallelLMHead)
 LAYERS: dict[str, type] = {base.__name__: _with_our_method(base) for base in (*_PRODUCTS, *_HEADS)}
@@ -141,6 +164,7 @@ OPERATORS: dict[str, type] = {
     "SiluAndMul": InvariantActivation,
     "RotaryEmbedding": InvariantRotary,
     "Llama3RotaryEmbedding": InvariantLlama3Rotary,
+    "YaRNScalingRotaryEmbedding": InvariantYarnRotary,
     "UnquantizedFusedMoEMethod": InvariantExperts,
 }
 """Maps vLLM's class to our class."""
@@ -149,7 +173,7 @@ _OPERATOR = {
     "UnquantizedFusedMoEMethod": "product",
     **{base.__name__: "head" for base in _HEADS},
     **{"RMSNorm": "norm", "SiluAndMul": "activation"},
-    **dict.fromkeys(("RotaryEmbedding", "Llama3RotaryEmbedding"), "rotary"),
+    **dict.fromkeys(("RotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding"), "rotary"),
 }
 """Maps vLLM's class to its name in slime's BITWISE_OPERATORS."""
 
