@@ -65,15 +65,21 @@ def expert_weights(logits: Tensor, ids: Tensor, *, normalised: bool) -> Tensor:
 
 
 def route(
-    logits: Tensor, topk: int, *, normalised: bool, sigmoid: bool = False, bias: Tensor | None = None
+    logits: Tensor,
+    topk: int,
+    *,
+    normalised: bool,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Returns the experts of each token, int64 [T, K] ascending, and their weights, fp32 [T, K].
 
         softmax: the K largest logits, and `expert_weights`
         sigmoid: s = logits.sigmoid(), the K largest s + bias, and s[ids] / (s[ids].sum(-1) + 1e-20)
 
-    Without `normalised`, or with K = 1, the weights of the second kind are s[ids]. The weights are differentiable in
-    the logits.
+    Without `normalised`, or with K = 1, the weights of the second kind are s[ids]. `scale` multiplies the weights. They
+    are differentiable in the logits.
 
     Args:
         logits: fp32 [T, E].
@@ -81,10 +87,19 @@ def route(
         normalised: whether the weights of a token's experts have the sum 1.
         sigmoid: whether scores are sigmoids.
         bias: fp32 [E], added to sigmoid scores for the choice only.
+        scale: factor of the weights.
     """
-    if not sigmoid:
+    if sigmoid:
+        ids, weights = _route_sigmoids(logits, topk, normalised, bias)
+    else:
         ids = choose_experts(logits.detach(), topk)
-        return ids, expert_weights(logits, ids, normalised=normalised)
+        weights = expert_weights(logits, ids, normalised=normalised)
+    return ids, weights if scale == 1 else weights * scale
+
+
+def _route_sigmoids(
+    logits: Tensor, topk: int, normalised: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     scores = with_plain_gradient(torch.sigmoid, _sigmoid, logits)
     known = scores.detach()
     ids = choose_experts(known if bias is None else known + bias, topk)

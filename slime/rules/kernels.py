@@ -184,7 +184,6 @@ def _uncomputed_experts(experts: Experts | None) -> dict[str, bool]:
         "scores of experts of another kind": experts.score not in ("softmax", "sigmoid"),
         "groups of experts": experts.groups is not None,
         "biases of a router with softmax scores": experts.bias and experts.score == "softmax",
-        "scaled sums of experts": experts.scale not in (None, 1.0),
         "a shared expert with a gate": experts.shared > 0 and experts.shared_gate,
         "biases of experts": experts.biases,
     }

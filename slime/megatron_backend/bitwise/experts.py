@@ -49,6 +49,7 @@ def _route(module: Router, logits: Tensor, padding_mask: Tensor | None = None) -
         normalised=sigmoid or not module.config.moe_router_pre_softmax,
         sigmoid=sigmoid,
         bias=module.expert_bias,
+        scale=module.config.moe_router_topk_scaling_factor or 1.0,
     )
     module.router_replay.ids = ids
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
@@ -171,7 +172,6 @@ def find_difference(module: Router | GatedExperts | ExpertLayer) -> str | None:
             "groups of experts": module.config.moe_router_num_groups is not None,
             "router biases": module.bias is not None
             or (module.expert_bias is not None and module.score_function != "sigmoid"),
-            "scaled weights": module.config.moe_router_topk_scaling_factor not in (None, 1.0),
         }
     elif isinstance(module, GatedExperts):
         parts = {

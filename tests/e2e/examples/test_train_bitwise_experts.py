@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 
@@ -38,13 +39,16 @@ def world() -> Iterator[World]:
 
 @pytest.fixture
 def glm() -> Iterator[World]:
-    """Yields a GLM: a dense layer, then one with sigmoid scores, a shared expert and a bias, which is not zero."""
+    """Yields a GLM: a dense layer, then one with sigmoid scores, a shared expert and a bias, which is not zero. As in
+    the largest GLM-4.5, a factor multiplies the weights."""
     for made in make_world(arch="glm-moe-tiny"):
         path = made.model / "model.safetensors"
         weights = load_file(path)
         for name in (name for name in weights if name.endswith("e_score_correction_bias")):
             weights[name] = torch.linspace(-0.05, 0.05, len(weights[name]))
         save_file(weights, path, {"format": "pt"})
+        config = made.model / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"routed_scaling_factor": 2.5}))
         yield made
 
 

@@ -100,6 +100,8 @@ def test_sigmoid_scores_are_those_of_plain_pytorch() -> None:
             torch.autograd.grad(made, logits, upstream, retain_graph=True)[0] for made in (weights, wanted)
         )
         torch.testing.assert_close(found, plain, rtol=0, atol=1e-6)
+    _, scaled = invariant.route(logits, TOPK, normalised=False, sigmoid=True, bias=bias, scale=2.5)
+    assert torch.equal(scaled, weights * 2.5)
     one, alone = invariant.route(logits, 1, normalised=True, sigmoid=True)
     torch.testing.assert_close(alone, scores.gather(1, one), rtol=0, atol=1e-7)
     assert torch.equal(one[:, 0], logits.argmax(1))

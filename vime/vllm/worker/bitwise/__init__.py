@@ -57,11 +57,12 @@ def use_log_probs(runner: object) -> None:
 
 
 def adapt(model: nn.Module, chosen: Collection[str]) -> None:
-    """Sets our operators in modules that vLLM builds without its registry. Call it before the first pass."""
+    """Sets our operators in modules that vLLM builds without its registry. Call it once, before the first pass."""
     if "product" in chosen:
-        from vime.vllm.worker.bitwise.experts import replace_plain_routers
+        from vime.vllm.worker.bitwise import experts
 
-        replace_plain_routers(model)
+        experts.replace_plain_routers(model)
+        experts.scale_weights(model)
 
 
 def require(model: nn.Module, chosen: Collection[str]) -> None:

@@ -29,7 +29,7 @@ _PASSES_ON = {
         "Glm4MoE",
         "Glm4MoeMLP",
     ),
-    *("Qwen3MoeSparseMoeBlock", "MoERunner", "SharedExperts"),
+    *("Qwen3MoeSparseMoeBlock", "SharedExperts"),
     "GroupedTopk",  # it chooses experts, and our method of experts does not call it
     "ApplyRotaryEmb",  # a part of vLLM's rotary embedding, which our class does not call
 }
@@ -61,6 +61,8 @@ def _reason(path: str, module: nn.Module) -> str | None:
         return _other_sum(path, module) if isinstance(module, RowParallelLinear) else None
     if isinstance(module, RoutedExperts):
         return experts.why_not_ours(module)
+    if name == "MoERunner":
+        return None if module.routed_scaling_factor == 1 else "a scaled sum of experts"
     if isinstance(module, Attention):
         return why_not_ours(module.impl)
     if isinstance(module, LogitsProcessor):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
@@ -46,6 +47,7 @@ class InvariantExperts(UnquantizedFusedMoEMethod):
             normalised=layer.renormalize,
             sigmoid=layer.scoring_func == "sigmoid",
             bias=layer.e_score_correction_bias,
+            scale=layer.routed_scaling_factor,
         )
         local = ids if layer.expert_map is None else layer.expert_map[ids].long()
         first, second = (layer.get_parameter(name) for name in ("w13_weight", "w2_weight"))
@@ -90,6 +92,15 @@ def replace_plain_routers(model: nn.Module) -> None:
             router.model_dtype = dtype
 
 
+def scale_weights(model: nn.Module) -> None:
+    """Makes the weights of experts include the factor with which vLLM would multiply the rounded sum of a layer, as in
+    the trainer."""
+    for module in model.modules():
+        if isinstance(module, MoERunner) and isinstance(module.routed_experts.quant_method, InvariantExperts):
+            module.routed_experts.routed_scaling_factor *= module.routed_scaling_factor
+            module.routed_scaling_factor = 1.0
+
+
 def why_not_ours(experts: RoutedExperts) -> str | None:
     """Returns why a layer of experts does not compute with our operators, or None."""
     if not isinstance(experts.quant_method, InvariantExperts):
@@ -101,7 +112,6 @@ def why_not_ours(experts: RoutedExperts) -> str | None:
         "router biases": experts.e_score_correction_bias is not None and experts.scoring_func != "sigmoid",
         "experts with biases": experts.moe_config.has_bias,
         "another activation": experts.activation.value != "silu",
-        "scaled weights": experts.routed_scaling_factor != 1,
         "weights before the experts": experts.apply_router_weight_on_input,
         "fp8 on a GPU": LinearMethod.fp8_scales is not None and experts.get_parameter("w2_weight").is_cuda,
     }
