@@ -61,7 +61,7 @@ STATUS: dict[str, SupportStatus] = {
     "qwen3_5_text": SupportStatus("Qwen", "qwen3.5-9b", _DELTA),
     "qwen3_5_moe": SupportStatus("Qwen", "qwen3.5-35b-a3b", _DELTA, steps=False, gpu=_TINY_H200),
     "qwen3_5_moe_text": SupportStatus("Qwen", "qwen3.5-35b-a3b", _DELTA, steps=False),
-    "gemma2": SupportStatus("Gemma", "gemma-2-2b"),
+    "gemma2": SupportStatus("Gemma", "gemma-2-2b", gpu=_TINY_H200),
     "gemma3": SupportStatus("Gemma", "gemma-3-4b", steps=False),
     "gemma3_text": SupportStatus("Gemma", "gemma-3-1b", gpu=_TINY),
     "gemma4": SupportStatus("Gemma", "gemma-4-26b-a4b", steps=False),

@@ -206,18 +206,18 @@ def saving(c: Config, e: Estimate, leaving: Collection[str]) -> Iterator[Moment]
 
 
 def compute_peaks(moments: Collection[Moment]) -> dict[str, float]:
-    """Returns phase -> the most bytes on the card. The engines receive their first weights awake, with their KV
-    cache."""
+    """Returns phase -> the most bytes on the card. The engines receive their first weights awake, with their KV cache.
+    Weights of the trainer that leave the card are sent from the host then."""
     found: dict[str, float] = {}
     for moment in moments:
         found[moment.phase] = max(moment.bytes, found.get(moment.phase, 0.0))
     if GENERATING in found:
         found[LOADING] = max(found.get(LOADING, 0.0), found[GENERATING])
-        found[FIRST_WEIGHTS] = max(found[GENERATING], found.get(HAND_OVER, 0.0))
+        found[FIRST_WEIGHTS] = found[GENERATING]
         if (
             HAND_OVER in found
-        ):  # it begins before the engine frees its KV cache, and ends after the engine has it back
-            found[HAND_OVER] = found[FIRST_WEIGHTS]
+        ):  # begins before the engine frees its KV cache, and ends after the engine has it back
+            found[HAND_OVER] = max(found[GENERATING], found[HAND_OVER])
     elif LOADING in found:
         found[FIRST_WEIGHTS] = found[LOADING]
     return found

@@ -28,7 +28,7 @@
 
 Each engine compares all of its weights with the trainer's after every update (--check-weight-update-equal). The
 engines' memory is given in bytes, because vLLM's own measurement would count the other runs' memory. All layouts of a
-group take as long as the slowest run. The last two layouts have never run.
+group take as long as the slowest run.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_a_model_with_windows_has_the_same_bits(world: World) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", ["qwen3-50m"], indirect=True)
-def test_a_model_with_yarn_has_the_same_bits_never_run(world: World) -> None:
+def test_a_model_with_yarn_has_the_same_bits(world: World) -> None:
     change(world, rope_scaling=None, rope_parameters=YARN)
     check_run(world, "--actor-num-gpus-per-node", "1", *ENGINE)
 

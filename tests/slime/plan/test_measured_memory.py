@@ -137,6 +137,45 @@ def test_phases_of_a_card_with_adam_on_the_host_are_within_5_percent():
     assert plain[LOADING] < phases[LOADING] - 0.5 * GIB
 
 
+WHOLE: dict[str, Any] = {
+    "offload_train": True,
+    "max_tokens_per_gpu": 8192,
+    "rl_kernel_workspace_mib": 512,
+    "rollout_max_response_len": 256,
+    "engine_facts": engine_facts({"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 8 * GIB}),
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "flags", "measured_gib"),
+    [
+        (
+            "glm-4-9b",
+            "glm4",
+            {
+                "offload_train_parts": ["gradients", "parameters"],
+                "optimizer_cpu_offload": True,
+                "optimizer_offload_fraction": 0.3,
+            },
+            (129.91, 105.77, 107.94, 116.69, 137.56),
+        ),
+        (
+            "llama-3.1-8b",
+            "llama",
+            {"offload_train_parts": ["gradients"], "use_precision_aware_optimizer": True},
+            (117.41, 119.22, 121.23, 121.23, 130.31),
+        ),
+    ],
+)
+def test_phases_of_whole_8b_and_9b_models_on_one_card_are_within_5_percent(arch, kind, flags, measured_gib):
+    """The record is memory_9b_h200."""
+    hf = {"model_type": kind, "hidden_act": "silu", **ARCHITECTURES[arch].config_fields()}
+    (phases,) = fit(config(**WHOLE, **flags), hf, MachineSizes(H200)).cards.values()
+    names = (LOADING, FIRST_WEIGHTS, GENERATING, HAND_OVER, TRAINING)
+    for phase, measured in zip(names, measured_gib, strict=True):
+        assert phases[phase] / GIB == pytest.approx(measured, rel=0.05), phase
+
+
 @pytest.mark.parametrize(
     ("flags", "measured_gib"),
     [
