@@ -181,8 +181,9 @@ def inputs_on_host(c: Config) -> list[Change]:
 def context_parallel(c: Config, shape: Shape) -> list[Change]:
     """Returns changes with which more ranks share each sequence, and micro-batches that still hold the longest."""
     m, now, found = c.megatron, micro_batch_tokens(c), []
-    alone = c.kernels.rlk_bitwise or m.overrides.get("transformer_impl") == "transformer_engine"
-    if alone or c.data.multimodal_keys or not c.data.use_dynamic_batch_size or now is None:
+    if m.overrides.get("transformer_impl") == "transformer_engine":
+        return []
+    if c.data.multimodal_keys or not c.data.use_dynamic_batch_size or now is None:
         return []
     for size in (2, 4, 8, 16, 32):
         ranks = size * m.tensor_model_parallel_size * m.pipeline_model_parallel_size

@@ -260,10 +260,11 @@ def test_advice_is_what_a_new_plan_gives():
     assert advise(config(**RAN), QWEN3_30B, machine) == []
 
 
-def test_a_sample_longer_than_a_micro_batch_needs_more_ranks():
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_a_sample_longer_than_a_micro_batch_needs_more_ranks(bitwise):
     """A sample of 131,072 tokens does not fit one rank of an H100, though --max-tokens-per-gpu would."""
     alone = {"debug_train_only": True, "colocate": False, "rollout_num_gpus": 0, "actor_num_gpus_per_node": 4}
-    c = config(**alone, rollout_max_response_len=131072, max_tokens_per_gpu=32768)
+    c = config(**alone, rollout_max_response_len=131072, max_tokens_per_gpu=32768, rlk_bitwise=bitwise)
     flags = [
         advice.change.flag
         for advice in advise(c, QWEN3_4B, MachineSizes(79.18 * GIB, HOST))
