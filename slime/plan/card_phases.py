@@ -214,9 +214,8 @@ def compute_peaks(moments: Collection[Moment]) -> dict[str, float]:
     if GENERATING in found:
         found[LOADING] = max(found.get(LOADING, 0.0), found[GENERATING])
         found[FIRST_WEIGHTS] = found[GENERATING]
-        if (
-            HAND_OVER in found
-        ):  # begins before the engine frees its KV cache, and ends after the engine has it back
+        # A hand-over begins before the engine frees its KV cache, and ends after the engine has it back.
+        if HAND_OVER in found:
             found[HAND_OVER] = max(found[GENERATING], found[HAND_OVER])
     elif LOADING in found:
         found[FIRST_WEIGHTS] = found[LOADING]

@@ -161,9 +161,14 @@ def check_bitwise_model(c: Config, decoder: Decoder) -> None:
         "sinks": decoder.sinks,
         "capped scores": decoder.attention_cap is not None,
         "capped logits": decoder.logit_cap is not None,
-        "rotary frequencies of another kind": not all(map(has_bitwise_angles, decoder.ropes)),
+        "rotary frequencies of another kind": any(rope.kind not in BITWISE_ROPES for rope in decoder.ropes),
+        f"YaRN with {' or '.join(sorted(_FACTORS))}, which vLLM 0.26 ignores": any(
+            _FACTORS & rope.settings.keys() for rope in decoder.ropes if rope.kind == "yarn"
+        ),
         "interleaved rotary pairs": any(rope.interleaved for rope in decoder.ropes),
         f"heads of {size} (no power of two)": on_gpu and size & (size - 1) != 0,
+        "a norm over all heads": decoder.qk_norm == "projection",
+        "norms of outputs": decoder.post_norms,
     }
     if found := [name for name, there in parts.items() if there]:
         raise FlagError(

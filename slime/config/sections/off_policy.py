@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from slime.config.fields import flag
 from slime.config.ranges import BOUND, COUNT_OR_ZERO
 
-TIES = 8
-"""Number of ids that a kept set may have in addition to --replay-kept-tokens. Some samplers of vLLM keep all ids whose
-logit equals that of the last id of top-k, and logits in bfloat16 are often equal."""
+
+def count_ties(most: int) -> int:
+    """Returns the number of ids that a kept set may have in addition to `most`, the value of --replay-kept-tokens.
+
+    Some samplers of vLLM keep all ids whose logit equals that of the last id of top-k, and logits in bfloat16 are often
+    equal. The lower the last logit, the more logits are near it, so the number grows with `most`.
+    """
+    return max(8, most // 4)
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class OffPolicyConfig:
     replay_kept_tokens: int = flag(
         0,
         "top-p, top-k: compute the policy's log-probs over the ids that the engine kept for a token, if these are at "
-        "most that many (and 8 more, for ties); 0: over the whole vocabulary",
+        "most that many (and a quarter more, at least 8, for ties); 0: over the whole vocabulary",
         range=COUNT_OR_ZERO,
     )
     use_rollout_routing_replay: bool = flag(
@@ -75,4 +80,4 @@ class OffPolicyConfig:
     @property
     def listed_ids(self) -> int:
         """Returns the number of likeliest ids per token that requests ask for to find the kept ids; 0: none."""
-        return self.replay_kept_tokens and self.replay_kept_tokens + TIES
+        return self.replay_kept_tokens and self.replay_kept_tokens + count_ties(self.replay_kept_tokens)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from quantize import quantization_config, quantize_checkpoint
 from train_fixtures import PROMPTS, SAMPLES, World, make_world, rows, run, samples, vime
 
 import vime as api
+from slime.tracking.ledger import read_ledger
 from slime.types import Sample
 
 pytestmark = pytest.mark.gpu
@@ -56,8 +58,9 @@ def test_muon_trains_and_resumes(world: World) -> None:
     flags = ("--optimizer", "muon", "--check-weight-update-equal")
     flags += ("--save", str(world.root / "saved"), "--load", str(world.root / "saved"))
     train(world, *flags, rollouts=ROLLOUTS - 1)
-    train(world, *flags)
+    out = train(world, *flags)
     check(world)
+    assert f"resumes after rollout {ROLLOUTS - 2}" in out and read_ledger(world.root / "run").starts == 2
 
 
 def test_adam_in_files(world: World) -> None:
@@ -89,14 +92,19 @@ def test_a_provider_of_log_probs(world: World) -> None:
 
 
 def test_cudnn_attention(world: World) -> None:
-    train(world, "--attention-backend", "fused", "--check-weight-update-equal")
+    """The trainer warns about each layer and micro-batch that has another attention."""
+    out = train(world, "--attention-backend", "fused", "--check-weight-update-equal")
     check(world)
+    log = (world.root / "run" / "logs" / "trainer-0.log").read_text()
+    assert "fused has no effect" not in out + log
 
 
 def test_scores_are_centred_on_the_likeliest_ids(world: World) -> None:
     """The rows of ids and log-probs come from the engine."""
     train(world, "--use-score-centering", "--score-centering-top-k", "32")
     check(world)
+    for saved in samples(world.root / "run", ROLLOUTS - 1):
+        assert np.shape(Sample.from_dict(saved).rollout_topk_log_probs) == (saved["response_length"], 32)
 
 
 def test_log_probs_over_kept_ids(world: World) -> None:
@@ -119,7 +127,7 @@ def test_the_trainer_uses_the_engines_experts(world: World) -> None:
 
 
 def test_small_updates_of_fp8_weights_reach_the_engine(world: World) -> None:
-    """Between two steps, engines of a checkpoint in fp8 get other codes, also with a small learning rate."""
+    """The engine compares all of its weights with the trainer's after each update with a small learning rate."""
     source = world.root / "fp8"
     quantize_checkpoint(world.model, source, quantization_config("fp8"))
     flags = ("--hf-checkpoint", str(source), "--dither-weights", "--use-tis", "--lr", "1e-5")

@@ -83,7 +83,7 @@ def test_equal_logits_choose_the_smaller_numbers() -> None:
 
 
 def test_sigmoid_scores_are_those_of_plain_pytorch() -> None:
-    """The bias takes part in the choice only. Without it, other experts would be chosen for most tokens."""
+    """The bias takes part in the choice only. Without it, a part of the tokens would have other experts."""
     bias, upstream = draw(EXPERTS, seed=5) / 3, draw(TOKENS, TOPK, seed=6)
     x = X.clone().requires_grad_()
     logits = x @ ROUTER.T

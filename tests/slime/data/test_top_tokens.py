@@ -172,14 +172,35 @@ def answer(kept):
     [
         (None, False, "0 sets"),
         (([5], [1]), False, "1 sets"),
-        (([], [0, 0]), True, "2 sets that top-k did not cut"),
-        ((range(9), [9, 0]), True, "2 sets that top-k did not cut"),
     ],
 )
 def test_an_answer_without_kept_sets_is_refused_by_the_samples_name(kept, cut, got):
     message = f"kept set for each token .* got {got} for 2 tokens of sample 7 of group 3; its answers must"
     with pytest.raises(ValueError, match=message):
-        kept_tokens.check_answer(Sample(index=7, group_index=3), answer(kept), 9, {"top_k": 1 if cut else 2})
+        kept_tokens.check_answer(Sample(index=7, group_index=3), answer(kept), 9, {"top_k": 2})
+
+
+@pytest.mark.parametrize(
+    ("counts", "uncut"), [([9] * 3, 3), ([0] * 3, 3), ([5] * 20 + [0, 9, 9], 3), ([5] + [0] * 999, 999)]
+)
+def test_log_probs_that_top_k_did_not_cut_are_refused(counts, uncut):
+    result = answered(counts)
+    with pytest.raises(
+        ValueError, match=rf"got {uncut} sets that top-k did not cut for {len(counts)} tokens"
+    ):
+        kept_tokens.check_answer(Sample(index=7, group_index=3), result, 9, {"top_k": 8})
+    kept_tokens.check_answer(Sample(), result, 9, {"top_p": 0.9})
+
+
+@pytest.mark.parametrize("counts", [[0], [9], [10], [9, 0], [5] * 20 + [0, 9], [5] * 90 + [0] * 10])
+def test_a_few_tokens_with_many_ties_are_no_error(counts):
+    kept_tokens.check_answer(Sample(), answered(counts), 9, {"top_k": 8})
+
+
+def answered(counts):
+    columns = {KEPT_TOKENS: (np.zeros(sum(counts), np.int32), np.asarray(counts, np.int32))}
+    tokens = [1] * len(counts)
+    return GenerateResult(tokens, [-1.0] * len(tokens), "", "stop", [0], columns=columns)
 
 
 def test_a_set_that_was_too_large_or_no_token_at_all_is_no_error():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_cases import good_argv
 
-from slime.config.sections.off_policy import TIES
+from slime.config.sections.off_policy import count_ties
 from slime.rules.parser import parse_args
 from vime.backends import parse_config
 from vime.vllm.server_flags import engine_settings
@@ -28,7 +28,7 @@ def test_refused_with_the_reason(tmp_path, flags, rule):
 def test_engines_are_asked_and_the_note_is_gone(tmp_path):
     argv = [*good_argv(tmp_path), "--rollout-top-p", "0.9"]
     plain, replayed = (parse_config([*argv, *more]) for more in ([], ["--replay-kept-tokens", "64"]))
-    assert [engine_settings(c)["top_tokens"] for c in (plain, replayed)] == [0, 64 + TIES]
+    assert [engine_settings(c)["top_tokens"] for c in (plain, replayed)] == [0, 64 + count_ties(64)]
     assert any("--replay-kept-tokens N computes both" in note for note in plain.notes)
     assert not any("--rollout-top-p" in note for note in replayed.notes)
     # The log-probs are over the same ids.

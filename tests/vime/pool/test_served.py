@@ -14,7 +14,7 @@ from config_cases import good_argv, write_model
 from engine_double import DoubleServer
 
 from slime.config import Config
-from slime.config.sections.off_policy import TIES
+from slime.config.sections.off_policy import count_ties
 from slime.data.limits.context import longest_sequence
 from slime.plan.fit import MachineSizes
 from slime.protocols import NoEngines
@@ -71,7 +71,7 @@ def test_the_engines_of_a_teacher_have_their_own_settings(tmp_path: Path) -> Non
     ("flags", "number"),
     [
         (("--use-score-centering", "--score-centering-top-k", "32"), 32),
-        (("--replay-kept-tokens", "40", "--rollout-top-p", "0.9"), 40 + TIES),
+        (("--replay-kept-tokens", "40", "--rollout-top-p", "0.9"), 40 + count_ties(40)),
         ((), 0),
     ],
 )

@@ -75,7 +75,8 @@ with set_current_vllm_config(VllmConfig()):
     others = (None, None, rows, None, None, None, rows)
     processed = NewerSampler.apply_sampling_params(nothing_asked, x.bfloat16(), *others)
     assert torch.equal(processed, x.bfloat16().float())
-    layer = nn.ModuleDict({"gate": nn.Linear(32, 8, bias=False), "experts": nn.Identity()})
+    layer = type("Glm4MoE", (nn.Module,), {})()
+    layer.gate = nn.Linear(32, 8, bias=False)
     layer.gate.weight.data.copy_(product.weight[:8])
     bitwise.adapt(layer, BITWISE_OPERATORS)
     assert torch.equal(layer.gate(x), invariant.router_logits(x, product.weight[:8]))
@@ -217,3 +218,28 @@ def test_the_window_of_a_layer_on_a_gpu_counts_its_own_key(monkeypatch, found, w
     metadata = SimpleNamespace(block_table=0, query_start_loc=0, seq_lens=0, max_query_len=1)
     layer.attend(torch.zeros(2, 64), torch.zeros(3, 2, 16, 32), metadata, torch.zeros(2, 64))
     assert calls[0][-1] == window and layer.not_computed == reason
+
+
+def test_experts_have_the_factor_of_their_sum() -> None:
+    """`adapt` moves the factor from vLLM's runner to the weights of the experts, once."""
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    from vime.vllm.worker import bitwise
+    from vime.vllm.worker.bitwise.check import not_ours
+    from vime.vllm.worker.bitwise.experts import InvariantExperts
+
+    runner = object.__new__(MoERunner)  # its __init__ needs vLLM's groups of ranks
+    torch.nn.Module.__init__(runner)
+    method = object.__new__(InvariantExperts)
+    experts = SimpleNamespace(quant_method=method, routed_scaling_factor=1.0)
+    plain = SimpleNamespace(is_sequence_parallel=False, skip_final_all_reduce=False)
+    transforms = {"routed_input_transform": None, "routed_output_transform": None}
+    vars(runner).update(routed_experts=experts, routed_scaling_factor=2.5, moe_config=plain, **transforms)
+    runner.weight = torch.nn.Parameter(torch.zeros(1))
+    assert not_ours(runner) == ["the model (a scaled sum of experts)"]
+    for _ in range(2):
+        bitwise.adapt(runner, ("product",))
+        assert (experts.routed_scaling_factor, runner.routed_scaling_factor) == (2.5, 1.0)
+    assert not_ours(runner) == []
+    plain.skip_final_all_reduce = True
+    assert not_ours(runner) == ["the model (experts without their sum over ranks)"]

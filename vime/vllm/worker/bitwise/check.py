@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -61,13 +62,25 @@ def _reason(path: str, module: nn.Module) -> str | None:
         return _other_sum(path, module) if isinstance(module, RowParallelLinear) else None
     if isinstance(module, RoutedExperts):
         return experts.why_not_ours(module)
-    if name == "MoERunner":
-        return None if module.routed_scaling_factor == 1 else "a scaled sum of experts"
+    if isinstance(module, MoERunner):
+        return _other_runner(module)
     if isinstance(module, Attention):
         return why_not_ours(module.impl)
     if isinstance(module, LogitsProcessor):
         return None if module.soft_cap is None and module.scale == 1 else "scaled or capped logits"
     return name
+
+
+def _other_runner(runner: MoERunner) -> str | None:
+    """Returns why the sum of a layer's experts and shared expert over ranks differs from the trainer's, or None."""
+    parts = {
+        "a scaled sum of experts": runner.routed_scaling_factor != 1,
+        "experts in sequence parallel": runner.moe_config.is_sequence_parallel,
+        "experts without their sum over ranks": runner.moe_config.skip_final_all_reduce,
+        "experts with projections": runner.routed_input_transform is not None
+        or runner.routed_output_transform is not None,
+    }
+    return next((name for name, there in parts.items() if there), None)
 
 
 def _other_sum(path: str, layer: RowParallelLinear) -> str | None:

@@ -72,6 +72,10 @@ def compute_logits(layer: ReplicatedLinear, x: Tensor) -> object:
     return (logits, None) if layer.return_bias else logits
 
 
+_PLAIN_ROUTERS = {"Glm4MoE"}
+"""Classes of vLLM whose `gate` may be a plain layer. Their source was read."""
+
+
 class PlainRouter(nn.Linear):
     """The router of a model for which vLLM uses a plain layer with float32 weights, and inputs cast to float32. The
     values are those of the model's dtype."""
@@ -87,7 +91,7 @@ def replace_plain_routers(model: nn.Module) -> None:
     dtype = next(model.parameters()).dtype
     for module in model.modules():
         router = getattr(module, "gate", None)
-        if type(router) is nn.Linear and router.bias is None and hasattr(module, "experts"):
+        if type(module).__name__ in _PLAIN_ROUTERS and type(router) is nn.Linear and router.bias is None:
             router.__class__ = PlainRouter
             router.model_dtype = dtype
 
