@@ -22,7 +22,7 @@ BITWISE_DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
 BITWISE_ROPES = ("default", "llama3", "yarn")
 """Kinds of rotary embeddings that engines compute with the trainer's angles."""
 _FACTORS = {"attention_factor", "mscale", "mscale_all_dim"}
-"""Settings of YaRN that vLLM 0.26 ignores."""
+"""Settings of YaRN that older versions of vLLM ignore."""
 BITWISE_SHARED_KIB = 227
 """KiB of a GPU's shared memory that the kernels of rl_kernel.invariant need (SHARED_BYTES of its product)."""
 
@@ -162,7 +162,7 @@ def check_bitwise_model(c: Config, decoder: Decoder) -> None:
         "capped scores": decoder.attention_cap is not None,
         "capped logits": decoder.logit_cap is not None,
         "rotary frequencies of another kind": any(rope.kind not in BITWISE_ROPES for rope in decoder.ropes),
-        f"YaRN with {' or '.join(sorted(_FACTORS))}, which vLLM 0.26 ignores": any(
+        f"YaRN with {' or '.join(sorted(_FACTORS))}, which older vLLMs ignore": any(
             _FACTORS & rope.settings.keys() for rope in decoder.ropes if rope.kind == "yarn"
         ),
         "interleaved rotary pairs": any(rope.interleaved for rope in decoder.ropes),
