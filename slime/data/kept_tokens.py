@@ -23,7 +23,7 @@ COLUMN = "rollout_kept_tokens"
 NONE = -1
 """Id that fills the rest of a row."""
 MOST_UNCUT = 2
-"""Number of tokens of an answer that may have no set although top-k bounds it; also a tenth of the tokens."""
+"""Number of sets of an answer that may be empty or uncut although top-k bounds them. A tenth of all sets may, too."""
 
 
 def append(sample: Sample, kept: Arrays) -> None:
@@ -42,9 +42,8 @@ def check_answer(sample: Sample, result: GenerateResult, largest: int, params: S
     """Raises ValueError, with the sample's name, for an engine's answer without a set for each token, or with log-probs
     that top-k did not cut.
 
-    The request asked for the `largest` likeliest ids. If top-k keeps fewer, a set is empty or has `largest` ids only
-    with many ties, so few tokens of an answer may have such a set. If log-probs are over the whole vocabulary, all
-    tokens have one.
+    The request asked for the `largest` likeliest ids, and top-k keeps fewer. A set that is empty or has `largest` ids
+    has many ties, which is rare, or its log-probs are over the whole vocabulary. An answer may have a few such sets.
     """
     counts = result.columns[KEPT_TOKENS][1].tolist() if KEPT_TOKENS in result.columns else []
     uncut = sum(not 0 < count < largest for count in counts)

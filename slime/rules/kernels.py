@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from slime.algo.losses import loss_for
 from slime.config.near_names import nearest
@@ -137,9 +137,17 @@ def _check_bitwise(c: Config) -> None:
         )
 
 
-def has_bitwise_angles(rope: Rope) -> bool:
-    """Returns whether engines compute with the trainer's angles."""
-    return rope.kind in BITWISE_ROPES and not _FACTORS & rope.settings.keys()
+def find_other_angles(ropes: Iterable[Rope]) -> dict[str, bool]:
+    """Returns the features of rotary embeddings for which engines do not compute with the trainer's angles: name ->
+    True if an embedding has it."""
+    found = list(ropes)
+    return {
+        "rotary frequencies of another kind": any(rope.kind not in BITWISE_ROPES for rope in found),
+        f"YaRN with {' or '.join(sorted(_FACTORS))}, which older vLLMs ignore": any(
+            rope.kind == "yarn" and not _FACTORS.isdisjoint(rope.settings) for rope in found
+        ),
+        "interleaved rotary pairs": any(rope.interleaved for rope in found),
+    }
 
 
 def check_bitwise_model(c: Config, decoder: Decoder) -> None:
@@ -161,11 +169,7 @@ def check_bitwise_model(c: Config, decoder: Decoder) -> None:
         "sinks": decoder.sinks,
         "capped scores": decoder.attention_cap is not None,
         "capped logits": decoder.logit_cap is not None,
-        "rotary frequencies of another kind": any(rope.kind not in BITWISE_ROPES for rope in decoder.ropes),
-        f"YaRN with {' or '.join(sorted(_FACTORS))}, which older vLLMs ignore": any(
-            _FACTORS & rope.settings.keys() for rope in decoder.ropes if rope.kind == "yarn"
-        ),
-        "interleaved rotary pairs": any(rope.interleaved for rope in decoder.ropes),
+        **find_other_angles(decoder.ropes),
         f"heads of {size} (no power of two)": on_gpu and size & (size - 1) != 0,
         "a norm over all heads": decoder.qk_norm == "projection",
         "norms of outputs": decoder.post_norms,

@@ -41,11 +41,12 @@ def test_a_run_whose_trainer_was_killed_is_resumed(world: World) -> None:
 
 @pytest.mark.gpu
 def test_an_engine_starts_in_a_process_that_waits(world: World) -> None:
-    """The process has imported the engine's modules, and no GPU is in use before it becomes an engine."""
+    """A second process waits only after the first has become an engine."""
     run = FaultyRun(world, "standby")
     run.flags += ["--engine-standby-s", "1"]
     engines_killed(run)
-    assert "the imports are done" in (run.run_dir / "logs" / "engine-standby.log").read_text()
+    log = (run.run_dir / "logs" / "engine-standby.log").read_text()
+    assert log.count("the imports are done") >= 2
 
 
 @pytest.mark.multi_gpu

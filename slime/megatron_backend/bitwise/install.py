@@ -44,7 +44,7 @@ from slime.megatron_backend.model.moe.experts import ExpertLayer, GatedExperts, 
 from slime.megatron_backend.model.norms import RMSNorm
 from slime.megatron_backend.model.products.fp8 import Fp8Forward
 from slime.models.rope import Rope
-from slime.rules.kernels import has_bitwise_angles
+from slime.rules.kernels import find_other_angles
 
 
 def adaptation(config: Config) -> Callable[[Sequence[nn.Module]], None] | None:
@@ -215,8 +215,7 @@ def _reason(module: nn.Module) -> str | None:
         parts = {
             "capped logits": described.logit_cap is not None,
             "scaled embedding": described.embedding_scale != 1,
-            "rotary frequencies of another kind": not all(map(has_bitwise_angles, described.ropes)),
-            "interleaved rotary pairs": any(rope.interleaved for rope in described.ropes),
+            **find_other_angles(described.ropes),
         }
         return next((name for name, there in parts.items() if there), None)
     return None

@@ -88,25 +88,12 @@ def compare(world: World, name: str, rollouts: int, *flags: str, ranks: int = 1)
 
 
 @pytest.mark.slow
-def test_experts_have_the_same_bits(world: World) -> None:
-    assert compare(world, "one", 2) > 400
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_with_experts_have_the_same_bits(world: World, layout: str) -> None:
-    assert compare(world, layout, 3, *LAYOUTS[layout], ranks=2) > 400
-
-
-@pytest.mark.slow
-def test_sigmoid_scores_and_a_shared_expert_have_the_same_bits(glm: World) -> None:
-    assert compare(glm, "one", 2) > 400
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_with_a_shared_expert_have_the_same_bits(glm: World, layout: str) -> None:
-    assert compare(glm, layout, 2, *LAYOUTS[layout], ranks=2) > 400
+@pytest.mark.parametrize("layout", ["one", *LAYOUTS])
+@pytest.mark.parametrize("model", ["world", "glm"])
+def test_experts_have_the_same_bits(request: pytest.FixtureRequest, model: str, layout: str) -> None:
+    """Softmax scores, and sigmoid scores with a shared expert; one rank, and the layouts of two."""
+    flags, ranks = LAYOUTS.get(layout, ()), 1 if layout == "one" else 2
+    assert compare(request.getfixturevalue(model), layout, ranks + 1, *flags, ranks=ranks) > 400
 
 
 @pytest.mark.slow

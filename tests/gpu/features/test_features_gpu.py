@@ -64,7 +64,7 @@ def test_muon_trains_and_resumes(world: World) -> None:
 
 
 def test_adam_in_files(world: World) -> None:
-    """The state of Adam is in files between the steps, and no file is left."""
+    """The run removes the files of Adam's state at its end."""
     state = world.root / "state"
     flags = ("--stream-optimizer-state-to-disk", "--offload-train-disk-dir", str(state))
     train(world, *flags, "--check-weight-update-equal")
@@ -108,8 +108,8 @@ def test_scores_are_centred_on_the_likeliest_ids(world: World) -> None:
 
 
 def test_log_probs_over_kept_ids(world: World) -> None:
-    """The trainer normalises over the ids from which the engine sampled a token. Over the whole vocabulary, the mean
-    difference would be above 1 nat, because an untrained model has 256 almost equal probabilities."""
+    """The trainer normalises over the ids from which the engine sampled a token. Equal probabilities over the whole
+    vocabulary would differ by log(256 / 20) = 2.5 nats."""
     train(world, "--rollout-top-k", "20", "--replay-kept-tokens", "20")
     check(world)
     for row in rows(world.root / "run", "rollout/step").values():
