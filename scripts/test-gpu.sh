@@ -52,8 +52,9 @@ elif ((gpus == 1)); then
     PARTS=${PARTS:-tests smoke table} MODE=colocate marked="gpu and not multi_gpu"
     faults=tests/gpu/test_faults_gpu.py offload=tests/gpu/test_offload_gpu.py
     runs=tests/gpu/test_runs_gpu.py families=tests/gpu/test_families_gpu.py fp8=tests/gpu/test_fp8_gpu.py
-    short=("$offload") long=("$faults -k engines" "$faults -k not_engines" "$runs" "$families $fp8"
-        "tests/gpu --ignore=$offload --ignore=$faults --ignore=$runs --ignore=$families --ignore=$fp8")
+    features=tests/gpu/features # about 40 whole runs, of which four run at a time
+    short=("$offload") long=("$faults -k engines" "$faults -k not_engines" "$runs" "$families $fp8" "$features -n 4"
+        "tests/gpu --ignore=$offload --ignore=$faults --ignore=$runs --ignore=$families --ignore=$fp8 --ignore=$features")
 else
     PARTS=${PARTS:-tests smoke rollout table} MODE=disaggregated marked=multi_gpu
     faults=tests/gpu/test_faults_gpu.py layouts=tests/gpu/test_layouts_gpu.py

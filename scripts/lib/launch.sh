@@ -15,8 +15,9 @@
 #   OUT       folder for checkpoints and records (default runs/NAME, without MODEL runs/NAME-smoke); a second call
 #             resumes where the first stopped
 #   memory    if the layout does not fit the machine's GPUs and host, the launcher chooses the share of Adam on the host,
-#             the tokens of a micro-batch, the LM head's workspace and the engine's share, and prints the reasons. If this
-#             is too little, it also chooses recomputation and --offload-train. It never changes flags that you set
+#             the tokens of a micro-batch, the LM head's workspace, the engine's share and remainders as main weights, and
+#             prints the reasons. If this is too little, it also chooses recomputation and --offload-train. It never
+#             changes flags that you set
 #   NUM_GPUS  number of GPUs to use on a machine, for a layout of one node (default: --num-gpus-per-node if it is set,
 #             otherwise all GPUs)
 #   SETUP=0   use the Python on PATH (or PYTHON) unchanged, on machines with their own environment

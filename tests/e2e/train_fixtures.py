@@ -103,15 +103,20 @@ class World:
     """A folder with the model, the prompt files and the runs made with them.
 
     `arch`: a model of scripts/architectures.py other than the default. The default on a GPU has 48 M parameters in
-    bf16, with heads of 128 as in real models and with compiled kernels.
+    bf16, with heads of 128 as in real models and with compiled kernels. `dtype` replaces the model's dtype.
     """
 
-    def __init__(self, root: Path, device: str = "cpu", arch: str | None = None) -> None:
+    def __init__(
+        self, root: Path, device: str = "cpu", arch: str | None = None, dtype: str | None = None
+    ) -> None:
         self.root, self.device = root, device
         if arch is None and device == "cuda":
             arch = "qwen3-50m"
         if arch is not None:
-            script("make_model").main(["--arch", arch, "--random", "--arithmetic", str(root / "model")])
+            more = ["--dtype", dtype] if dtype else []
+            script("make_model").main(
+                ["--arch", arch, "--random", "--arithmetic", *more, str(root / "model")]
+            )
             self.model, self.data = root / "model", root / "model" / "arithmetic"
         else:
             script("make_tiny_model").main([str(root / "tiny")])
@@ -374,11 +379,11 @@ def published_weights(run_dir: Path) -> Path:
     return Path(json.loads((run_dir / "config.json").read_text())["weight_update"]["weight_dir"])
 
 
-def make_world(device: str = "cpu", arch: str | None = None) -> Iterator[World]:
+def make_world(device: str = "cpu", arch: str | None = None, dtype: str | None = None) -> Iterator[World]:
     """Yields a world in a folder with a short path (Unix socket paths have a limit), and removes it (for a module's
     fixture)."""
     root = Path(tempfile.mkdtemp(prefix="vime-e2e-"))
     try:
-        yield World(root, device, arch)
+        yield World(root, device, arch, dtype)
     finally:
         shutil.rmtree(root, ignore_errors=True)

@@ -9,6 +9,7 @@ give the same choice:
     2. the most tokens in a micro-batch, of 8192 or more if possible
     3. the largest workspace of the LM head
     4. the largest share for the engine, up to that of the layout
+    5. main weights of 32 bits on the device, and remainders of 16 bits if it does not fit with them, which cost no time
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from slime.config.fields import spelled
 from slime.config.sections.cluster import PARTS
 from slime.models.decoder import Hf
 from slime.operators import loss_head
-from slime.plan.advice import offloading, recomputation
+from slime.plan.advice import offloading, recomputation, remainders
 from slime.plan.fit import Fit, MachineSizes, shortage
 from slime.plan.memory_estimate import longest_sample
 from vime.backends import parse_config
@@ -90,7 +91,12 @@ def choose(c: Config, hf: Hf, machine: MachineSizes, user_flags: set[str]) -> li
         return []
     last = list(last_resorts(c, user_flags))
     for resorts, floor in itertools.product(([], last) if last else ([],), (_USUAL_TOKENS, 0)):
-        knobs = [*resorts, *list_knobs(c, user_flags, floor), *share_knobs(c, hf, card, user_flags)]
+        knobs = [
+            *resorts,
+            *list_knobs(c, user_flags, floor),
+            *share_knobs(c, hf, card, user_flags),
+            *main_weight_knobs(c, user_flags),
+        ]
         if (found := _choice(c, hf, machine, knobs)) is not None:
             return found
     flags = "; ".join(remedies(c, hf, machine)) or "no flag alone helps"
@@ -191,6 +197,15 @@ def share_knobs(c: Config, hf: Hf, device: float, user_flags: set[str]) -> Itera
         with_share,
         lambda part: f"{flag} {part:g}",
     )
+
+
+def main_weight_knobs(c: Config, user_flags: set[str]) -> Iterator[Knob]:
+    """Yields main weights as remainders of 16 bits. Adam on the host, in part, leaves them possible."""
+    own = {"use_precision_aware_optimizer", "no_use_precision_aware_optimizer"}
+    if not own & user_flags and (found := remainders(c)):
+        yield Knob(
+            (0, 1), lambda c, _: c.with_values(use_precision_aware_optimizer=True), lambda _: found[0].flag
+        )
 
 
 _ENGINES_PER_GPU = "rollout_engines_per_gpu"

@@ -4,16 +4,19 @@ not fit."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from memory_cases import QWEN3_4B, config
 from test_measured_memory import FOUR, HOST, QWEN3_30B
 
 from slime.checkpoints.hf_config import require_weight_files
+from slime.config import Config
 from slime.plan.fit import MachineSizes
 from slime.plan.units import GIB
 from slime.rules.experts import check_expert_layout
-from vime.memory.choose import CARD, choose, main
+from vime.memory.choose import CARD, Chosen, choose, main
 from vime.memory.lines import require_fit, whole_fit
 from vime.vllm.backend import FLAG_NAMES, engine_facts
 
@@ -22,31 +25,52 @@ ALONE = {**FOUR, "tensor_model_parallel_size": 1, "sequence_parallel": False}
 """Sizes per rank: each rank has the whole attention, and a quarter of the experts."""
 
 
-@pytest.mark.parametrize("layout", [FOUR, ALONE], ids=["TP4", "TP1"])
-@pytest.mark.parametrize("machine", [H200, H100], ids=["H200", "H100"])
-def test_the_30b_runs_on_four_cards(layout, machine):
-    """With the launcher's choices the run fits with a margin, and the choices are equal each time."""
-    c = config(**layout)
-    found = choose(c, QWEN3_30B, machine, set())
-    assert found == choose(c, QWEN3_30B, machine, set()) and found
-    values: dict[str, object] = {}
+REMAINDERS = "use_precision_aware_optimizer"
+
+
+def chosen_values(c: Config, found: Sequence[Chosen]) -> dict[str, Any]:
+    """Returns the values of the flags, and checks the reasons and that the engine's share has room for its weights."""
+    values: dict[str, Any] = {}
     for one in found:
+        assert "too much for " in one.why
         words = one.flag.replace("--", "").replace("-", "_").split()
         if words[0] == "optimizer_cpu_offload":
             values |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": float(words[2])}
+        elif words[0] == REMAINDERS:
+            values[words[0]] = True
         elif words[0] == FLAG_NAMES["memory_share"].replace("--", "").replace("-", "_"):
             share = float(words[1])
             assert c.engine.engine_facts.memory_share > share >= 0.4  # the share contains 28.4 GiB of weights
             values["engine_facts"] = engine_facts({"gpu_memory_utilization": share})
         else:
             values[words[0]] = int(words[1])
-        assert "too much for " in one.why
+    return values
+
+
+@pytest.mark.parametrize(
+    ("layout", "machine", "fraction", "without"),
+    [(FOUR, H200, 0, 0.1), (FOUR, H100, 0.8, 0.8), (ALONE, H200, 0.1, 0.2), (ALONE, H100, 0.9, 0.9)],
+    ids=["TP4-H200", "TP4-H100", "TP1-H200", "TP1-H100"],
+)
+def test_the_30b_runs_on_four_cards(layout, machine, fraction, without):
+    """With the launcher's choices the run fits with a margin, and the choices are equal each time. With remainders as
+    main weights, a smaller part of Adam is on the host than `without`."""
+    c = config(**layout)
+    found = choose(c, QWEN3_30B, machine, set())
+    assert found == choose(c, QWEN3_30B, machine, set()) and found
+    values = chosen_values(c, found)
     small = MachineSizes(CARD * machine.device, machine.host)
     assert whole_fit(c.with_values(**values), QWEN3_30B, small).over <= 0
     assert whole_fit(c, QWEN3_30B, small).over > 0
-    fraction = values["optimizer_offload_fraction"]
-    less = {**values, "optimizer_offload_fraction": fraction - 0.1}
-    assert fraction == 0.1 or whole_fit(c.with_values(**less), QWEN3_30B, small).over > 0
+    assert values.get("optimizer_offload_fraction", 0) == fraction
+    if fraction:
+        less = {**values, "optimizer_offload_fraction": fraction - 0.1, REMAINDERS: True}
+        assert whole_fit(c.with_values(**less), QWEN3_30B, small).over > 0
+    if REMAINDERS in values:
+        assert whole_fit(c.with_values(**{**values, REMAINDERS: False}), QWEN3_30B, small).over > 0
+    for given in (REMAINDERS, f"no_{REMAINDERS}"):
+        kept = chosen_values(c, choose(c, QWEN3_30B, machine, {given}))
+        assert REMAINDERS not in kept and kept["optimizer_offload_fraction"] == without
 
 
 def test_a_flag_of_the_user_is_kept_and_the_rest_is_chosen():
