@@ -57,7 +57,10 @@ PROVIDER = Head("provider")
 """Logits, and the function of --selected-logprob-provider."""
 
 BITWISE = Head("bitwise", has_logits=False)
-"""The operators of rl_kernel.invariant, which the engine has too."""
+"""The operators of rl_kernel.invariant, which the engine has too. linear_logp computes the gradients."""
+
+BITWISE_ONE_PASS = Head("bitwise", in_one_pass=True, has_logits=False)
+"""The same log-probs. linear_token_loss computes the loss and the gradients, with one product of logits less."""
 
 VALUES = Head("value head", has_logits=False)
 """One value per token, of a reward model, with no operator."""
@@ -102,7 +105,9 @@ def loss_head(config: Config) -> tuple[Head, str]:
     if (provider := config.kernels.selected_logprob_provider) and not reads_logits:
         return PROVIDER, f"--selected-logprob-provider {provider}"
     if "head" in bitwise(config):
-        return BITWISE, "--rlk-bitwise"
+        one_pass = not reads_logits and not whole_sequences(config) and config.kernels.rlk_fast != "off"
+        listed = ONE_PASS.name in config.kernels.rl_kernel_ops
+        return BITWISE_ONE_PASS if one_pass and listed else BITWISE, "--rlk-bitwise"
     if config.kernels.rlk_fast == "off":
         return NATIVE, "--rlk-fast off"
     if reads_logits:
@@ -188,8 +193,8 @@ def called(config: Config) -> set[str]:
     if config.debug.debug_rollout_only:
         return found
     head = loss_head(config)[0]
-    # linear_logp computes the gradients of the head BITWISE.
-    found |= {head.name, LINEAR.name} if head == BITWISE else {head.name}
+    with_gradients = {BITWISE: {LINEAR.name}, BITWISE_ONE_PASS: {ONE_PASS.name}}
+    found |= {head.name} | with_gradients.get(head, set())
     if any(role.head == "lm" for role in get_passes(config)):
         found.add(pass_head(config).name)
     return found | {name for name, calls in _IN_TRAINING.items() if calls(config)}

@@ -239,7 +239,11 @@ def test_a_run_says_what_both_sides_compute_alike(configured):
         "product, norm, activation, rotary, attention, head with rl_kernel.invariant"
     )
     found = chosen(config)
-    assert found["linear_logp"] == "reference" and found["linear_token_loss"] == "not called"
+    assert found["linear_token_loss"] == "reference" and found["linear_logp"] == "not called"
+    for kernels in ({"rlk_fast": "off"}, {"rl_kernel_ops": ["linear_logp"]}):
+        two_passes = replace(config, kernels=replace(config.kernels, **kernels))
+        assert operators.loss_head(two_passes)[0] is operators.BITWISE
+        assert operators.called(two_passes) >= {"linear_logp"} > operators.called(config) & {"linear_logp"}
     config = replace(plain, kernels=replace(config.kernels, rlk_bitwise_operators=["norm"]))
     assert operators.headline(config).endswith(
         "from linear_token_loss; trainer and engine both compute norm with rl_kernel.invariant"

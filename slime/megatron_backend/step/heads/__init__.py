@@ -9,7 +9,7 @@ from slime.algo.losses import loss_for
 from slime.config import Config
 from slime.config.sections.kernels import KernelsConfig
 from slime.megatron_backend.parallel import ParallelInfo
-from slime.megatron_backend.step.heads.bitwise import BitwiseHead
+from slime.megatron_backend.step.heads.bitwise import BitwiseHead, BitwiseOnePassHead
 from slime.megatron_backend.step.heads.head import (
     LinearHead,
     LmHead,
@@ -22,7 +22,10 @@ from slime.megatron_backend.step.heads.provider import ProviderHead
 
 _CLASSES: dict[operators.Head, type[LmHead]] = {
     head.kind: head
-    for head in (OnePassHead, LinearHead, LogitsHead, NativeHead, ValueTokens, ProviderHead, BitwiseHead)
+    for head in (
+        *(OnePassHead, LinearHead, LogitsHead, NativeHead, ValueTokens, ProviderHead),
+        *(BitwiseHead, BitwiseOnePassHead),
+    )
 }
 
 

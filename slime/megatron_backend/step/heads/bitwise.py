@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -9,10 +11,18 @@ from torch.nn.functional import pad
 import rl_kernel.invariant as invariant
 from rl_kernel.collectives import gather_stack
 from slime import operators
+from slime.algo.token_columns import Losses
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.model.gpt import output_weight, vocab_range
-from slime.megatron_backend.step.heads.head import LinearHead, Values
+from slime.megatron_backend.step.heads.head import (
+    LinearHead,
+    MicroBatchLoss,
+    Objective,
+    OnePassHead,
+    Values,
+)
 from slime.megatron_backend.step.native import EntropyUse
+from slime.tracking.timers import Timers
 
 _BYTES = {"cpu": 64, "cuda": 10}
 """Bytes per logit in all copies of a piece of rows: in float64 on a host, in bfloat16 and float32 on a GPU."""
@@ -60,3 +70,28 @@ class BitwiseHead(LinearHead):
         logits = invariant.linear(hidden, output_weight(self.model))
         logits = invariant.own_rows(logits, self.ranks.tp_group).transpose(0, 1).flatten(1)
         return logits[:, :vocabulary], targets.tensor_split(ranks)[self.ranks.tp_rank]
+
+
+class BitwiseOnePassHead(BitwiseHead, OnePassHead):
+    """Head whose objective gets the log-probs of `BitwiseHead`. Gradients and entropies come from
+    rl_kernel.linear_token_loss."""
+
+    kind = operators.BITWISE_ONE_PASS
+
+    def loss(
+        self,
+        batch: MicroBatch,
+        output: Tensor,
+        objective: Objective,
+        entropy: EntropyUse,
+        timers: Timers,
+        ids: Tensor | None = None,
+    ) -> MicroBatchLoss:
+        with timers.measure("forward"):
+            value = self._value(self._hidden(batch, output), batch.targets)
+
+        def of_value(plain: Tensor, values: Tensor | None, rows: slice, of_ids: Tensor | None) -> Losses:
+            return objective(invariant.with_value(plain, value[rows]), values, rows, of_ids)
+
+        found = super().loss(batch, output, of_value, entropy, timers, ids)
+        return dataclasses.replace(found, log_probs=value)

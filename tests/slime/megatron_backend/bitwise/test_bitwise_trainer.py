@@ -55,14 +55,29 @@ def test_a_token_has_the_same_bits_in_every_packing(root, tmp_path, temperature)
 
 
 @pytest.fixture
-def trainer(root, tmp_path, samples):
-    config = make_config(root, weight_dir=str(tmp_path / "w"), run_dir=str(tmp_path / "run"), **BITWISE)
+def trainer(request, root, tmp_path, samples):
+    """Returns a trainer with the same bits, and with more flags if a test gives them."""
+    flags = BITWISE | getattr(request, "param", {})
+    config = make_config(root, weight_dir=str(tmp_path / "w"), run_dir=str(tmp_path / "run"), **flags)
     made = MegatronTrainer(config, 0, 1, init_method=f"file://{tmp_path}/store")
     yield made
     made.close()
 
 
-def test_a_run_with_the_same_bits_trains_and_counts_none(trainer, samples):
+@pytest.mark.parametrize(
+    ("trainer", "head"),
+    [
+        ({}, operators.BITWISE_ONE_PASS),
+        ({"advantage_estimator": "gspo"}, operators.BITWISE),
+        ({"rl_kernel_ops": ["linear_logp"]}, operators.BITWISE),
+        ({"rlk_fast": "off"}, operators.BITWISE),
+    ],
+    indirect=["trainer"],
+    ids=["in one pass", "whole sequences", "listed operators", "off"],
+)
+def test_a_run_with_the_same_bits_trains_and_counts_none(trainer, head, samples):
+    """A loss of whole sequences needs all log-probs first, as without the flag."""
+    assert trainer.trainings[-1].head.kind is head
     before = {name: value.clone() for name, value in trainer.policy.model.named_parameters()}
     result = trainer.train(0, with_facts(trainer.config, samples))
     assert result.rollout["rl_kernel/bitwise/differing"] == 0
@@ -75,13 +90,16 @@ def test_a_run_with_the_same_bits_trains_and_counts_none(trainer, samples):
 
 def test_gradients_are_those_of_the_default_operators(root, tmp_path, samples):
     norms = []
-    for name, flags in (("bitwise", BITWISE), ("default", {"rlk_consistency": "audit"})):
+    two_passes = BITWISE | {"rl_kernel_ops": ["linear_logp"]}
+    sides = {"bitwise": BITWISE, "two": two_passes, "default": {"rlk_consistency": "audit"}}
+    for name, flags in sides.items():
         config = make_config(root, weight_dir=str(tmp_path / "w"), run_dir=str(tmp_path / name), **flags)
         made = MegatronTrainer(config, 0, 1, init_method=f"file://{tmp_path}/store-{name}")
         (step,) = made.train(0, with_facts(config, samples)).steps
         norms.append((step["train/grad_norm"], step["train/loss"]))
         made.close()
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4, abs=1e-6) and norms[0][0] > 0
+    for found in norms[:2]:
+        assert found == pytest.approx(norms[2], rel=1e-4, abs=1e-6) and found[0] > 0
 
 
 def moved(samples: list[Any]) -> tuple[int, int]:
