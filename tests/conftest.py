@@ -129,7 +129,8 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Schedules a whole file on one worker, for its fixtures, all files that start engines on the same worker, and
-    all house tests that read the repository on the same worker.
+    all house tests that read the repository on the same worker. Runs of features on a GPU share no fixture, so any
+    worker takes the next one.
 
     Whole runs need most of two cores and have time limits, so they run one after the other, while another worker
     runs the files that need one core.
@@ -141,6 +142,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             if file.startswith("tests/e2e/"):
                 return "engines"
+            if file.startswith("tests/gpu/features/"):
+                return nodeid
             # These files share the syntax trees of the repository. The other house tests start a tool.
             return "trees" if file.startswith("tests/house/") and file not in LONGEST else file
 

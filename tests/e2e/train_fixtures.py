@@ -73,6 +73,13 @@ async def uneven_generate(args: Any, sample: Any, sampling_params: dict[str, Any
     )
 
 
+async def full_generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """Generates responses of the largest length, which no end-of-text token ends."""
+    from slime.rollout.generate import generate
+
+    return await generate(args, sample, sampling_params | {"ignore_eos": True})
+
+
 def note_experts(args: Any, sample: Any) -> Any:
     """Records the tokens and a digest of their experts after each rollout of a response (a sample hook)."""
     rows = sample.rollout_routed_experts

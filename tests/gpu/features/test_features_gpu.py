@@ -92,9 +92,19 @@ def test_a_provider_of_log_probs(world: World) -> None:
 
 
 def test_cudnn_attention(world: World) -> None:
-    """The trainer warns about each layer and micro-batch that has another attention."""
-    out = train(world, "--attention-backend", "fused", "--check-weight-update-equal")
+    """Sequences have 124 tokens, because cuDNN's attention pads them to a multiple of 128. The trainer warns once about
+    micro-batches that have another attention, for instance if they have much padding."""
+    flags = (
+        "--attention-backend",
+        "fused",
+        "--custom-generate-function-path",
+        "train_fixtures.full_generate",
+    )
+    lengths = ("--rollout-max-response-len", "110", "--max-tokens-per-gpu", "512")
+    out = train(world, *flags, *lengths, "--check-weight-update-equal")
     check(world)
+    for saved in samples(world.root / "run", ROLLOUTS - 1):
+        assert len(saved["tokens"]) == 124
     log = (world.root / "run" / "logs" / "trainer-0.log").read_text()
     assert "fused has no effect" not in out + log
 
