@@ -9,7 +9,8 @@ give the same choice:
     2. the most tokens in a micro-batch, of 8192 or more if possible
     3. the largest workspace of the LM head
     4. the largest share for the engine, up to that of the layout
-    5. main weights of 32 bits on the device, and remainders of 16 bits if it does not fit with them, which cost no time
+    5. main weights of 32 bits on the device, or remainders of 16 bits if the run does not fit otherwise. The choices
+       before it assume remainders, because they cost little time
 """
 
 from __future__ import annotations

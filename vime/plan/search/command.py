@@ -12,12 +12,13 @@ from pathlib import Path
 from slime.config import Config
 from slime.hardware import HARDWARE, Hardware
 from slime.plan.fit import MachineSizes, shortage
+from slime.plan.memory_estimate import list_role_states
 from slime.plan.units import GIB
 from slime.records.errors import FlagError
 from vime.backends import parse_config
 from vime.memory.lines import whole_fit
 from vime.memory.sizes import take_sizes
-from vime.plan.search.layouts import list_layouts, spell, with_layout
+from vime.plan.search.layouts import find_remainders, list_layouts, spell, with_layout
 from vime.plan.search.lengths import LENGTHS, Lengths, read_lengths
 from vime.plan.search.results import Found, Searched
 from vime.plan.search.simulated import draw, simulate, simulation_lines
@@ -102,13 +103,18 @@ def search(c: Config, gpu: Hardware, gpus: int, lengths: Lengths, machine: Machi
     order = itertools.count()
     predicted: list[tuple[float, int, GpuLayout, PredictedStep]] = []
     rollouts: dict[tuple[int, int, float, int], float] = {}
-    for layout in list_layouts(model, gpu, gpus, lengths.longest, max(0, c.rollout.max_staleness or 0)):
+    ahead = max(0, c.rollout.max_staleness or 0)
+    layouts, states = 0, dict[GpuLayout, float]()
+    for layout in list_layouts(model, gpu, gpus, lengths.longest, ahead, find_remainders(c)):
+        layouts += 1
+        if not has_room(c, model, gpu, layout, machine, states):
+            continue
         engines = layout.engines, layout.engine_gpus, layout.share, layout.ahead
         prediction = predict_layout(c, model, gpu, layout, work, rollouts.get(engines))
         rollouts[engines] = prediction.parts["rollout"]
         heapq.heappush(predicted, (prediction.step, next(order), layout, prediction))
     found, closest, checked, ends = list[Found](), (float("inf"), ""), 0, time.monotonic() + SECONDS
-    total = len(predicted)
+    possible = len(predicted)
     while predicted and len(found) < SHOWN and checked < MOST_CHECKED and time.monotonic() < ends:
         _, _, layout, prediction = heapq.heappop(predicted)
         if any(has_same_split(layout, other.layout) for other in found):
@@ -119,7 +125,28 @@ def search(c: Config, gpu: Hardware, gpus: int, lengths: Lengths, machine: Machi
             found.append(Found(layout, prediction, fit))
         elif fit.worst is not None and fit.over < closest[0]:
             closest = fit.over, f"{shortage(fit.worst)}, with {spell(gpu, layout)}"
-    return Searched(found, total, checked, closest[1])
+    return Searched(found, layouts, possible, checked, closest[1])
+
+
+def has_room(
+    c: Config,
+    model: Model,
+    gpu: Hardware,
+    layout: GpuLayout,
+    machine: MachineSizes,
+    states: dict[GpuLayout, float],
+) -> bool:
+    """Returns False if a GPU cannot hold the trainer's state, with the engine's share if they share the GPU.
+
+    The plan of such a layout is not needed. `states` keeps the bytes of a state for all layouts that have the same one.
+    """
+    assert machine.device is not None
+    same = GpuLayout(layout.trainer_gpus, 1, 1, layout.colocated, layout.tp, layout.pp, layout.cp, layout.ep)
+    key = dataclasses.replace(same, host_adam=layout.host_adam, remainders=layout.remainders)
+    if key not in states:
+        states[key] = sum(item.bytes for item in list_role_states(with_layout(c, gpu, layout), model.shape))
+    share = layout.share if layout.colocated and not layout.offload else 0.0
+    return states[key] <= (1 - share) * machine.device
 
 
 def predict_layout(
@@ -143,15 +170,16 @@ def predict_layout(
 
 
 def has_same_split(one: GpuLayout, other: GpuLayout) -> bool:
-    """Returns whether two layouts differ only in micro-batches, recomputation, offload and the engine's share."""
-    values = ("micro_tokens", "recompute", "offload", "host_adam", "share")
+    """Returns whether two layouts differ only in micro-batches, recomputation, offload, main weights and the engine's
+    share."""
+    values = ("micro_tokens", "recompute", "offload", "host_adam", "remainders", "share")
     return dataclasses.replace(one, **{name: getattr(other, name) for name in values}) == other
 
 
 def report(c: Config, gpu: Hardware, gpus: int, lengths: Lengths, searched: Searched) -> Iterator[str]:
     yield (
-        f"{gpus} {gpu.name}: {searched.layouts:,} layouts, the memory of {searched.checked} planned in the order of "
-        "their predicted time"
+        f"{gpus} {gpu.name}: {searched.layouts:,} layouts, {searched.possible:,} with room for the trainer's state, "
+        f"the memory of {searched.checked} planned in the order of their predicted time"
     )
     yield (
         f"a step of {c.data.rollout_batch_size} x {c.data.n_samples_per_prompt} samples, on average "
@@ -159,7 +187,10 @@ def report(c: Config, gpu: Hardware, gpus: int, lengths: Lengths, searched: Sear
         f"({lengths.source})"
     )
     if not searched.found:
-        yield f"no layout fits; the closest needs {searched.short or 'more GPUs than there are'}"
+        what = "no layout of this search fits"
+        if searched.checked < searched.possible:
+            what = f"none of the {searched.checked} planned layouts fits"
+        yield f"{what}; the closest needs {searched.short or 'more GPUs than there are'}"
         return
     for number, one in enumerate(searched.found, 1):
         yield from describe(number, gpu, one)

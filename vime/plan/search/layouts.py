@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from slime.config import Config
 from slime.hardware import Hardware
+from slime.plan.advice import remainders
 from vime.plan.search.step_time import GpuLayout, Model
 
 SIZES = (1, 2, 4, 8)
@@ -19,11 +20,16 @@ ALONE, SHARED = 0.85, (0.6, 0.45, 0.3)
 """Parts of a GPU's memory that an engine may take: while the trainer's state is elsewhere, and together with it."""
 TRAINER_SHARES = (0.25, 0.5, 0.75)
 """Parts of the GPUs that train in a disaggregated layout."""
+HOST_ADAM = (0.0, 0.25, 1.0)
+"""Parts of Adam on the host."""
 
 
-def list_layouts(model: Model, gpu: Hardware, gpus: int, longest: int, ahead: int) -> Iterator[GpuLayout]:
+def list_layouts(
+    model: Model, gpu: Hardware, gpus: int, longest: int, ahead: int, remainders: tuple[bool, ...] = (False,)
+) -> Iterator[GpuLayout]:
     """Yields every layout of `gpus` GPUs that the model's heads, layers and experts allow. `longest` is the number of
-    tokens of the longest sample. `ahead` is the largest number of steps that generation may be ahead."""
+    tokens of the longest sample. `ahead` is the largest number of steps that generation may be ahead. `remainders` says
+    whether main weights on the GPU may or must be remainders of 16 bits."""
     for trainer, colocated in _trainer_sizes(gpus):
         rest = trainer if colocated else gpus - trainer
         for size in SIZES:
@@ -31,7 +37,9 @@ def list_layouts(model: Model, gpu: Hardware, gpus: int, longest: int, ahead: in
                 continue
             for tp, pp, cp, ep in _splits(model, gpu, trainer, longest):
                 base = GpuLayout(trainer, rest // size, size, colocated, tp, pp, cp, ep)
-                yield from _variants(base, longest, 0 if colocated else ahead)
+                for layout in _variants(base, longest, 0 if colocated else ahead):
+                    for kind in remainders if layout.host_adam < 1 else remainders[:1]:
+                        yield dataclasses.replace(layout, remainders=kind) if kind else layout
 
 
 def _trainer_sizes(gpus: int) -> Iterator[tuple[int, bool]]:
@@ -70,7 +78,7 @@ def _variants(base: GpuLayout, longest: int, ahead: int) -> Iterator[GpuLayout]:
             continue
         for offload in (False, True) if base.colocated else (False,):
             shares = SHARED if base.colocated and not offload else (ALONE,)
-            choices = itertools.product((False, True), (0.0, 1.0), sorted({0, ahead}), shares)
+            choices = itertools.product((False, True), HOST_ADAM, sorted({0, ahead}), shares)
             for recompute, host_adam, steps, share in choices:
                 yield dataclasses.replace(
                     base,
@@ -109,7 +117,15 @@ def with_layout(c: Config, gpu: Hardware, layout: GpuLayout) -> Config:
         offload_train_parts=None,
         optimizer_cpu_offload=layout.host_adam > 0,
         optimizer_offload_fraction=layout.host_adam or 1.0,
+        use_precision_aware_optimizer=layout.remainders,
     )
+
+
+def find_remainders(c: Config) -> tuple[bool, ...]:
+    """Returns the kinds of main weights that layouts of this run may have: True is remainders of 16 bits."""
+    if c.megatron.use_precision_aware_optimizer:
+        return (True,)
+    return (False, True) if remainders(c) else (False,)
 
 
 def spell(gpu: Hardware, layout: GpuLayout) -> str:
@@ -133,6 +149,9 @@ def spell(gpu: Hardware, layout: GpuLayout) -> str:
     words += ["--sequence-parallel"] * (layout.tp > 1) + ["--expert-tensor-parallel-size 1"] * (layout.ep > 1)
     if layout.recompute:
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    words += ["--offload-train"] * layout.offload + ["--optimizer-cpu-offload"] * (layout.host_adam > 0)
+    words += ["--offload-train"] * layout.offload
+    if layout.host_adam:
+        words.append(f"--optimizer-cpu-offload --optimizer-offload-fraction {layout.host_adam:g}")
+    words += ["--use-precision-aware-optimizer"] * layout.remainders
     words += [f"--max-staleness {layout.ahead}"] * (layout.ahead > 0)
     return " ".join(words)

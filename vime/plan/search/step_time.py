@@ -45,6 +45,9 @@ class Rates:
     optimizer_bytes: float = 28.0
     """Bytes that Adam moves per parameter, and the part of the memory's peak that it reaches."""
     optimizer_memory: float = 0.37
+    remainders: float = 2.3
+    """Time of Adam with main weights as remainders, divided by its time with float32 main weights:
+    remainders_qwen3_4b_h200, colocated_qwen3_4b_h200."""
     host_adam: float = 66e6
     """Parameters per second and core of Adam on the host: whole_qwen3_30b_h100."""
     decode_step_s: float = 0.0025
@@ -86,6 +89,8 @@ class GpuLayout:
     """The trainer's state is on the host while engines generate."""
     host_adam: float = 0.0
     """Part of Adam that is on the host."""
+    remainders: bool = False
+    """Main weights on the GPU are remainders of 16 bits."""
     share: float = 0.85
     """Part of a GPU's memory that an engine takes."""
     ahead: int = 0
@@ -266,7 +271,7 @@ def train_times(
     params = model.params / ranks
     on_card = (
         params * (1 - layout.host_adam) * rates.optimizer_bytes / gpu.memory_bytes_s / rates.optimizer_memory
-    )
+    ) * (rates.remainders if layout.remainders else 1)
     split_over = layout.tp * layout.pp
     reduced = (model.params - model.routed) / split_over if layout.dp * layout.cp > 1 else 0.0
     if layout.trainer_gpus > layout.pp * layout.ep:  # several ranks have the same experts
@@ -368,5 +373,6 @@ def update_time(model: Model, rates: Rates) -> float:
 
 
 def state_bytes(model: Model, layout: GpuLayout) -> float:
-    """Returns the bytes of a rank's state that --offload-train moves: weights, and Adam with its float32 weights."""
-    return model.params / (layout.tp * layout.pp) * BYTES + model.params / layout.trainer_gpus * 12
+    """Returns the bytes of a rank's state that --offload-train moves: weights, and Adam with its main weights."""
+    adam = 10 if layout.remainders else 12
+    return model.params / (layout.tp * layout.pp) * BYTES + model.params / layout.trainer_gpus * adam

@@ -52,9 +52,11 @@ class BitwiseHead(LinearHead):
 
     def _score_piece(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits, targets = self._whole_logits(hidden, targets)
-        # a tensor, as in the engine: for a number, a kernel may multiply by its inverse
-        temperatures = logits.new_full((len(logits), 1), self.temperature, dtype=torch.float32)
-        log_probs = invariant.target_log_probs(logits / temperatures, targets)  # in float32
+        if self.temperature != 1:  # a quotient by 1 has the bits of its dividend
+            # a tensor, as in the engine: for a number, a kernel may multiply by its inverse
+            temperatures = logits.new_full((len(logits), 1), self.temperature, dtype=torch.float32)
+            logits = logits / temperatures  # in float32
+        log_probs = invariant.target_log_probs(logits, targets)
         if self.ranks.tp_size == 1:
             return log_probs
         return gather_stack(log_probs, self.ranks.tp_group).flatten()[: len(hidden)]

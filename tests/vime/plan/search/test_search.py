@@ -9,9 +9,13 @@ import pytest
 from search_models import DENSE, experts
 
 from slime.hardware import HARDWARE
+from slime.plan.fit import MachineSizes
+from slime.plan.units import GIB
+from vime.backends import parse_config
+from vime.memory.lines import whole_fit
 from vime.plan.command import main
-from vime.plan.search.command import SHOWN
-from vime.plan.search.layouts import list_layouts, spell
+from vime.plan.search.command import LAYOUT, SHOWN, has_room
+from vime.plan.search.layouts import find_remainders, list_layouts, spell, with_layout
 from vime.plan.search.lengths import read_lengths
 from vime.plan.search.step_time import GpuLayout, Model
 
@@ -81,10 +85,28 @@ def test_a_layout_for_1024_gpus_is_simulated_and_drawn(
     assert (tmp_path / "time.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_the_30b_fits_four_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The 400 fastest layouts do not have room for the trainer's state."""
+    flags = [*write_run(tmp_path, experts(48)), "--host-memory-gib", "503"]
+    assert main(["--search", "4", "--gpu", "h200", "--lengths", "14:512", *flags]) == 0
+    assert len(steps(capsys.readouterr().out)) == SHOWN
+
+
+def test_a_layout_without_room_does_not_fit(tmp_path: Path) -> None:
+    gpu, model, states = HARDWARE["h200"], experts(48), dict[GpuLayout, float]()
+    c = parse_config([*write_run(tmp_path, model), "--gpu", "h200", *LAYOUT])
+    machine = MachineSizes(gpu.memory_gib * GIB, 503 * GIB)
+    layouts = list(list_layouts(model, gpu, 4, 526, 0, find_remainders(c)))
+    without = [one for one in layouts if not has_room(c, model, gpu, one, machine, states)]
+    assert {one.remainders for one in without} == {False, True} and len(without) < len(layouts)
+    for layout in without[::41]:
+        assert whole_fit(with_layout(c, gpu, layout), model.hf, machine).over > 0, layout
+
+
 def test_no_layout_of_too_few_gpus_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = write_run(tmp_path, experts(48))
     assert main(["--search", "1", "--gpu", "h100", *flags]) == 1
-    assert "no layout fits; the closest needs" in capsys.readouterr().out
+    assert "no layout of this search fits; the closest needs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -111,12 +133,13 @@ def test_experts_that_do_not_divide_are_no_layout() -> None:
 
 
 def test_a_layout_is_spelled_as_flags() -> None:
-    layout = GpuLayout(8, 4, 2, False, tp=2, recompute=True, ahead=1)
+    layout = GpuLayout(8, 4, 2, False, tp=2, recompute=True, ahead=1, host_adam=0.25, remainders=True)
     text = spell(HARDWARE["h100"], layout)
     for flag in (
         "--rollout-num-gpus 8",
         "--tensor-model-parallel-size 2 --sequence-parallel",
         "--max-staleness 1",
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.25 --use-precision-aware-optimizer",
     ):
         assert flag in text
 
