@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Runs the tests that need GPUs and prints one table that compares figures with their targets. Needs an environment with
-# requirements/gpu.txt, pytest and vime itself (PYTHON, default python3), and GPUs that no other process uses.
+# requirements/gpu.txt, pytest, pytest-xdist and vime itself (PYTHON, default python3), and GPUs that no other process
+# uses.
 #
 #   CUDA_VISIBLE_DEVICES=0 bash scripts/test-gpu.sh    one GPU: its tests, and a colocated run of a random Qwen3-4B
 #   bash scripts/test-gpu.sh                           two or more GPUs: their tests, a disaggregated run, rollout speed
 #   bash scripts/test-gpu.sh -k attention              all tests with that name; any option of pytest
 #   PARTS="tests table" bash scripts/test-gpu.sh       some of: tests smoke rollout table
 #
-# Tests run concurrently. The run of the 4B (smoke) starts at the same time, makes two steps, and waits until the tests have
+# Tests run concurrently. The run of the 4B (smoke) starts when the tests of features have ended, makes two steps, and waits until the tests have
 # ended. On two GPUs, the engine that is compared with plain vLLM (rollout) also starts at the same time, and waits until
 # that run has ended. The memory of the smallest GPU decides how the 4B runs, and the output says which of both:
 #
@@ -15,7 +16,7 @@
 #   78 GiB or more    full recomputation, micro-batches of 8k tokens, started after the tests. On one GPU, the trainer's
 #                     weights and optimizer are on the host while the engine generates
 #
-# A test that would be skipped is an error.
+# A test that needs more GPUs than there are is an error. Tests of models that the installed vLLM lacks are skipped.
 #
 #   OUT      records (default runs/test-gpu); each part replaces its own record; the model in it is kept
 #   FIGURES  more run directories and JSON files for the table, see benchmarks/gpu_numbers.py
@@ -52,8 +53,8 @@ elif ((gpus == 1)); then
     PARTS=${PARTS:-tests smoke table} MODE=colocate marked="gpu and not multi_gpu"
     faults=tests/gpu/test_faults_gpu.py offload=tests/gpu/test_offload_gpu.py
     runs=tests/gpu/test_runs_gpu.py families=tests/gpu/test_families_gpu.py fp8=tests/gpu/test_fp8_gpu.py
-    features=tests/gpu/features # about 40 whole runs, of which four run at a time
-    short=("$offload") long=("$faults -k engines" "$faults -k not_engines" "$runs" "$families $fp8" "$features -n 4"
+    features=tests/gpu/features # about 30 whole runs; four run at a time
+    short=("$offload" "$features -n 4") long=("$faults -k engines" "$faults -k not_engines" "$runs" "$families $fp8"
         "tests/gpu --ignore=$offload --ignore=$faults --ignore=$runs --ignore=$families --ignore=$fp8 --ignore=$features")
 else
     PARTS=${PARTS:-tests smoke rollout table} MODE=disaggregated marked=multi_gpu

@@ -16,6 +16,7 @@ from slime.algo.corrections import LEVELS
 from slime.algo.estimators import estimator_for, surrogate_for
 from slime.algo.flags import reads_kl_in_reward
 from slime.algo.losses import loss_for
+from slime.algo.needs import draws_in_loss
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config.sections.kernels import OPERATORS
 from slime.models.reading import expert_count
@@ -60,7 +61,7 @@ BITWISE = Head("bitwise", has_logits=False)
 """The operators of rl_kernel.invariant, which the engine has too. linear_logp computes the gradients."""
 
 BITWISE_ONE_PASS = Head("bitwise", in_one_pass=True, has_logits=False)
-"""The same log-probs. linear_token_loss computes the loss and the gradients, with one product of logits less."""
+"""The head has the log-probs of BITWISE. linear_token_loss computes loss and gradients, with one product less."""
 
 VALUES = Head("value head", has_logits=False)
 """One value per token, of a reward model, with no operator."""
@@ -197,6 +198,10 @@ def called(config: Config) -> set[str]:
     found |= {head.name} | with_gradients.get(head, set())
     if any(role.head == "lm" for role in get_passes(config)):
         found.add(pass_head(config).name)
+        if pass_head(config) == BITWISE and draws_in_loss(
+            config
+        ):  # linear_top, which --rlk-fast sets with linear_logp
+            found.add(LINEAR.name)
     return found | {name for name, calls in _IN_TRAINING.items() if calls(config)}
 
 

@@ -42,6 +42,10 @@ if INTERPRET:
 if INTERPRET:
     torch.set_num_threads(1)
 
+FEATURE_RUNS = (
+    "tests/gpu/features/test_features_gpu.py",
+    "tests/gpu/features/test_family_steps_gpu.py",
+)
 LONGEST = ("tests/e2e/", "tests/house/test_tools.py", "tests/vime/vllm/test_vllm_oldest.py")
 """Test files that take longest: one worker runs the whole runs, and the other two files check types or an old
 vLLM."""
@@ -129,7 +133,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Schedules a whole file on one worker, for its fixtures, all files that start engines on the same worker, and
-    all house tests that read the repository on the same worker. Runs of features on a GPU share no fixture, so any
+    all house tests that read the repository on the same worker. The tests of FEATURE_RUNS share no fixture, so any
     worker takes the next one.
 
     Whole runs need most of two cores and have time limits, so they run one after the other, while another worker
@@ -142,7 +146,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             if file.startswith("tests/e2e/"):
                 return "engines"
-            if file.startswith("tests/gpu/features/"):
+            if file in FEATURE_RUNS:
                 return nodeid
             # These files share the syntax trees of the repository. The other house tests start a tool.
             return "trees" if file.startswith("tests/house/") and file not in LONGEST else file

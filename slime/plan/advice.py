@@ -154,8 +154,8 @@ def workspace(c: Config) -> list[Change]:
 
 
 def remainders(c: Config) -> list[Change]:
-    """Returns main weights as remainders of 16 bits. They cost little time, and both kinds of checkpoints can be
-    resumed."""
+    """Returns main weights as remainders of 16 bits. A run resumes from checkpoints with either kind of main
+    weights."""
     if c.megatron.use_precision_aware_optimizer or c.megatron.remainders_obstacle:
         return []
     on = c.with_values(use_precision_aware_optimizer=True)

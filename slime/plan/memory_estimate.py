@@ -250,9 +250,9 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
             step += kind.params * 4 / kind.shards * left
             arithmetic.append(f"{kind.share} x 4 B{kind.ranks} / {kind.shards} shards, gradients in fp32")
     if c.megatron.stores_remainders:
-        # slime.megatron_backend.model.remainders: main weights of a slice, and their gradients or bits
-        step += 2 * 4 * 2**26
-        arithmetic.append("67 M x 2 x 4 B, main weights and gradients of a slice")
+        # slime.megatron_backend.model.remainders: main weights of a slice, their bits, and both parts of the result
+        step += (4 + 4 + 2 + 2) * 2**25
+        arithmetic.append("34 M x 12 B, main weights of a slice and their parts")
     if c.megatron.optimizer == "muon":
         largest, how = muon_step(c, shape)
         step, arithmetic = step + largest, [*arithmetic, how]

@@ -94,6 +94,9 @@ def _check_bitwise(c: Config) -> None:
         "--max-staleness": (0, c.rollout.max_staleness),
         "--partial-rollout": (False, c.rollout.partial_rollout),
         "--use-rollout-routing-replay": (False, c.off_policy.use_rollout_routing_replay),
+        "--rollout-top-p": (1, c.rollout.rollout_top_p),
+        "--rollout-top-k": (-1, c.rollout.rollout_top_k),
+        "--replay-kept-tokens": (0, c.off_policy.replay_kept_tokens or 0),
         "--flush-cache-interval": (EACH, c.weight_update.flush_cache_interval),
     }
     if c.megatron.overrides.get("attention_backend") == "fused":

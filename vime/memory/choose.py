@@ -9,8 +9,8 @@ give the same choice:
     2. the most tokens in a micro-batch, of 8192 or more if possible
     3. the largest workspace of the LM head
     4. the largest share for the engine, up to that of the layout
-    5. main weights of 32 bits on the device, or remainders of 16 bits if the run does not fit otherwise. The choices
-       before it assume remainders, because they cost little time
+    5. main weights of 32 bits on the device, or remainders of 16 bits if these do not fit. Choices 1 to 4 assume
+       remainders, because Adam on the host takes longer
 """
 
 from __future__ import annotations

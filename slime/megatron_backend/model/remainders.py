@@ -25,8 +25,8 @@ Group: TypeAlias = dict[str, Any]
 T = TypeVar("T")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST = 2**15 - 1
-DEVICE_SLICE = 2**26
-"""Elements whose float32 main weights are on the device at a time."""
+DEVICE_SLICE = 2**25
+"""Elements whose float32 main weights are on the device at a time, with 8 more bytes each."""
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
@@ -115,7 +115,11 @@ class RemainderPart:
             state["master_param"].zero_()
 
     def update(self) -> None:
-        """Updates slices of the weights, in calls with about `DEVICE_SLICE` elements."""
+        """Updates slices of the weights, in calls with about `DEVICE_SLICE` elements.
+
+        Small weights are joined, so that a call starts equally many kernels for many and for few weights. The experts
+        of a layer have hundreds of weights.
+        """
         slices = [
             each
             for weight, state in zip(self._weights, self._states, strict=True)
@@ -123,17 +127,24 @@ class RemainderPart:
         ]
         for together in group_by_size(slices, lambda each: each[0].numel(), DEVICE_SLICE):
             weights, remainders, grads, first, second, steps = map(list, zip(*together, strict=True))
-            mains = [join(weight, rest) for weight, rest in zip(weights, remainders, strict=True)]
-            apply_adamw(self._group, mains, [grad.float() for grad in grads], first, second, steps)
-            for main, weight, remainder in zip(mains, weights, remainders, strict=True):
-                split(main, weight, remainder)
-        for state in self._states:
-            state["step"] += 1
+            sizes = [weight.numel() for weight in weights]
+            main = join(torch.cat(weights), torch.cat(remainders))
+            counts = list(torch.stack(steps).unbind())  # copies, because AdamW adds 1 to them for each slice
+            grads = [grad.float() for grad in grads]
+            apply_adamw(self._group, list(main.split(sizes)), grads, first, second, counts)
+            weight, remainder = (
+                torch.empty_like(main, dtype=kind) for kind in (weights[0].dtype, torch.int16)
+            )
+            split(main, weight, remainder)
+            torch._foreach_copy_(weights, list(weight.split(sizes)))
+            torch._foreach_copy_(remainders, list(remainder.split(sizes)))
+        torch._foreach_add_([state["step"] for state in self._states], 1)
 
     @staticmethod
     def _slices(weight: Tensor, state: Group) -> list[tuple[Tensor, ...]]:
-        """Returns slices of a weight, of its remainders, gradients and moments, each with a copy of its step count."""
+        """Returns slices of a weight, of its remainders, gradients and moments, each with its step count: [elements]
+        and []."""
         grad: Tensor = weight.decoupled_grad  # type: ignore[attr-defined]
         tensors = (weight.detach(), state["master_param"], grad, *(state[name] for name in MOMENTS))
-        slices = zip(*(tensor.split(DEVICE_SLICE) for tensor in tensors), strict=True)
-        return [(*each, state["step"].clone()) for each in slices]
+        slices = zip(*(tensor.view(-1).split(DEVICE_SLICE) for tensor in tensors), strict=True)
+        return [(*each, state["step"]) for each in slices]

@@ -1,6 +1,7 @@
 """Tests whole runs of tiny models on one GPU, in bfloat16: three GRPO steps of each family, and runs on pairs.
 
-tests/e2e/runs/test_train_families.py and tests/e2e/examples/test_train_dpo.py are the same on CPUs, in float32.
+On CPUs, tests/e2e/runs/test_train_families.py and test_train_like.py run two steps of most of these models, in float32
+except for gated delta nets, and tests/e2e/examples/test_train_dpo.py runs the pairs.
 """
 
 from __future__ import annotations

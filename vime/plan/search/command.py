@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slime.config import Config
+from slime.config.config_file import split_argv, with_config_files
 from slime.hardware import HARDWARE, Hardware
 from slime.plan.fit import MachineSizes, shortage
-from slime.plan.memory_estimate import list_role_states
 from slime.plan.units import GIB
 from slime.records.errors import FlagError
 from vime.backends import parse_config
@@ -22,6 +22,7 @@ from vime.plan.search.layouts import find_remainders, list_layouts, spell, with_
 from vime.plan.search.lengths import LENGTHS, Lengths, read_lengths
 from vime.plan.search.results import Found, Searched
 from vime.plan.search.simulated import draw, simulate, simulation_lines
+from vime.plan.search.state_check import StateCheck
 from vime.plan.search.step_time import GpuLayout, Model, PredictedStep, StepWork, predict
 
 SEARCH, SIMULATE, PLOT = "--search", "--simulate", "--plot"
@@ -68,9 +69,11 @@ def main(argv: Sequence[str]) -> int:
     if c.cluster.gpu is None:
         raise ValueError(f"{SEARCH} must go with --gpu, got none; name one of {', '.join(sorted(HARDWARE))}")
     gpu = HARDWARE[c.cluster.gpu]
-    machine = MachineSizes(sizes.gpu or gpu.memory_gib * GIB, (sizes.host or HOST_GIB) * GIB)
+    machine = MachineSizes((sizes.gpu or gpu.memory_gib) * GIB, (sizes.host or HOST_GIB) * GIB)
     lengths = read_lengths(lengths_text, PROMPT_TOKENS, c.rollout.rollout_max_response_len or 1)
-    found = search(c, gpu, gpus, lengths, machine)
+    flag_names = {group.name for group in with_config_files(split_argv(flags))}
+    kinds = (False,) if "no_use_precision_aware_optimizer" in flag_names else find_remainders(c)
+    found = search(c, gpu, gpus, lengths, machine, kinds)
     print("\n".join(report(c, gpu, gpus, lengths, found)))
     if simulates or picture is not None:
         rows = simulate(c, gpu, lengths, found)
@@ -93,8 +96,11 @@ def read_count(text: str | None) -> int:
     return gpus
 
 
-def search(c: Config, gpu: Hardware, gpus: int, lengths: Lengths, machine: MachineSizes) -> Searched:
-    """Returns the `SHOWN` layouts of `gpus` GPUs with the least predicted time that fit the machine."""
+def search(
+    c: Config, gpu: Hardware, gpus: int, lengths: Lengths, machine: MachineSizes, kinds: tuple[bool, ...]
+) -> Searched:
+    """Returns the `SHOWN` layouts of `gpus` GPUs with the least predicted time that fit the machine. `kinds` has the
+    kinds of main weights (`list_layouts`)."""
     from slime.checkpoints.hf_config import read_hf_config
 
     hf = read_hf_config(c.rollout.hf_checkpoint)
@@ -103,11 +109,9 @@ def search(c: Config, gpu: Hardware, gpus: int, lengths: Lengths, machine: Machi
     order = itertools.count()
     predicted: list[tuple[float, int, GpuLayout, PredictedStep]] = []
     rollouts: dict[tuple[int, int, float, int], float] = {}
-    ahead = max(0, c.rollout.max_staleness or 0)
-    layouts, states = 0, dict[GpuLayout, float]()
-    for layout in list_layouts(model, gpu, gpus, lengths.longest, ahead, find_remainders(c)):
-        layouts += 1
-        if not has_room(c, model, gpu, layout, machine, states):
+    ahead, check = max(0, c.rollout.max_staleness or 0), StateCheck(c, model, gpu, machine)
+    for layout in list_layouts(model, gpu, gpus, lengths.longest, ahead, kinds):
+        if not check.is_possible(layout):
             continue
         engines = layout.engines, layout.engine_gpus, layout.share, layout.ahead
         prediction = predict_layout(c, model, gpu, layout, work, rollouts.get(engines))
@@ -125,28 +129,11 @@ def search(c: Config, gpu: Hardware, gpus: int, lengths: Lengths, machine: Machi
             found.append(Found(layout, prediction, fit))
         elif fit.worst is not None and fit.over < closest[0]:
             closest = fit.over, f"{shortage(fit.worst)}, with {spell(gpu, layout)}"
-    return Searched(found, layouts, possible, checked, closest[1])
-
-
-def has_room(
-    c: Config,
-    model: Model,
-    gpu: Hardware,
-    layout: GpuLayout,
-    machine: MachineSizes,
-    states: dict[GpuLayout, float],
-) -> bool:
-    """Returns False if a GPU cannot hold the trainer's state, with the engine's share if they share the GPU.
-
-    The plan of such a layout is not needed. `states` keeps the bytes of a state for all layouts that have the same one.
-    """
-    assert machine.device is not None
-    same = GpuLayout(layout.trainer_gpus, 1, 1, layout.colocated, layout.tp, layout.pp, layout.cp, layout.ep)
-    key = dataclasses.replace(same, host_adam=layout.host_adam, remainders=layout.remainders)
-    if key not in states:
-        states[key] = sum(item.bytes for item in list_role_states(with_layout(c, gpu, layout), model.shape))
-    share = layout.share if layout.colocated and not layout.offload else 0.0
-    return states[key] <= (1 - share) * machine.device
+    if not possible and check.closest is not None:
+        fit = whole_fit(with_layout(c, gpu, check.closest), hf, machine)
+        assert fit.worst is not None
+        closest = fit.over, f"{shortage(fit.worst)}, with {spell(gpu, check.closest)}"
+    return Searched(found, check.count, possible, checked, closest[1])
 
 
 def predict_layout(

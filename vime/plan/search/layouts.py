@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from slime.config import Config
 from slime.hardware import Hardware
-from slime.plan.advice import remainders
 from vime.plan.search.step_time import GpuLayout, Model
 
 SIZES = (1, 2, 4, 8)
@@ -25,11 +24,11 @@ HOST_ADAM = (0.0, 0.25, 1.0)
 
 
 def list_layouts(
-    model: Model, gpu: Hardware, gpus: int, longest: int, ahead: int, remainders: tuple[bool, ...] = (False,)
+    model: Model, gpu: Hardware, gpus: int, longest: int, ahead: int, kinds: tuple[bool, ...] = (False,)
 ) -> Iterator[GpuLayout]:
     """Yields every layout of `gpus` GPUs that the model's heads, layers and experts allow. `longest` is the number of
-    tokens of the longest sample. `ahead` is the largest number of steps that generation may be ahead. `remainders` says
-    whether main weights on the GPU may or must be remainders of 16 bits."""
+    tokens of the longest sample. `ahead` is the largest number of steps that generation may be ahead. `kinds` has the
+    kinds of main weights on a GPU: True is remainders of 16 bits."""
     for trainer, colocated in _trainer_sizes(gpus):
         rest = trainer if colocated else gpus - trainer
         for size in SIZES:
@@ -38,7 +37,7 @@ def list_layouts(
             for tp, pp, cp, ep in _splits(model, gpu, trainer, longest):
                 base = GpuLayout(trainer, rest // size, size, colocated, tp, pp, cp, ep)
                 for layout in _variants(base, longest, 0 if colocated else ahead):
-                    for kind in remainders if layout.host_adam < 1 else remainders[:1]:
+                    for kind in kinds if layout.host_adam < 1 else (False,):
                         yield dataclasses.replace(layout, remainders=kind) if kind else layout
 
 
@@ -123,9 +122,9 @@ def with_layout(c: Config, gpu: Hardware, layout: GpuLayout) -> Config:
 
 def find_remainders(c: Config) -> tuple[bool, ...]:
     """Returns the kinds of main weights that layouts of this run may have: True is remainders of 16 bits."""
-    if c.megatron.use_precision_aware_optimizer:
-        return (True,)
-    return (False, True) if remainders(c) else (False,)
+    if c.with_values(optimizer_cpu_offload=False).megatron.remainders_obstacle:
+        return (False,)
+    return (True,) if c.megatron.use_precision_aware_optimizer else (False, True)
 
 
 def spell(gpu: Hardware, layout: GpuLayout) -> str:

@@ -45,7 +45,7 @@ class Rates:
     optimizer_bytes: float = 28.0
     """Bytes that Adam moves per parameter, and the part of the memory's peak that it reaches."""
     optimizer_memory: float = 0.37
-    remainders: float = 2.3
+    remainders_ratio: float = 2.3
     """Time of Adam with main weights as remainders, divided by its time with float32 main weights:
     remainders_qwen3_4b_h200, colocated_qwen3_4b_h200."""
     host_adam: float = 66e6
@@ -271,7 +271,7 @@ def train_times(
     params = model.params / ranks
     on_card = (
         params * (1 - layout.host_adam) * rates.optimizer_bytes / gpu.memory_bytes_s / rates.optimizer_memory
-    ) * (rates.remainders if layout.remainders else 1)
+    ) * (rates.remainders_ratio if layout.remainders else 1)
     split_over = layout.tp * layout.pp
     reduced = (model.params - model.routed) / split_over if layout.dp * layout.cp > 1 else 0.0
     if layout.trainer_gpus > layout.pp * layout.ep:  # several ranks have the same experts

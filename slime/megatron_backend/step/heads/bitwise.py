@@ -90,10 +90,13 @@ class BitwiseOnePassHead(BitwiseHead, OnePassHead):
         ids: Tensor | None = None,
     ) -> MicroBatchLoss:
         with timers.measure("forward"):
-            value = self._value(self._hidden(batch, output), batch.targets)
+            hidden = self._hidden(batch, output)
+            value = self._value(hidden, batch.targets)
 
-        def of_value(plain: Tensor, values: Tensor | None, rows: slice, of_ids: Tensor | None) -> Losses:
+        def compute_losses(
+            plain: Tensor, values: Tensor | None, rows: slice, of_ids: Tensor | None
+        ) -> Losses:
             return objective(invariant.with_value(plain, value[rows]), values, rows, of_ids)
 
-        found = super().loss(batch, output, of_value, entropy, timers, ids)
+        found = self._loss_of_hidden(batch, hidden, compute_losses, entropy, timers, ids)
         return dataclasses.replace(found, log_probs=value)

@@ -245,6 +245,20 @@ class OnePassHead(LinearHead):
         timers: Timers,
         ids: Tensor | None = None,
     ) -> MicroBatchLoss:
+        with timers.measure("forward"):
+            hidden = self._hidden(batch, output)
+        return self._loss_of_hidden(batch, hidden, objective, entropy, timers, ids)
+
+    def _loss_of_hidden(
+        self,
+        batch: MicroBatch,
+        hidden: Tensor,
+        objective: Objective,
+        entropy: EntropyUse,
+        timers: Timers,
+        ids: Tensor | None,
+    ) -> MicroBatchLoss:
+        """Returns `loss` of the hidden states [r, H] that predict the response tokens."""
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
 
@@ -258,8 +272,6 @@ class OnePassHead(LinearHead):
                 maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
             return loss, {}
 
-        with timers.measure("forward"):
-            hidden = self._hidden(batch, output)
         with timers.measure("policy_loss"):
             result = rl_kernel.linear_token_loss(
                 hidden,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron_cases import tiny_checkpoint
 from test_host_adam import inner, run, trainer, weights
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
 from slime.megatron_backend.model import remainders
@@ -65,6 +66,35 @@ def test_steps_equal_the_plain_adam(hf_dir, monkeypatch, slice_size):
     for one, other in zip(mains(small), mains(plain), strict=True):
         off = (bits(one.flatten()) - bits(other.flatten())).abs()
         assert (off > 1).float().mean() < 1e-4 and (off > 0).float().mean() < 1e-3
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that are not views."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_number_of_operations_does_not_depend_on_the_number_of_weights():
+    """Each expert of a layer has its own weights."""
+    counts = []
+    for number in (2, 500):
+        weights = [torch.randn(3, 5).bfloat16() for _ in range(number)]
+        for weight in weights:
+            weight.decoupled_grad = torch.randn(3, 5)
+        group = {"params": weights, "lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+        optimizer = HostAdam([group], fraction=0, threads=1, remainders=True)
+        before = [weight.clone() for weight in weights]
+        with Operations() as operations:
+            optimizer.step()
+        counts.append(operations.count)
+        assert not any(torch.equal(*pair) for pair in zip(weights, before, strict=True))
+    assert counts[0] == counts[1] < 40
 
 
 def test_the_state_has_ten_bytes_per_weight(hf_dir):

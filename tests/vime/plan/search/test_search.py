@@ -14,9 +14,10 @@ from slime.plan.units import GIB
 from vime.backends import parse_config
 from vime.memory.lines import whole_fit
 from vime.plan.command import main
-from vime.plan.search.command import LAYOUT, SHOWN, has_room
+from vime.plan.search.command import LAYOUT, SHOWN
 from vime.plan.search.layouts import find_remainders, list_layouts, spell, with_layout
 from vime.plan.search.lengths import read_lengths
+from vime.plan.search.state_check import StateCheck
 from vime.plan.search.step_time import GpuLayout, Model
 
 
@@ -92,21 +93,64 @@ def test_the_30b_fits_four_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(steps(capsys.readouterr().out)) == SHOWN
 
 
-def test_a_layout_without_room_does_not_fit(tmp_path: Path) -> None:
-    gpu, model, states = HARDWARE["h200"], experts(48), dict[GpuLayout, float]()
-    c = parse_config([*write_run(tmp_path, model), "--gpu", "h200", *LAYOUT])
-    machine = MachineSizes(gpu.memory_gib * GIB, 503 * GIB)
-    layouts = list(list_layouts(model, gpu, 4, 526, 0, find_remainders(c)))
-    without = [one for one in layouts if not has_room(c, model, gpu, one, machine, states)]
-    assert {one.remainders for one in without} == {False, True} and len(without) < len(layouts)
-    for layout in without[::41]:
+CRITIC = [
+    *("--advantage-estimator", "ppo", "--critic-num-nodes", "1", "--critic-num-gpus-per-node", "4"),
+    *("--global-batch-size", "256"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "gib", "more"), [(experts(48), 139.8, []), (DENSE, 60, CRITIC)], ids=["experts", "critic"]
+)
+def test_a_layout_whose_state_is_too_large_does_not_fit(
+    tmp_path: Path, model: Model, gib: float, more: list[str]
+) -> None:
+    """The state of a critic on separate GPUs is not on the policy's GPUs."""
+    gpu = HARDWARE["h200"]
+    c = parse_config([*write_run(tmp_path, model), "--gpu", "h200", *LAYOUT, *more])
+    machine = MachineSizes(gib * GIB, 503 * GIB)
+    layouts = list(list_layouts(model, gpu, 4, 1280, 0, find_remainders(c)))
+    check = StateCheck(c, model, gpu, machine)
+    impossible = [one for one in layouts if not check.is_possible(one)]
+    assert {one.remainders for one in impossible} == {False, True} and len(impossible) < len(
+        layouts
+    ) == check.count
+    for layout in impossible[::41]:
         assert whole_fit(with_layout(c, gpu, layout), model.hf, machine).over > 0, layout
+
+
+@pytest.mark.parametrize(
+    ("flags", "kinds"),
+    [
+        ([], (False, True)),
+        (["--optimizer-cpu-offload"], (False, True)),
+        (["--use-precision-aware-optimizer"], (True,)),
+        (["--use-precision-aware-optimizer", "--fp32"], (False,)),
+        (["--optimizer", "muon"], (False,)),
+    ],
+)
+def test_kinds_of_main_weights(tmp_path: Path, flags: list[str], kinds: tuple[bool, ...]) -> None:
+    c = parse_config([*write_run(tmp_path, DENSE), "--gpu", "h200", *LAYOUT, *flags])
+    assert find_remainders(c) == kinds
+
+
+def test_the_users_flags_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With --no-use-precision-aware-optimizer, no layout has remainders. --gpu-memory-gib is in GiB."""
+    flags = [*write_run(tmp_path, DENSE), "--host-memory-gib", "503", "--gpu-memory-gib", "82"]
+    for more, wanted in (([], True), (["--no-use-precision-aware-optimizer"], False)):
+        assert main(["--search", "1", "--gpu", "h200", "--lengths", "14:512", *more, *flags]) == 0
+        text = capsys.readouterr().out
+        assert ("--use-precision-aware-optimizer" in text) == wanted and " of 82.0 GiB" in text
 
 
 def test_no_layout_of_too_few_gpus_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = write_run(tmp_path, experts(48))
     assert main(["--search", "1", "--gpu", "h100", *flags]) == 1
-    assert "no layout of this search fits; the closest needs" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert (
+        "no layout of this search fits; the closest needs" in text
+        and "too much for a GPU of 79.18 GiB" in text
+    )
 
 
 @pytest.mark.parametrize(
