@@ -352,6 +352,8 @@ def test_the_command_line_of_an_engine_holds_no_secret_and_user_flags_come_last(
     assert VllmServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert VllmServer(gpu).environment()["OMP_NUM_THREADS"] == "1", "as in an actor of Ray"
+    estimates = "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"
+    assert VllmServer(gpu).environment()[estimates] == "0" and estimates not in env
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     assert VllmServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn", "a user's choice stays"
 
