@@ -229,7 +229,7 @@ class VllmServer(EngineServer):
             # A forked engine process starts faster, because it inherits the server's imports. vLLM uses another start
             # method if it cannot fork.
             env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-            # vLLM's estimate multiplies the memory of one graph by the number of graphs, and takes the product from the
+            # vLLM's estimate multiplies the memory of a graph by the number of graphs, and takes the product from the
             # KV cache. The plan has graphs in the memory besides the engine's share.
             env.setdefault("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", "0")
             env.setdefault(
