@@ -8,9 +8,10 @@
 #   bash scripts/test-gpu.sh -k attention              all tests with that name; any option of pytest
 #   PARTS="tests table" bash scripts/test-gpu.sh       some of: tests smoke rollout table
 #
-# Tests run concurrently. The run of the 4B (smoke) starts when the tests of features have ended, makes two steps, and waits until the tests have
-# ended. On two GPUs, the engine that is compared with plain vLLM (rollout) also starts at the same time, and waits until
-# that run has ended. The memory of the smallest GPU decides how the 4B runs, and the output says which of both:
+# Tests run concurrently. The run of the 4B (smoke) starts at the same time, on one GPU after the tests of offloading and of
+# features, makes two steps, and waits until the tests have ended. On two GPUs, the engine that is compared with plain vLLM
+# (rollout) also starts at the same time, and waits until that run has ended. The memory of the smallest GPU decides how the
+# 4B runs, and the output names the choice:
 #
 #   130 GiB or more   micro-batches of 16k tokens, started while the tests run
 #   78 GiB or more    full recomputation, micro-batches of 8k tokens, started after the tests. On one GPU, the trainer's

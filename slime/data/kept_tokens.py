@@ -23,7 +23,7 @@ COLUMN = "rollout_kept_tokens"
 NONE = -1
 """Id that fills the rest of a row."""
 MOST_UNCUT = 2
-"""Number of sets of an answer that may be empty or uncut although top-k bounds them. A tenth of all sets may, too."""
+"""An answer may have this number of sets that are empty or uncut although top-k bounds them, or a tenth of its sets."""
 
 
 def append(sample: Sample, kept: Arrays) -> None:

@@ -201,7 +201,7 @@ def share_knobs(c: Config, hf: Hf, device: float, user_flags: set[str]) -> Itera
 
 
 def main_weight_knobs(c: Config, user_flags: set[str]) -> Iterator[Knob]:
-    """Yields main weights as remainders of 16 bits. Adam on the host, in part, leaves them possible."""
+    """Yields main weights as remainders of 16 bits. They can be combined with a part of Adam on the host."""
     own = {"use_precision_aware_optimizer", "no_use_precision_aware_optimizer"}
     if not own & user_flags and (found := remainders(c)):
         yield Knob(

@@ -117,8 +117,8 @@ class RemainderPart:
     def update(self) -> None:
         """Updates slices of the weights, in calls with about `DEVICE_SLICE` elements.
 
-        Small weights are joined, so that a call starts equally many kernels for many and for few weights. The experts
-        of a layer have hundreds of weights.
+        Small weights are joined, so the number of kernels of a call does not depend on the number of weights. The
+        experts of a layer have hundreds of weights.
         """
         slices = [
             each

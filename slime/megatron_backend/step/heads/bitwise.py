@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -11,18 +9,10 @@ from torch.nn.functional import pad
 import rl_kernel.invariant as invariant
 from rl_kernel.collectives import gather_stack
 from slime import operators
-from slime.algo.token_columns import Losses
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.model.gpt import output_weight, vocab_range
-from slime.megatron_backend.step.heads.head import (
-    LinearHead,
-    MicroBatchLoss,
-    Objective,
-    OnePassHead,
-    Values,
-)
+from slime.megatron_backend.step.heads.head import LinearHead, OnePassHead, Values
 from slime.megatron_backend.step.native import EntropyUse
-from slime.tracking.timers import Timers
 
 _BYTES = {"cpu": 64, "cuda": 10}
 """Bytes per logit in all copies of a piece of rows: in float64 on a host, in bfloat16 and float32 on a GPU."""
@@ -80,23 +70,5 @@ class BitwiseOnePassHead(BitwiseHead, OnePassHead):
 
     kind = operators.BITWISE_ONE_PASS
 
-    def loss(
-        self,
-        batch: MicroBatch,
-        output: Tensor,
-        objective: Objective,
-        entropy: EntropyUse,
-        timers: Timers,
-        ids: Tensor | None = None,
-    ) -> MicroBatchLoss:
-        with timers.measure("forward"):
-            hidden = self._hidden(batch, output)
-            value = self._value(hidden, batch.targets)
-
-        def compute_losses(
-            plain: Tensor, values: Tensor | None, rows: slice, of_ids: Tensor | None
-        ) -> Losses:
-            return objective(invariant.with_value(plain, value[rows]), values, rows, of_ids)
-
-        found = self._loss_of_hidden(batch, hidden, compute_losses, entropy, timers, ids)
-        return dataclasses.replace(found, log_probs=value)
+    def _exact_log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return self._value(hidden, targets)

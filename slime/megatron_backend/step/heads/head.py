@@ -21,6 +21,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
 import rl_kernel
+import rl_kernel.invariant as invariant
 from rl_kernel.token_ids import Top
 from slime import operators
 from slime.algo.token_columns import Losses
@@ -247,24 +248,15 @@ class OnePassHead(LinearHead):
     ) -> MicroBatchLoss:
         with timers.measure("forward"):
             hidden = self._hidden(batch, output)
-        return self._loss_of_hidden(batch, hidden, objective, entropy, timers, ids)
-
-    def _loss_of_hidden(
-        self,
-        batch: MicroBatch,
-        hidden: Tensor,
-        objective: Objective,
-        entropy: EntropyUse,
-        timers: Timers,
-        ids: Tensor | None,
-    ) -> MicroBatchLoss:
-        """Returns `loss` of the hidden states [r, H] that predict the response tokens."""
+            exact = self._exact_log_probs(hidden, batch.targets)
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
 
         def token_loss(
             log_probs: Tensor, values: Tensor | None, rows: slice, of_ids: Tensor | None = None
         ) -> tuple[Tensor, dict[str, Tensor]]:
+            if exact is not None:
+                log_probs = invariant.with_value(log_probs, exact[rows])
             loss, added, largest = objective(log_probs, values, rows, of_ids)
             for name, value in added.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
@@ -286,7 +278,12 @@ class OnePassHead(LinearHead):
                 ids=None if ids is None else batch.local(ids),
                 **self.vocabulary(),
             )
-        return MicroBatchLoss(result.loss, sums, maxima, result.log_probs)
+        return MicroBatchLoss(result.loss, sums, maxima, result.log_probs if exact is None else exact)
+
+    def _exact_log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor | None:
+        """Returns log-probs [r] that replace the values of the operator, and not its gradients; None for no
+        replacement."""
+        return None
 
     @property
     def loss_group(self) -> dist.ProcessGroup:

@@ -56,7 +56,7 @@ def test_a_token_has_the_same_bits_in_every_packing(root, tmp_path, temperature)
 
 @pytest.fixture
 def trainer(request, root, tmp_path, samples):
-    """Returns a trainer with the same bits, and with more flags if a test gives them."""
+    """Yields a trainer with --rlk-bitwise and the flags of the test's parameter."""
     flags = BITWISE | getattr(request, "param", {})
     config = make_config(root, weight_dir=str(tmp_path / "w"), run_dir=str(tmp_path / "run"), **flags)
     made = MegatronTrainer(config, 0, 1, init_method=f"file://{tmp_path}/store")
