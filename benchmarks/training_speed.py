@@ -119,8 +119,10 @@ def list_waits(trainer: MegatronTrainer, arguments: argparse.Namespace, hf_confi
 
 def train(rank: int, arguments: argparse.Namespace, given: list[str], folder: str) -> None:
     """Trains `--steps` steps on one rank. Rank 0 prints every step's timers and writes them to rows.json."""
-    if arguments.ranks > 1:
-        torch.set_num_threads(1)  # as Ray does for an actor; else the ranks share all cores
+    if arguments.ranks > 1 or torch.cuda.is_available():
+        # As Ray does for an actor with a GPU. With all cores, ranks would share them, and on a busy host, operations on
+        # small tensors would wait for threads whose core another process uses.
+        torch.set_num_threads(1)
     config = config_of(arguments, given, folder)
     hf_config = read_hf_config(config.rollout.hf_checkpoint)
     store = f"file://{folder}/store"

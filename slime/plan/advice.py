@@ -10,7 +10,7 @@ from slime.config import Config
 from slime.models.decoder import Hf
 from slime.operators import loss_head
 from slime.plan.fit import Also, Fit, MachineSizes, fit
-from slime.plan.memory_estimate import longest_sample, micro_batch_tokens
+from slime.plan.memory_estimate import grad_bytes, longest_sample, micro_batch_tokens
 from slime.plan.model_shape import Shape
 from slime.plan.units import amount
 from slime.weight_sync.registry import CHANNELS
@@ -95,7 +95,8 @@ def advice_lines(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = N
 
 
 def _both(one: Config, before: Config, other: Config) -> Config:
-    """Returns `one` with the values in which `other` differs from `before`."""
+    """Returns `one` with the values in which `other` differs from `before`. `overrides` holds the values of several
+    flags, so the overrides of both are joined."""
     changed = {
         field.name: getattr(getattr(other, section.name), field.name)
         for section in dataclasses.fields(before)
@@ -104,6 +105,8 @@ def _both(one: Config, before: Config, other: Config) -> Config:
         if getattr(getattr(other, section.name), field.name)
         != getattr(getattr(before, section.name), field.name)
     }
+    if "overrides" in changed:
+        changed["overrides"] = {**one.megatron.overrides, **changed["overrides"]}
     return one.with_values(**changed)
 
 
@@ -122,6 +125,7 @@ def changes(c: Config, shape: Shape) -> Iterator[Sequence[Change]]:
     yield tensor_parallel(c, shape)
     yield saves(c)
     yield channels(c)
+    yield gradient_sums(c)
 
 
 def tokens(c: Config) -> list[Change]:
@@ -287,3 +291,18 @@ def channels(c: Config) -> list[Change]:
     if CHANNELS[other].collective and c.cluster.rollout_engines_per_gpu > 1:
         return []
     return [Change(f"--update-weight-transport {other}", now, c.with_values(update_weight_transport=other))]
+
+
+def gradient_sums(c: Config) -> list[Change]:
+    """Returns sums of gradients in bfloat16, alone and with remainders: without remainders, the optimizer's step copies
+    all gradients to float32.
+
+    This change is the last, because it changes the results of a run. Each sum over micro-batches and ranks is rounded
+    to bfloat16, which has 8 significant bits, so a small gradient that is added to a large sum can be lost.
+    """
+    changed = c.with_values(overrides={**c.megatron.overrides, "grad_reduce_in_fp32": False})
+    if grad_bytes(changed) >= grad_bytes(c):
+        return []
+    flag = "--grad-reduce-in-bf16"
+    both = [Change(f"{flag} {one.flag}", "off", one.config) for one in remainders(changed)]
+    return [Change(flag, "off", changed), *both]

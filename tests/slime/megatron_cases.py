@@ -213,25 +213,34 @@ def sum_loss(logits: Tensor, batch: list[Tensor]) -> Tensor:
 
 
 def train_step(
-    model: nn.Module, optimizer: Any, scheduler: Any, batch: list[Tensor], **linear: Any
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    batch: list[Tensor],
+    *,
+    micro_batches: int = 1,
+    **linear: Any,
 ) -> list[float]:
     """Runs one optimizer step on this rank's part of a batch, through rl_kernel's head. Returns [loss, gradient
     norm]."""
     model.zero_grad_buffer()
     optimizer.zero_grad()
     start, size = vocab_range(model)
-    hidden = hidden_of(model, batch)
-    targets = torch.cat([tokens.roll(-1) for tokens in batch]).to(hidden.device)
-    log_probs = rl_kernel.linear_logp(
-        hidden, output_weight(model), targets, vocab_start=start, vocab_size=size, **linear
-    )
-    loss = -log_probs.sum() / BATCH_TOKENS
-    loss.backward()
+    total = 0.0
+    for part in (batch[i::micro_batches] for i in range(micro_batches)):
+        hidden = hidden_of(model, part)
+        targets = torch.cat([tokens.roll(-1) for tokens in part]).to(hidden.device)
+        log_probs = rl_kernel.linear_logp(
+            hidden, output_weight(model), targets, vocab_start=start, vocab_size=size, **linear
+        )
+        loss = -log_probs.sum() / BATCH_TOKENS
+        loss.backward()
+        total += loss.item()
     finish_grads(model)
     updated, norm, _ = optimizer.step()
     assert updated
     scheduler.step(increment=8)
-    return [loss.item(), norm]
+    return [total, norm]
 
 
 def compute_part(

@@ -11,6 +11,9 @@ give the same choice:
     4. the largest share for the engine, up to that of the layout
     5. main weights of 32 bits on the device, or remainders of 16 bits if these do not fit. Choices 1 to 4 assume
        remainders, because Adam on the host takes longer
+
+--grad-reduce-in-bf16 is never chosen, because it changes the results of a run. If a choice fits only with this flag,
+the error names this flag. With --plan, a line on standard error names it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from slime.config.fields import spelled
 from slime.config.sections.cluster import PARTS
 from slime.models.decoder import Hf
 from slime.operators import loss_head
-from slime.plan.advice import offloading, recomputation, remainders
+from slime.plan.advice import gradient_sums, offloading, recomputation, remainders
 from slime.plan.fit import Fit, MachineSizes, shortage
 from slime.plan.memory_estimate import longest_sample
 from vime.backends import parse_config
@@ -41,6 +44,10 @@ from vime.vllm.memory import engine_need
 PLAN, RUN = "--plan", "--run"
 """First argument. With --plan, nothing is started and nothing is an error: without a choice that fits, the plan shows
 why."""
+_WITH_SUMS = (
+    "with --grad-reduce-in-bf16, which sums the gradients of micro-batches in bfloat16, the launcher finds flags "
+    "that fit"
+)
 _TOKENS = (32768, 24576, 20480, 16384, 12288, 8192, 6144, 4096, 2048, 1024)
 _USUAL_TOKENS = 8192
 _ENGINE_FLAGS: dict[str, Callable[[str], float | str]] = {
@@ -58,6 +65,13 @@ _OFFLOAD = {"offload", "offload_train", "no_offload_train", "offload_train_parts
 _RECOMPUTATION = {
     f"recompute_{what}" for what in ("activations", "granularity", "method", "modules", "num_layers")
 }
+_SUMS = {
+    "accumulate_allreduce_grads_in_fp32",
+    "grad_reduce_in_bf16",
+    "grad_reduce_in_fp32",
+    "no_grad_reduce_in_fp32",
+}
+"""Flags for the dtype in which gradients are summed."""
 _WORKSPACES_MIB = (1024, 512, 256)
 _TENTHS = tuple(n / 10 for n in range(11))
 
@@ -79,34 +93,63 @@ class Chosen:
     why: str
 
 
+class NoChoiceError(ValueError):
+    """No choice of flags makes a run fit."""
+
+    def __init__(self, text: str, remedy: str = "") -> None:
+        super().__init__(text)
+        self.remedy = remedy
+        """The flag with which a choice fits, as a sentence, or an empty string if no such flag is known."""
+
+
 def choose(c: Config, hf: Hf, machine: MachineSizes, user_flags: set[str]) -> list[Chosen]:
     """Returns the flags that make a run fit. The list is empty if the run fits unchanged.
 
-    `user_flags` has the names of the flags that the user set. Raises ValueError if no choice fits.
+    `user_flags` has the names of the flags that the user set. Raises NoChoiceError if no choice fits.
     """
     if machine.device is None or c.cluster.device != "cuda":
         return []
-    card = CARD * machine.device
-    machine = dataclasses.replace(machine, device=card)
-    if whole_fit(c, hf, machine).over <= 0:
+    machine = dataclasses.replace(machine, device=CARD * machine.device)
+    before = whole_fit(c, hf, machine)
+    if before.over <= 0:
         return []
+    if (found := _search(c, hf, machine, user_flags)) is not None:
+        return found
+    assert before.worst is not None
+    got = f"{shortage(before.worst)} for every choice of flags that were not given"
+    if _sums_help(c, hf, machine, user_flags):
+        raise NoChoiceError(
+            f"the run must fit this machine, got {got}; {_WITH_SUMS}: add this flag or use larger GPUs and hosts",
+            _WITH_SUMS,
+        )
+    flags = "; ".join(remedies(c, hf, machine)) or "no flag alone helps"
+    raise NoChoiceError(
+        f"the run must fit this machine, got {got}; give others or use larger GPUs and hosts: {flags}"
+    )
+
+
+def _search(c: Config, hf: Hf, machine: MachineSizes, user_flags: set[str]) -> list[Chosen] | None:
+    """Returns the best choice, or None if no choice fits. `machine` has the part of a card that a choice may fill."""
+    assert machine.device is not None
     last = list(last_resorts(c, user_flags))
     for resorts, floor in itertools.product(([], last) if last else ([],), (_USUAL_TOKENS, 0)):
         knobs = [
             *resorts,
             *list_knobs(c, user_flags, floor),
-            *share_knobs(c, hf, card, user_flags),
+            *share_knobs(c, hf, machine.device, user_flags),
             *main_weight_knobs(c, user_flags),
         ]
         if (found := _choice(c, hf, machine, knobs)) is not None:
             return found
-    flags = "; ".join(remedies(c, hf, machine)) or "no flag alone helps"
-    worst = whole_fit(c, hf, machine).worst
-    assert worst is not None
-    raise ValueError(
-        f"the run must fit this machine, got {shortage(worst)} for every choice of flags that were not given; give "
-        f"others or use larger GPUs and hosts: {flags}"
-    )
+    return None
+
+
+def _sums_help(c: Config, hf: Hf, machine: MachineSizes, user_flags: set[str]) -> bool:
+    """Returns True if a choice fits with --grad-reduce-in-bf16, and the user has not decided in which dtype gradients
+    are summed."""
+    if _SUMS & user_flags:
+        return False
+    return any(_search(one.config, hf, machine, user_flags) is not None for one in gradient_sums(c)[:1])
 
 
 def _choice(c: Config, hf: Hf, machine: MachineSizes, knobs: Sequence[Knob]) -> list[Chosen] | None:
@@ -249,6 +292,8 @@ def main(argv: Sequence[str]) -> int:
         found = choose(c, read_hf_config(c.rollout.hf_checkpoint), machine, user_flags)
     except ValueError as error:
         if plans:
+            if isinstance(error, NoChoiceError) and error.remedy:
+                print(f"memory: {error.remedy}", file=sys.stderr)
             return 0
         print(f"vime train: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from memory_cases import QWEN3_4B, config
+from memory_cases import FULL, QWEN3_4B, config
 from test_measured_memory import FOUR, HOST, QWEN3_30B
 
 from slime.checkpoints.hf_config import require_weight_files
@@ -23,12 +23,23 @@ from vime.vllm.backend import FLAG_NAMES, engine_facts
 H200, H100 = MachineSizes(139.8 * GIB, HOST), MachineSizes(79.18 * GIB, HOST)
 ALONE = {**FOUR, "tensor_model_parallel_size": 1, "sequence_parallel": False}
 """Sizes per rank: each rank has the whole attention, and a quarter of the experts."""
-
+TWO = {
+    **ALONE,
+    "actor_num_gpus_per_node": 2,
+    "num_gpus_per_node": 2,
+    "expert_model_parallel_size": 2,
+    "engine_facts": engine_facts({"gpu_memory_utilization": 0.45}),
+}
+SMALL_HOST = MachineSizes(139.8 * GIB, 250 * GIB)
+WITH_SUMS = (
+    "with --grad-reduce-in-bf16, which sums the gradients of micro-batches in bfloat16, the launcher finds flags "
+    "that fit"
+)
 
 REMAINDERS = "use_precision_aware_optimizer"
 
 
-def chosen_values(c: Config, found: Sequence[Chosen]) -> dict[str, Any]:
+def chosen_values(c: Config, found: Sequence[Chosen], least_share: float = 0.4) -> dict[str, Any]:
     """Returns the values of the flags, and checks the reasons and that the engine's share has room for its weights."""
     values: dict[str, Any] = {}
     for one in found:
@@ -40,7 +51,8 @@ def chosen_values(c: Config, found: Sequence[Chosen]) -> dict[str, Any]:
             values[words[0]] = True
         elif words[0] == FLAG_NAMES["memory_share"].replace("--", "").replace("-", "_"):
             share = float(words[1])
-            assert c.engine.engine_facts.memory_share > share >= 0.4  # the share contains 28.4 GiB of weights
+            # the share contains 28.4 GiB of weights
+            assert c.engine.engine_facts.memory_share > share >= least_share
             values["engine_facts"] = engine_facts({"gpu_memory_utilization": share})
         else:
             values[words[0]] = int(words[1])
@@ -87,6 +99,26 @@ def test_a_flag_of_the_user_is_kept_and_the_rest_is_chosen():
         ValueError, match=r"^the run must fit this machine, got 1\d\d\.\d\d GiB while it trains, "
     ):
         choose(config(**FOUR), QWEN3_30B, H100, {"optimizer_offload_fraction"})
+
+
+def test_the_30b_on_two_cards_needs_sums_in_bfloat16():
+    """The launcher does not choose this flag, because the flag changes the results. The error names the flag, unless
+    the user has chosen the dtype of the sums."""
+    with pytest.raises(
+        ValueError, match=r"^the run must fit this machine, got \d+\.\d\d GiB while it "
+    ) as caught:
+        choose(config(**TWO), QWEN3_30B, SMALL_HOST, set())
+    assert str(caught.value).endswith(f"; {WITH_SUMS}: add this flag or use larger GPUs and hosts")
+    c = config(**TWO, overrides={**FULL, "grad_reduce_in_fp32": False})
+    found = choose(c, QWEN3_30B, SMALL_HOST, {"grad_reduce_in_bf16"})
+    values = chosen_values(c, found, least_share=0.25)
+    assert values["optimizer_offload_fraction"] == 0.6 and values[REMAINDERS]
+    assert whole_fit(c.with_values(**values), QWEN3_30B, SMALL_HOST).over <= 0
+    assert not any("grad-reduce" in one.flag for one in found)
+    for name in ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32"):
+        with pytest.raises(ValueError, match=r"; give others or use larger GPUs and hosts: ") as caught:
+            choose(config(**TWO), QWEN3_30B, SMALL_HOST, {name})
+        assert WITH_SUMS not in str(caught.value)
 
 
 def test_nothing_is_chosen_where_a_run_fits_or_nothing_is_known():
@@ -149,6 +181,27 @@ def test_the_command_prints_flags_and_reasons(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("vime train: the run must fit this machine, got ")
     assert main(["--plan", *flags.split()[1:], "--gpu-memory-gib", "8"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_a_plan_names_the_flag_with_which_the_launcher_finds_flags(tmp_path, capsys):
+    """The plan itself has only advice for single flags, so the command prints the flag on standard error."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    flags = f"""--device cuda --gpu h200 --hf-checkpoint {tmp_path} --prompt-data {tmp_path}/p.jsonl --num-rollout 1
+    --rm-type gsm8k --actor-num-gpus-per-node 2 --num-gpus-per-node 2 --colocate --rollout-batch-size 32
+    --n-samples-per-prompt 8 --rollout-max-response-len 512 --use-dynamic-batch-size --max-tokens-per-gpu 20480
+    --rollout-num-gpus-per-engine 2 --expert-model-parallel-size 2 --vllm-gpu-memory-utilization 0.45
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --
+    --host-memory-gib 250""".split()
+    assert main(["--plan", *flags]) == 0
+    assert capsys.readouterr() == ("", f"memory: {WITH_SUMS}\n")
+    assert main(["--plan", *flags, "--accumulate-allreduce-grads-in-fp32"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert main(["--plan", *flags, "--grad-reduce-in-bf16"]) == 0
+    out, err = capsys.readouterr()
+    assert (
+        out.startswith("--optimizer-cpu-offload --optimizer-offload-fraction 0.6 ") and WITH_SUMS not in err
+    )
 
 
 def test_a_run_is_fitted_to_the_gpus_that_are_here(tmp_path, capsys, monkeypatch):

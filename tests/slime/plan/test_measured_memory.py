@@ -11,7 +11,7 @@ import pytest
 from architectures import ARCHITECTURES
 from memory_cases import QWEN3_4B, config
 
-from slime.plan.advice import advice_lines, advise, savings
+from slime.plan.advice import advice_lines, advise, gradient_sums, savings
 from slime.plan.communicators import CHANNELS_OF_COLLECTIVES, OWN, Communicator, trainer_communicators
 from slime.plan.fit import MachineSizes, fit, shortage
 from slime.plan.host_phases import USABLE
@@ -312,6 +312,21 @@ def test_flags_that_are_enough_together_say_so():
     *single, together = lines
     assert len(single) > 1 and all("are still missing" in line for line in single)
     assert together.startswith(f"all {len(single)} together leave ")
+
+
+def test_sums_of_gradients_in_bfloat16_are_advised():
+    """Recomputation and these sums are both overrides of Megatron's settings, and both count together."""
+    alone = {"debug_train_only": True, "colocate": False, "rollout_num_gpus": 0}
+    host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.9}
+    short = {"max_tokens_per_gpu": 2048, "rollout_max_response_len": 2048}
+    c = config(**alone, **host, **short, use_precision_aware_optimizer=True, overrides={})
+    line, *_, together = advice_lines(c, QWEN3_4B, MachineSizes(24 * GIB, HOST))
+    assert line == "--grad-reduce-in-bf16 (now off) gives 7.49 GiB, 5.78 GiB are still missing"
+    assert together == "all 3 together fit"
+    flags = [change.flag for change in gradient_sums(config())]
+    assert flags == ["--grad-reduce-in-bf16", "--grad-reduce-in-bf16 --use-precision-aware-optimizer"]
+    assert gradient_sums(config(fp32=True)) == []
+    assert gradient_sums(config(overrides={"grad_reduce_in_fp32": False})) == []
 
 
 def test_a_larger_share_is_advised_where_an_engine_is_what_does_not_fit():
