@@ -52,7 +52,7 @@ STATUS: dict[str, SupportStatus] = {
     "qwen2_moe": SupportStatus("Qwen", "qwen1.5-moe-a2.7b", gpu=_STEPS),
     "qwen3": SupportStatus("Qwen", "qwen3-4b", gpu="Qwen3-4B, random weights (H200)"),
     "qwen3_moe": SupportStatus(
-        "Qwen", "qwen3-30b-a3b", gpu="Qwen3-30B-A3B, whole, random weights (four H100)"
+        "Qwen", "qwen3-30b-a3b", gpu="Qwen3-30B-A3B, whole, random weights (two H200 and four H100)"
     ),
     "qwen3_vl": SupportStatus("Qwen", "qwen3-vl-4b", gpu="Qwen3-VL-4B, random weights (H100)"),
     "qwen3_vl_moe": SupportStatus("Qwen", "qwen3-vl-30b-a3b", steps=False),

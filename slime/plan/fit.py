@@ -56,6 +56,8 @@ class Fit:
     cards: dict[str, dict[str, float]]
     """Group of trainer ranks -> phase -> bytes on a card."""
     host: HostSum | None
+    moved: float = 0.0
+    """Bytes that leave a shared GPU for the host between two trainings, of the rank that moves most."""
 
     @property
     def worst(self) -> Need | None:
@@ -80,12 +82,13 @@ def fit(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = None) -> F
     needs: list[Need] = []
     if c.cluster.device != "cuda":
         return Fit((), {}, None)
-    cards, groups = {}, []
+    cards, groups, moved = {}, [], 0.0
     for group in () if c.debug.debug_rollout_only else build_groups(c):
         e = estimate(group.config, hf)
         leaving = decide_residence(group.config, e, machine.device).leaving
         moments = card_moments(group.config, e, leaving, machine.device)
         cards[group.name] = compute_peaks(moments)
+        moved = max(moved, e.sum_moved(leaving))
         groups.append((group.config, e, leaving))
         if machine.device is not None:
             needs += [
@@ -99,7 +102,7 @@ def fit(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = None) -> F
             needs.append(Need("a host", f"while {DOING[phase]}", phase, size, limit, size))
     if also is not None:
         needs += also(c)
-    return Fit(tuple(needs), cards, host)
+    return Fit(tuple(needs), cards, host, moved)
 
 
 DOING = dict(

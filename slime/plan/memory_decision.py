@@ -54,7 +54,7 @@ def choices(e: Estimate, allowed: Collection[str]) -> list[tuple[str, ...]]:
     parts = [part for part in PARTS if part in allowed]
     sets = [s for n in range(len(parts) + 1) for s in itertools.combinations(parts, n)]
     sets = [s for s in sets if not s or "gradients" in s or "gradients" not in parts]
-    sets.sort(key=lambda s: (sum(e.sum_part(p) for p in s if p != "gradients"), -e.left(s)))
+    sets.sort(key=lambda s: (e.sum_moved(s), -e.left(s)))
     best: list[tuple[str, ...]] = []
     for chosen in sets:
         if not best or e.left(chosen) < e.left(best[-1]):
@@ -101,9 +101,9 @@ def _least(c: Config, e: Estimate, allowed: Collection[str], device_bytes: float
 
 
 def _leaves(e: Estimate, leaving: Collection[str], why: str) -> str:
-    moved = sum(e.sum_part(part) for part in leaving if part != "gradients")
     if leaving:
-        what = f"{', '.join(leaving)} leave the device, {amount(moved)} to the host and back a step"
+        moved = amount(e.sum_moved(leaving))
+        what = f"{', '.join(leaving)} leave the device, {moved} to the host and back a step"
     else:
         what = "the trainer's state stays on the device"
     return f"between trainings {what} ({why})"

@@ -87,6 +87,11 @@ class Estimate:
     def sum_part(self, part: str) -> float:
         return sum(item.bytes for item in self.kept if item.part == part)
 
+    def sum_moved(self, leaving: Collection[str]) -> float:
+        """Returns the bytes that go to the host when the parts `leaving` leave the device. Gradients are not needed
+        between two training steps, so they are freed."""
+        return sum(self.sum_part(part) for part in leaving if part != "gradients")
+
     def compared(self, perf: dict[str, float], leaving: Collection[str] = ()) -> dict[str, float]:
         """Returns the estimate next to the measured peak in a step's `perf`. Empty if no peak was measured."""
         if (peak := perf.get("perf/trainer_peak_gib")) is None:

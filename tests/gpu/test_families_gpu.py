@@ -12,7 +12,8 @@ from _pytest.mark import ParameterSet
 from family_cases import CASES
 from family_engine import Trained, check_engine, trained_models
 
-from vime.vllm.versions import installed, misreads_sizes, missing_architecture
+from slime.models import FAMILIES
+from vime.vllm.versions import installed, lacks_deep_gemm, misreads_sizes, missing_architecture
 
 pytestmark = pytest.mark.gpu
 
@@ -42,9 +43,11 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def served(name: str) -> ParameterSet:
-    """Returns a case, skipped where `check_architecture` refuses the model with the installed vLLM."""
+    """Returns a case. It is skipped if `check_architecture` or `require_deep_gemm` would end a run with this model."""
     kind = CASES[name].kind
     lacks = missing_architecture(kind) or (misreads_sizes(kind) and "sizes per layer")
+    if kind in FAMILIES and lacks_deep_gemm(FAMILIES[kind].defaults):
+        lacks = "DeepGEMM"
     return pytest.param(name, marks=[pytest.mark.skip(f"vLLM {installed()} has no {lacks}")] if lacks else [])
 
 

@@ -227,10 +227,12 @@ class VllmBackend:
 
     def require_reachable(self, config: Config) -> None:
         """Checks that external engines and an external router answer, and that only this run uses the router. Checks
-        that own engines find our plug-in, and that engines on CPUs can compute the model."""
+        that own engines find our plug-in, and that engines on CPUs, or on this machine's GPUs, can compute the
+        model."""
         # This check is not in `rules`, because a plan for GPUs can be made on a machine with CPUs only.
         fp8.check_on_cpu(config)
         check_cpu(config)
+        flags.require_deep_gemm(config)
         require_connector(config)
         if config.num_engines and not config.rollout.rollout_external_engine_addrs:
             versions.require_plugin()

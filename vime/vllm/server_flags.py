@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from slime import operators
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
+from slime.memory.cards import Cards
 from slime.models import family_for, read_decoder
 from slime.models.lora import sends_adapters
 from slime.models.vision import sees_images
@@ -266,6 +267,25 @@ def check_architecture(config: Config) -> None:
             "have an architecture of the installed vLLM",
             f"{name} in {checkpoint}, which vLLM {versions.installed()} lacks",
             "install a newer vLLM, or use the checkpoint with its vision tower and --vllm-language-model-only",
+        )
+
+
+def require_deep_gemm(config: Config) -> None:
+    """Checks that engines on this machine's GPUs can compute the indexers of sparse attention.
+
+    Engines on CPUs run the model without indexers. If this machine has no GPU, like the head of some clusters, the
+    engines are on other machines, whose packages may differ.
+    """
+    checkpoint = config.rollout.hf_checkpoint
+    own = config.num_engines > 0 and not config.rollout.rollout_external_engine_addrs
+    if not own or config.cluster.device != "cuda" or not versions.lacks_deep_gemm(read_hf_config(checkpoint)):
+        return
+    if len(Cards()):
+        raise FlagError(
+            "--hf-checkpoint",
+            "have a model that vLLM computes on GPUs with the installed packages",
+            f"sparse attention in {checkpoint}, whose indexers need DeepGEMM, which is not installed",
+            "install DeepGEMM for this GPU, or a wheel of vLLM that has a copy",
         )
 
 

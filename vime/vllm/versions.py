@@ -81,7 +81,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from importlib import import_module, metadata
@@ -321,6 +321,17 @@ def misreads_sizes(model_type: str) -> bool:
     return by_layer in source.read_text(encoding="utf-8") and by_layer not in reader.read_text(
         encoding="utf-8"
     )
+
+
+def lacks_deep_gemm(hf: Mapping[str, object]) -> bool:
+    """Returns True if engines on NVIDIA's GPUs would fail because the model of this config.json needs DeepGEMM.
+
+    vLLM computes an indexer of sparse attention with the package deep_gemm, or with the copy in vLLM's wheels. A field
+    `index_topk` marks such a model. Without vLLM, as for a plan, the result is False.
+    """
+    packages = ("deep_gemm", "vllm.third_party.deep_gemm")
+    installed_one = any(_module_file(f"{package}.__init__") is not None for package in packages)
+    return "index_topk" in hf and _module_file("vllm.__init__") is not None and not installed_one
 
 
 def finish_body(version: int) -> dict[str, str]:

@@ -146,5 +146,8 @@ class RemainderPart:
         and []."""
         grad: Tensor = weight.decoupled_grad  # type: ignore[attr-defined]
         tensors = (weight.detach(), state["master_param"], grad, *(state[name] for name in MOMENTS))
-        slices = zip(*(tensor.view(-1).split(DEVICE_SLICE) for tensor in tensors), strict=True)
+        flat = [tensor.view(-1) for tensor in tensors]
+        if weight.numel() <= DEVICE_SLICE:  # most weights, and `split` takes ten times as long as `view`
+            return [(*flat, state["step"])]
+        slices = zip(*(tensor.split(DEVICE_SLICE) for tensor in flat), strict=True)
         return [(*each, state["step"]) for each in slices]

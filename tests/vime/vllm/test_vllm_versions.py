@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import multiprocessing
 import os
@@ -13,9 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from architectures import ARCHITECTURES
 from vllm_names import OLDEST
 
-from vime.backends import parse_config
+from vime.backends import backend_for, parse_config
 from vime.vllm import server_flags as flags
 from vime.vllm import versions as vllm_versions
 from vime.vllm.server import VllmServer, VllmSpec
@@ -25,6 +27,16 @@ from vime.vllm.worker.plugin import BACKEND, register
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 ROOT = Path(__file__).parents[3]
+
+
+def run_argv(folder, config):
+    """Returns flags of a small run, for any device, with a checkpoint whose config.json is the text `config`."""
+    (folder / "config.json").write_text(config)
+    (folder / "p.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    words = f"--hf-checkpoint {folder} --prompt-data {folder}/p.jsonl --input-key prompt --label-key label"
+    words += " --rm-type math --num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 2"
+    words += " --rollout-max-response-len 4 --colocate --actor-num-gpus-per-node 1 --use-dynamic-batch-size"
+    return [*words.split(), "--max-tokens-per-gpu", "64"]
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.26.0+cu130", "0.27.0rc1", "0.32.0+cpu", "0.33.9"])
@@ -69,22 +81,8 @@ def test_nothing_else_asks_for_a_version():
 
 
 def test_a_run_is_told_of_its_version(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "qwen3", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,'
-        ' "num_attention_heads": 1, "rms_norm_eps": 1e-6, "rope_theta": 1e4}'
-    )
-    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
-    argv = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(tmp_path / "p.jsonl"), "--device", "cpu"]
-    argv += ["--input-key", "prompt", "--label-key", "label", "--rm-type", "math", "--num-rollout", "1"]
-    argv += ["--rollout-batch-size", "1", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "4"]
-    argv += [
-        "--colocate",
-        "--actor-num-gpus-per-node",
-        "1",
-        "--use-dynamic-batch-size",
-        "--max-tokens-per-gpu",
-        "64",
-    ]
+    fields = {"model_type": "qwen3", **ARCHITECTURES["qwen3-tiny"].config_fields()}
+    argv = [*run_argv(tmp_path, json.dumps(fields)), "--device", "cpu"]
     assert not [note for note in parse_config(argv).notes if "vLLM" in note]
     monkeypatch.setattr(flags.versions, "installed", lambda: "0.99.1")
     assert "vLLM 0.99.1 is newer than 0.33" in parse_config(argv).notes[-1]
@@ -294,6 +292,53 @@ def test_sizes_per_layer_that_the_version_does_not_read_are_refused(tmp_path, mo
         "install a newer vLLM"
     )
     assert not vllm_versions.misreads_sizes("gemma3_text")
+
+
+@pytest.fixture
+def sparse_argv(tmp_path, monkeypatch):
+    """Returns flags of a run with GLM-5 on a machine with a GPU and without DeepGEMM."""
+    find = vllm_versions._module_file
+    monkeypatch.setattr(
+        vllm_versions, "_module_file", lambda module: None if "deep_gemm" in module else find(module)
+    )
+    monkeypatch.setattr(flags, "Cards", lambda: ["a card"])
+    fields = {"model_type": "glm_moe_dsa", **ARCHITECTURES["glm-5-tiny"].config_fields()}
+    return run_argv(tmp_path, json.dumps(fields))
+
+
+def test_sparse_attention_without_deep_gemm_ends_a_run_on_gpus(tmp_path, monkeypatch, sparse_argv):
+    """vLLM's own error comes minutes after the start of the engine."""
+    config = parse_config([*sparse_argv, "--device", "cuda"])  # a plan for another machine goes no further
+    with pytest.raises(ValueError) as error:
+        backend_for(config).require_reachable(config)
+    assert str(error.value) == (
+        "--hf-checkpoint must have a model that vLLM computes on GPUs with the installed packages, got sparse "
+        f"attention in {tmp_path}, whose indexers need DeepGEMM, which is not installed; install DeepGEMM for this "
+        "GPU, or a wheel of vLLM that has a copy"
+    )
+    monkeypatch.setattr(flags, "Cards", lambda: [])  # the GPUs are on other machines
+    backend_for(config).require_reachable(config)
+
+
+@pytest.mark.parametrize("more", [["--device", "cpu"], ["--device", "cuda", "--debug-train-only"]])
+def test_runs_that_compute_no_sparse_attention_in_an_engine_need_no_deep_gemm(sparse_argv, more):
+    config = parse_config([*sparse_argv, *more])
+    backend_for(config).require_reachable(config)
+
+
+@pytest.mark.parametrize("package", ["deep_gemm", "vllm/third_party/deep_gemm"])
+def test_deep_gemm_is_found_without_an_import(tmp_path, monkeypatch, package):
+    sparse = {"model_type": "deepseek_v32", "index_topk": 2048}
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert not vllm_versions.lacks_deep_gemm(sparse)  # without vLLM, as for a plan
+    for folder, lacks in (("vllm", True), (package, False)):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "__init__.py").write_text("raise ImportError('imported')")
+        importlib.invalidate_caches()
+        assert vllm_versions.lacks_deep_gemm(sparse) == lacks
+        assert not vllm_versions.lacks_deep_gemm({"model_type": "deepseek_v3"})
 
 
 def test_files_without_an_installed_package_have_no_plugin(tmp_path, monkeypatch):

@@ -12,22 +12,30 @@ from pathlib import Path
 from slime.config import Config
 from slime.config.config_file import split_argv, with_config_files
 from slime.hardware import HARDWARE, Hardware
-from slime.plan.fit import MachineSizes, shortage
+from slime.plan.fit import Fit, MachineSizes, shortage
 from slime.plan.units import GIB
 from slime.records.errors import FlagError
 from vime.backends import parse_config
 from vime.memory.lines import whole_fit
 from vime.memory.sizes import take_sizes
-from vime.plan.search.layouts import find_remainders, list_layouts, spell, with_layout
+from vime.plan.search.layouts import (
+    COARSE,
+    FINE,
+    Grid,
+    find_remainders,
+    list_layouts,
+    spell,
+    with_layout,
+)
 from vime.plan.search.lengths import LENGTHS, Lengths, read_lengths
 from vime.plan.search.results import Found, Searched
 from vime.plan.search.simulated import draw, simulate, simulation_lines
 from vime.plan.search.state_check import StateCheck
-from vime.plan.search.step_time import GpuLayout, Model, PredictedStep, StepWork, predict
+from vime.plan.search.step_time import GpuLayout, Model, PredictedStep, StepWork, add_moves, predict
 
 SEARCH, SIMULATE, PLOT = "--search", "--simulate", "--plot"
 SHOWN = 5
-MOST_CHECKED = 400
+MOST_CHECKED = {COARSE: 400, FINE: 2000}
 """Layouts whose memory is planned. They are planned in the order of their predicted time."""
 SECONDS = 20.0
 """Time for planning the memory of layouts."""
@@ -100,37 +108,63 @@ def search(
     c: Config, gpu: Hardware, gpus: int, lengths: Lengths, machine: MachineSizes, kinds: tuple[bool, ...]
 ) -> Searched:
     """Returns the `SHOWN` layouts of `gpus` GPUs with the least predicted time that fit the machine. `kinds` has the
-    kinds of main weights (`list_layouts`)."""
+    kinds of main weights (`list_layouts`). If no layout of the coarse grid fits, the fine grid is searched."""
     from slime.checkpoints.hf_config import read_hf_config
 
-    hf = read_hf_config(c.rollout.hf_checkpoint)
-    model = Model(hf)
+    model = Model(read_hf_config(c.rollout.hf_checkpoint))
     work = StepWork(model, tuple(lengths.spread(c.data.rollout_batch_size * c.data.n_samples_per_prompt)))
-    order = itertools.count()
-    predicted: list[tuple[float, int, GpuLayout, PredictedStep]] = []
+    check = StateCheck(c, model, gpu, machine)
+    ahead, possible, checked = max(0, c.rollout.max_staleness or 0), 0, 0
+    for grid in (COARSE, FINE):
+        layouts = list_layouts(model, gpu, gpus, lengths.longest, ahead, kinds, grid)
+        searched = _search_grid(c, gpu, layouts, work, check, grid, machine)
+        possible, checked = possible + searched.possible, checked + searched.checked
+        if searched.found:
+            break
+    return dataclasses.replace(searched, layouts=check.count, possible=possible, checked=checked)
+
+
+def _search_grid(
+    c: Config,
+    gpu: Hardware,
+    layouts: Iterator[GpuLayout],
+    work: StepWork,
+    check: StateCheck,
+    grid: Grid,
+    machine: MachineSizes,
+) -> Searched:
+    """Searches the layouts of one grid."""
+    model, order = work.model, itertools.count()
+    predicted: list[tuple[float, int, GpuLayout, PredictedStep, Fit | None]] = []
     rollouts: dict[tuple[int, int, float, int], float] = {}
-    ahead, check = max(0, c.rollout.max_staleness or 0), StateCheck(c, model, gpu, machine)
-    for layout in list_layouts(model, gpu, gpus, lengths.longest, ahead, kinds):
+    for layout in layouts:
         if not check.is_possible(layout):
             continue
         engines = layout.engines, layout.engine_gpus, layout.share, layout.ahead
         prediction = predict_layout(c, model, gpu, layout, work, rollouts.get(engines))
         rollouts[engines] = prediction.parts["rollout"]
-        heapq.heappush(predicted, (prediction.step, next(order), layout, prediction))
+        heapq.heappush(predicted, (prediction.step, next(order), layout, prediction, None))
     found, closest, checked, ends = list[Found](), (float("inf"), ""), 0, time.monotonic() + SECONDS
     possible = len(predicted)
-    while predicted and len(found) < SHOWN and checked < MOST_CHECKED and time.monotonic() < ends:
-        _, _, layout, prediction = heapq.heappop(predicted)
+    while predicted and len(found) < SHOWN and checked < MOST_CHECKED[grid] and time.monotonic() < ends:
+        _, _, layout, prediction, fit = heapq.heappop(predicted)
         if any(has_same_split(layout, other.layout) for other in found):
             continue
+        if fit is not None:
+            found.append(Found(layout, prediction, fit))
+            continue
         checked += 1
-        fit = whole_fit(with_layout(c, gpu, layout), hf, machine)
-        if fit.over <= 0:
+        fit = whole_fit(with_layout(c, gpu, layout), model.hf, machine)
+        if fit.over <= 0 and layout.offload is None and fit.moved:
+            # The plan has decided which parts leave the GPU, so the time of the move is known only now.
+            exact = add_moves(prediction, fit.moved)
+            heapq.heappush(predicted, (exact.step, next(order), layout, exact, fit))
+        elif fit.over <= 0:
             found.append(Found(layout, prediction, fit))
         elif fit.worst is not None and fit.over < closest[0]:
             closest = fit.over, f"{shortage(fit.worst)}, with {spell(gpu, layout)}"
     if not possible and check.closest is not None:
-        fit = whole_fit(with_layout(c, gpu, check.closest), hf, machine)
+        fit = whole_fit(with_layout(c, gpu, check.closest), model.hf, machine)
         assert fit.worst is not None
         closest = fit.over, f"{shortage(fit.worst)}, with {spell(gpu, check.closest)}"
     return Searched(found, check.count, possible, checked, closest[1])

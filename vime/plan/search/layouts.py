@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from slime.config import Config
 from slime.hardware import Hardware
@@ -15,16 +16,37 @@ TOKENS = (32768, 16384, 8192, 4096)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LONG = 16384
 """Tokens of a sample from which context parallelism is tried."""
-ALONE, SHARED = 0.85, (0.6, 0.45, 0.3)
-"""Parts of a GPU's memory that an engine may take: while the trainer's state is elsewhere, and together with it."""
+ALONE = 0.85
+"""Part of a GPU's memory that an engine may take while the trainer's state is elsewhere."""
 TRAINER_SHARES = (0.25, 0.5, 0.75)
 """Parts of the GPUs that train in a disaggregated layout."""
-HOST_ADAM = (0.0, 0.25, 1.0)
-"""Parts of Adam on the host."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values that a search tries for the memory of a layout."""
+
+    host_adam: tuple[float, ...]
+    """Parts of Adam on the host."""
+    shares: tuple[float, ...]
+    """Parts of a GPU's memory that an engine may take together with the trainer's state."""
+    offloads: tuple[bool | None, ...]
+    """Values of `GpuLayout.offload` if trainer and engines share GPUs."""
+
+
+COARSE = Grid((0.0, 0.25, 1.0), (0.6, 0.45, 0.3), (False, True))
+FINE = Grid(tuple(n / 10 for n in range(11)), (0.6, 0.45, 0.35, 0.3, 0.25), (None,))
+"""The values for models that barely fit. A search tries them if no layout of `COARSE` fits."""
 
 
 def list_layouts(
-    model: Model, gpu: Hardware, gpus: int, longest: int, ahead: int, kinds: tuple[bool, ...] = (False,)
+    model: Model,
+    gpu: Hardware,
+    gpus: int,
+    longest: int,
+    ahead: int,
+    kinds: tuple[bool, ...] = (False,),
+    grid: Grid = COARSE,
 ) -> Iterator[GpuLayout]:
     """Yields every layout of `gpus` GPUs that the model's heads, layers and experts allow. `longest` is the number of
     tokens of the longest sample. `ahead` is the largest number of steps that generation may be ahead. `kinds` has the
@@ -36,7 +58,7 @@ def list_layouts(
                 continue
             for tp, pp, cp, ep in _splits(model, gpu, trainer, longest):
                 base = GpuLayout(trainer, rest // size, size, colocated, tp, pp, cp, ep)
-                for layout in _variants(base, longest, 0 if colocated else ahead):
+                for layout in _variants(base, longest, 0 if colocated else ahead, grid):
                     for kind in kinds if layout.host_adam < 1 else (False,):
                         yield dataclasses.replace(layout, remainders=kind) if kind else layout
 
@@ -71,13 +93,13 @@ def _splits(model: Model, gpu: Hardware, ranks: int, longest: int) -> Iterator[t
                         yield tp, pp, cp, ep
 
 
-def _variants(base: GpuLayout, longest: int, ahead: int) -> Iterator[GpuLayout]:
+def _variants(base: GpuLayout, longest: int, ahead: int, grid: Grid) -> Iterator[GpuLayout]:
     for micro in TOKENS:
         if micro * base.cp < min(longest, TOKENS[0]):
             continue
-        for offload in (False, True) if base.colocated else (False,):
-            shares = SHARED if base.colocated and not offload else (ALONE,)
-            choices = itertools.product((False, True), HOST_ADAM, sorted({0, ahead}), shares)
+        for offload in grid.offloads if base.colocated else (False,):
+            shares = grid.shares if base.colocated and not offload else (ALONE,)
+            choices = itertools.product((False, True), grid.host_adam, sorted({0, ahead}), shares)
             for recompute, host_adam, steps, share in choices:
                 yield dataclasses.replace(
                     base,
@@ -148,7 +170,7 @@ def spell(gpu: Hardware, layout: GpuLayout) -> str:
     words += ["--sequence-parallel"] * (layout.tp > 1) + ["--expert-tensor-parallel-size 1"] * (layout.ep > 1)
     if layout.recompute:
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    words += ["--offload-train"] * layout.offload
+    words += ["--offload-train"] * (layout.offload is True)
     if layout.host_adam:
         words.append(f"--optimizer-cpu-offload --optimizer-offload-fraction {layout.host_adam:g}")
     words += ["--use-precision-aware-optimizer"] * layout.remainders

@@ -31,7 +31,7 @@ class StateCheck:
     def is_possible(self, layout: GpuLayout) -> bool:
         """Returns False if the GPUs of a layout cannot hold the state."""
         self.count += 1
-        share = layout.share if layout.colocated and not layout.offload else 0.0
+        share = layout.share if layout.colocated and layout.offload is False else 0.0
         first, *others = self._state_bytes(layout)
         missing = max(first + share * self._device, *others, 0.0) - self._device
         if missing > 0 and missing < self._least:

@@ -48,8 +48,11 @@ class Rates:
     remainders_ratio: float = 2.3
     """Time of Adam with main weights as remainders, divided by its time with float32 main weights:
     remainders_qwen3_4b_h200, colocated_qwen3_4b_h200."""
-    host_adam: float = 66e6
-    """Parameters per second and core of Adam on the host: whole_qwen3_30b_h100."""
+    host_adam: float = 2.24e9
+    """Parameters per second of Adam on a host with 16 cores: host_adam_qwen3_4b_h200."""
+    host_adam_power: float = 0.575
+    """Twice as many cores update 2 ** 0.575 times as many parameters, because they share the memory's bandwidth:
+    whole_qwen3_30b_h200, with 32 cores."""
     decode_step_s: float = 0.0025
     """Seconds of a decoding step without its bytes: rollout_qwen3_4b_h200."""
     decode_sequence_s: float = 0.00002
@@ -61,8 +64,8 @@ class Rates:
     update_fixed_s: float = 0.12
     update_bytes_s: float = 67e9
     """Bytes per second of new weights in the engines: features_h200, weights_two_h200."""
-    update_experts_bytes_s: float = 18.5e9
-    """The same for experts, which have many small tensors: whole_qwen3_30b_h100."""
+    update_experts_bytes_s: float = 56e9
+    """The same for experts, which have many small tensors: whole_qwen3_30b_h200."""
     move_bytes_s: float = 51e9
     """Bytes per second between GPU and page-locked host memory: offload_qwen3_4b_h200."""
     turn_s: float = 0.2
@@ -85,8 +88,9 @@ class GpuLayout:
     ep: int = 1
     micro_tokens: int = 8192
     recompute: bool = False
-    offload: bool = False
-    """The trainer's state is on the host while engines generate."""
+    offload: bool | None = False
+    """The trainer's state is on the host while engines generate. None: the run decides which parts leave the GPU, from
+    its memory."""
     host_adam: float = 0.0
     """Part of Adam that is on the host."""
     remainders: bool = False
@@ -241,6 +245,13 @@ def predict(
     return PredictedStep(parts, both + parts["weights"] + parts["turns"] + parts.get("offload", 0.0))
 
 
+def add_moves(step: PredictedStep, moved: float, rates: Rates | None = None) -> PredictedStep:
+    """Returns the times of a step in which `moved` bytes of each rank's state go to the host and come back."""
+    rates = rates or Rates()
+    seconds = 2 * moved / rates.move_bytes_s
+    return PredictedStep({**step.parts, "offload": seconds}, step.step + seconds)
+
+
 def train_times(
     model: Model,
     gpu: Hardware,
@@ -272,6 +283,9 @@ def train_times(
     on_card = (
         params * (1 - layout.host_adam) * rates.optimizer_bytes / gpu.memory_bytes_s / rates.optimizer_memory
     ) * (rates.remainders_ratio if layout.remainders else 1)
+    sharing = min(ranks, gpu.gpus_per_node)
+    host_rate = rates.host_adam * (cores * sharing / 16) ** rates.host_adam_power
+    on_host = params * sharing * layout.host_adam / host_rate
     split_over = layout.tp * layout.pp
     reduced = (model.params - model.routed) / split_over if layout.dp * layout.cp > 1 else 0.0
     if layout.trainer_gpus > layout.pp * layout.ep:  # several ranks have the same experts
@@ -281,7 +295,7 @@ def train_times(
         "forward": forward * (1 + passes),
         "backward": backward,
         "head and loss": 3 * head / peak / rates.head,
-        "optimizer": optimizer_steps * (on_card + params * layout.host_adam / (cores * rates.host_adam)),
+        "optimizer": optimizer_steps * (on_card + on_host),
         "gradients": optimizer_steps * reduce,
     }
 

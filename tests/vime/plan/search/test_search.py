@@ -15,10 +15,10 @@ from vime.backends import parse_config
 from vime.memory.lines import whole_fit
 from vime.plan.command import main
 from vime.plan.search.command import LAYOUT, SHOWN
-from vime.plan.search.layouts import find_remainders, list_layouts, spell, with_layout
+from vime.plan.search.layouts import COARSE, FINE, find_remainders, list_layouts, spell, with_layout
 from vime.plan.search.lengths import read_lengths
 from vime.plan.search.state_check import StateCheck
-from vime.plan.search.step_time import GpuLayout, Model
+from vime.plan.search.step_time import GpuLayout, Model, add_moves, predict
 
 
 @pytest.fixture
@@ -136,11 +136,38 @@ def test_kinds_of_main_weights(tmp_path: Path, flags: list[str], kinds: tuple[bo
 
 def test_the_users_flags_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With --no-use-precision-aware-optimizer, no layout has remainders. --gpu-memory-gib is in GiB."""
-    flags = [*write_run(tmp_path, DENSE), "--host-memory-gib", "503", "--gpu-memory-gib", "82"]
+    flags = [*write_run(tmp_path, DENSE), "--host-memory-gib", "503", "--gpu-memory-gib", "88"]
     for more, wanted in (([], True), (["--no-use-precision-aware-optimizer"], False)):
         assert main(["--search", "1", "--gpu", "h200", "--lengths", "14:512", *more, *flags]) == 0
         text = capsys.readouterr().out
-        assert ("--use-precision-aware-optimizer" in text) == wanted and " of 82.0 GiB" in text
+        assert ("--use-precision-aware-optimizer" in text) == wanted and " of 88.0 GiB" in text
+
+
+def test_a_fine_grid_follows_if_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A host of 60 GiB is too small for all of Adam, and a GPU of 42 GiB for three quarters of Adam. The run decides
+    which parts of the state leave the GPU."""
+    flags = [*write_run(tmp_path, DENSE), "--host-memory-gib", "60", "--gpu-memory-gib", "42"]
+    assert main(["--search", "1", "--gpu", "h200", "--lengths", "14:512", *flags]) == 0
+    text = capsys.readouterr().out
+    c = parse_config([*flags[:-4], "--gpu", "h200", *LAYOUT])
+    grids = [list(list_layouts(DENSE, HARDWARE["h200"], 1, 526, 0, (False, True), g)) for g in (COARSE, FINE)]
+    assert text.startswith(f"1 h200: {sum(map(len, grids)):,} layouts, ")
+    assert len(steps(text)) == 1 and text.count("--optimizer-offload-fraction 0.8\n") == 1
+    assert "--offload-train" not in text
+    machine = MachineSizes(42 * GIB, 60 * GIB)
+    coarse, fine = (
+        [whole_fit(with_layout(c, HARDWARE["h200"], one), DENSE.hf, machine) for one in grid[::7]]
+        for grid in grids
+    )
+    assert min(found.over for found in coarse) > 0 > min(found.over for found in fine)
+
+
+def test_parts_that_leave_a_gpu_take_time() -> None:
+    gpu, layout = HARDWARE["h200"], GpuLayout(1, 1, 1, True, offload=None)
+    before = predict(DENSE, gpu, layout, [(14, 256)] * 8, rollout_s=0.0)
+    after = add_moves(before, 51e9)
+    assert "offload" not in before.parts and after.parts["offload"] == pytest.approx(2.0)
+    assert after.step == pytest.approx(before.step + 2)
 
 
 def test_no_layout_of_too_few_gpus_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
