@@ -33,7 +33,7 @@ from slime.config.sections.cluster import PARTS
 from slime.models.decoder import Hf
 from slime.operators import loss_head
 from slime.plan.advice import gradient_sums, offloading, recomputation, remainders
-from slime.plan.fit import Fit, MachineSizes, shortage
+from slime.plan.fit import MachineSizes, shortage
 from slime.plan.memory_estimate import longest_sample
 from vime.backends import parse_config
 from vime.memory.lines import remedies, whole_fit
@@ -54,6 +54,8 @@ _ENGINE_FLAGS: dict[str, Callable[[str], float | str]] = {
     "gpu_memory_utilization": float,
     "kv_cache_memory_bytes": int,
     "max_model_len": int,
+    "max_num_seqs": int,
+    "max_num_batched_tokens": int,
     "data_parallel_size": int,
     "pipeline_parallel_size": int,
     "dtype": str,
@@ -154,28 +156,25 @@ def _sums_help(c: Config, hf: Hf, machine: MachineSizes, user_flags: set[str]) -
 
 def _choice(c: Config, hf: Hf, machine: MachineSizes, knobs: Sequence[Knob]) -> list[Chosen] | None:
     """Returns the best values, chosen knob after knob, while later knobs have the values that need least. Returns None
-    if nothing fits."""
+    if nothing fits. A reason names the shortage with the value before."""
     least = [knob.values[-1] for knob in knobs]
     picked: list[float] = []
     why: list[str] = []
     for i, knob in enumerate(knobs):
-        before: Fit | None = None
+        last, before = knob.values[0], None
         for value in knob.values:
             found = whole_fit(_with(c, knobs, [*picked, value, *least[i + 1 :]]), hf, machine)
             if found.over <= 0:
                 break
-            before = found
+            last, before = value, found
         else:
             return None
         picked.append(value)
         worst = None if before is None else before.worst
-        why.append("" if worst is None else shortage(worst))
+        with_last = "without it" if knob.values == (0, 1) else f"with {last:g}"
+        why.append("" if worst is None else f"{with_last} the run needs {shortage(worst)}")
     names = zip(knobs, picked, why, strict=True)
-    return [
-        Chosen(knob.spell(value), f"with the value before it the run needs {text}")
-        for knob, value, text in names
-        if value != knob.values[0]
-    ]
+    return [Chosen(knob.spell(value), text) for knob, value, text in names if value != knob.values[0]]
 
 
 def _with(c: Config, knobs: Sequence[Knob], values: Sequence[float]) -> Config:

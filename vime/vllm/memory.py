@@ -13,10 +13,18 @@ from slime.plan.fit import Need
 from slime.plan.memory_decision import TOO_SMALL, gpu
 from slime.plan.memory_estimate import Item
 from slime.plan.model_shape import Shape
-from slime.plan.units import BYTES, amount
+from slime.plan.units import BYTES, GIB, amount
 from slime.tracking.phases import GENERATING, LOADING
 from vime.pool.engine_flags import engine_tensor_parallel
 from vime.vllm.server import SCORED_TOKENS
+
+_SAMPLED = 22
+"""Bytes per request and token of the vocabulary when vLLM samples: logits in 16 bits, and in float32 the logits, a
+buffer of top-k and top-p, log-probs, probabilities and noise."""
+_OUTSIDE_TORCH = 0.13 * GIB
+"""Memory of an engine outside PyTorch's allocator that vLLM subtracts from its share: whole_qwen3_30b_h200."""
+_LARGE = 70 * GIB
+"""Memory from which vLLM has the larger defaults of `_step_sizes`."""
 
 
 def engine_memory(c: Config, shape: Shape) -> list[Item]:
@@ -38,11 +46,35 @@ def scored_logits(c: Config, shape: Shape) -> Item:
     return Item("logits", tokens * shape.vocab * size, f"{tokens} tokens x {shape.vocab} x {size} B")
 
 
+def activations(c: Config, shape: Shape, device_bytes: float) -> float:
+    """Returns the bytes of an engine's share that vLLM keeps free for its largest step, which it runs once at its
+    start.
+
+    bytes = min(max_num_seqs, max_num_batched_tokens) * vocab * 22 + max_num_batched_tokens * hidden * 2 * 2
+    """
+    if c.engine.rollout_backend != "vllm":
+        return 0.0
+    sequences, tokens = _step_sizes(c, device_bytes)
+    size = BYTES.get(c.engine.engine_facts.dtype or c.megatron.params_dtype, 2)
+    sampled = min(sequences, tokens) * shape.vocab * (_SAMPLED - 2 + size)
+    return sampled + 2 * tokens * shape.hidden * size + _OUTSIDE_TORCH
+
+
+def _step_sizes(c: Config, device_bytes: float) -> tuple[int, int]:
+    """Returns the largest numbers of requests and of tokens in a step of an engine. The defaults are those of vLLM's
+    server (vllm/engine/arg_utils.py)."""
+    flags, large = c.engine.backend_args, device_bytes >= _LARGE
+    sequences: int = flags.get("max_num_seqs") or (1024 if large else 256)
+    tokens: int = flags.get("max_num_batched_tokens") or (8192 if large else 2048)
+    return sequences, tokens
+
+
 def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
     """Returns a sentence: whether an engine fits a GPU of `device_bytes`, and the number of requests that fit at a
     time.
 
-    If the bytes of the KV cache are not given, they are the engine's share of the GPU minus the weights. A cache for
+    If the bytes of the KV cache are not given, they are the engine's share of the GPU minus the weights and
+    `activations`. A cache for
     fewer requests than may run is no error, because the others wait. But vLLM does not start without room for one
     sequence of --vllm-max-model-len.
     """
@@ -61,9 +93,13 @@ def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
         if several > 1:
             change = f"lower {bound} or --rollout-engines-per-gpu (now {several})"
     else:
-        share = c.engine.engine_facts.memory_share
-        free, short = share * device_bytes - weights, weights - share * device_bytes
-        composition = f"{amount(weights)} of weights in {amount(share * device_bytes)}, {share:g} of it"
+        share, step = c.engine.engine_facts.memory_share, activations(c, shape, device_bytes)
+        free = share * device_bytes - weights - step
+        short = -free
+        composition = f"{amount(weights)} of weights" + (
+            f" and {amount(step)} of activations" if step else ""
+        )
+        composition += f" in {amount(share * device_bytes)}, {share:g} of it"
         bound = f"--vllm-gpu-memory-utilization (now {share:g})"
         change = f"raise {bound} or {more_gpus}"
     if short > 0:
@@ -99,13 +135,14 @@ def card_need(c: Config, hf: Hf, device_bytes: float) -> list[Need]:
 
 
 def engine_need(c: Config, hf: Hf, device_bytes: float) -> Need:
-    """Returns the memory that an engine needs to start: its weights and the KV cache for one sequence."""
+    """Returns the memory that an engine needs to start: its weights, its activations, and the KV cache for one
+    sequence."""
     shape, facts = Shape.of(hf), c.engine.engine_facts
     weights, one = engine_weights(c, shape).bytes, sequence_bytes(c, shape, hf)
     if cache_bytes := facts.cache_bytes:
         return Need("an engine's KV cache", "when an engine starts", LOADING, one, float(cache_bytes), one)
-    limit = facts.memory_share * device_bytes
-    return Need("an engine's share", "when an engine starts", LOADING, weights + one, limit, weights + one)
+    limit, whole = facts.memory_share * device_bytes, weights + activations(c, shape, device_bytes) + one
+    return Need("an engine's share", "when an engine starts", LOADING, whole, limit, weights + one)
 
 
 def _at_a_time(c: Config, free: float, token: float, state: float) -> str:

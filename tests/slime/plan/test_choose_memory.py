@@ -113,6 +113,8 @@ def test_the_30b_on_two_cards_needs_sums_in_bfloat16():
     found = choose(c, QWEN3_30B, SMALL_HOST, {"grad_reduce_in_bf16"})
     values = chosen_values(c, found, least_share=0.25)
     assert values["optimizer_offload_fraction"] == 0.6 and values[REMAINDERS]
+    assert found[0].why.startswith("with 0.5 the run needs ")
+    assert found[-1].why.startswith("without it the run needs ")
     assert whole_fit(c.with_values(**values), QWEN3_30B, SMALL_HOST).over <= 0
     assert not any("grad-reduce" in one.flag for one in found)
     for name in ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32"):

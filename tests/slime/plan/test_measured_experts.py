@@ -9,10 +9,13 @@ from architectures import ARCHITECTURES
 from memory_cases import FULL, config
 from test_measured_memory import FOUR, H200, QWEN3_30B, WHOLE
 
+from slime.config import Config
 from slime.plan.fit import MachineSizes, fit
+from slime.plan.model_shape import Shape
 from slime.plan.units import GIB
 from slime.tracking.phases import FIRST_WEIGHTS, GENERATING, HAND_OVER, LOADING, TRAINING
 from vime.vllm.backend import engine_facts
+from vime.vllm.memory import activations, engine_need, engine_verdict
 
 PHASES = (LOADING, FIRST_WEIGHTS, GENERATING, HAND_OVER, TRAINING)
 LAUNCHED: dict[str, Any] = {
@@ -92,3 +95,20 @@ def test_phases_of_the_whole_30b_on_two_cards_are_within_6_percent(flags, measur
     assert phases[TRAINING] / GIB == pytest.approx(measured_gib[-1], rel=0.01)
     assert found.host is not None and found.over <= 0
     assert found.host.sum_phase(TRAINING) / GIB == pytest.approx(host_gib, rel=0.05)
+
+
+def test_activations_and_cache_of_an_engine_are_those_of_the_record():
+    """In whole_qwen3_30b_h200, vLLM had a peak of 3.26 GiB, 0.13 GiB outside PyTorch, and 3.1 GiB for the KV cache. The
+    next smaller share of a launcher has no memory for one sequence."""
+    shape = Shape.of(QWEN3_30B)
+
+    def engine(share: float, **flags: int) -> Config:
+        facts = engine_facts({"gpu_memory_utilization": share})
+        return config(**TWO_CARDS | {"engine_facts": facts, "backend_args": flags})
+
+    c = engine(0.25)
+    assert activations(c, shape, H200) / GIB == pytest.approx(3.26 + 0.13, rel=0.01)
+    assert "at most 3.13 GiB for the KV cache" in engine_verdict(c, QWEN3_30B, H200)
+    assert engine_need(c, QWEN3_30B, H200).over <= 0 < engine_need(engine(0.2), QWEN3_30B, H200).over
+    fewer = engine(0.25, max_num_seqs=256)
+    assert activations(fewer, shape, H200) / GIB == pytest.approx(0.99, rel=0.01)

@@ -19,7 +19,7 @@ from vime.backends import parse_config
 from vime.cli import main, usage
 from vime.memory import sizes
 from vime.memory.lines import memory_in_short
-from vime.vllm.memory import engine_memory, engine_verdict
+from vime.vllm.memory import activations, engine_memory, engine_verdict
 from vime.vllm.server import VllmServer, VllmSpec
 from vime.vllm.server_flags import VLLM, engine_settings, starts_empty
 
@@ -121,8 +121,8 @@ def test_a_disaggregated_plan_gets_both_verdicts(flags, capsys):
     found = parts(capsys, *flags, *APART, "--gpu-memory-gib", "80")
     assert found[TRAINER][-1] == "fits a GPU of 80 GiB"
     assert found[ENGINE][-1] == (
-        "fits a GPU of 80 GiB: 7.49 GiB of weights in 68.00 GiB, 0.85 of it, at most 60.51 GiB for the KV cache, "
-        "53 of 256 requests of 8192 tokens at a time, the others wait"
+        "fits a GPU of 80 GiB: 7.49 GiB of weights and 3.40 GiB of activations in 68.00 GiB, 0.85 of it, at most "
+        "57.11 GiB for the KV cache, 50 of 256 requests of 8192 tokens at a time, the others wait"
     )
     found = parts(capsys, *flags, *APART)
     assert not any("fit" in line for title in (TRAINER, ENGINE) for line in found[title])
@@ -159,25 +159,25 @@ def test_in_short_says_each_decision_in_a_line(flags, capsys):
         (
             80,
             "",
-            "in 73.60 GiB, 0.92 of it, at most 66.11 GiB for the KV cache, 58 of 256 requests of 8192 tokens",
+            "in 73.60 GiB, 0.92 of it, at most 62.71 GiB for the KV cache, 55 of 256 requests of 8192 tokens",
         ),
-        (400, "", "360.51 GiB for the KV cache, enough for 256 requests of 8192 tokens"),
+        (400, "", "357.11 GiB for the KV cache, enough for 256 requests of 8192 tokens"),
         (
             8,
             "",
-            "in 7.36 GiB, 0.92 of it, 135.23 MiB too much; raise --vllm-gpu-memory-utilization (now 0.92) or --roll",
+            "in 7.36 GiB, 0.92 of it, 1.08 GiB too much; raise --vllm-gpu-memory-utilization (now 0.92) or --roll",
         ),
         (
             12,
             "",
-            "3.55 GiB for the KV cache, but one sequence of 40960 tokens needs 5.62 GiB; raise --vllm-gpu-memory-uti",
+            "2.60 GiB for the KV cache, but one sequence of 40960 tokens needs 5.62 GiB; raise --vllm-gpu-memory-uti",
         ),
         (
             12,
             "--vllm-max-model-len 16384",
-            "3.55 GiB for the KV cache, 3 of 256 requests of 8192 tokens at a time",
+            "2.60 GiB for the KV cache, 2 of 256 requests of 8192 tokens at a time",
         ),
-        (12, "--vllm-max-model-len -1", "3.55 GiB for the KV cache, 3 of 256 requests"),
+        (12, "--vllm-max-model-len -1", "2.60 GiB for the KV cache, 2 of 256 requests"),
         (
             80,
             f"--vllm-kv-cache-memory-bytes {32 * GIB} --vllm-gpu-memory-utilization 0.1",
@@ -196,12 +196,12 @@ def test_in_short_says_each_decision_in_a_line(flags, capsys):
         (
             80,
             "--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2",
-            "3.75 GiB of weights in 73.60 GiB, 0.92 of it, at most 69.85 GiB for the KV cache, 124 of 256 requests",
+            "activations in 73.60 GiB, 0.92 of it, at most 66.46 GiB for the KV cache, 118 of 256 requests",
         ),
         (
             80,
             "--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2 --vllm-pipeline-parallel-size 2",
-            "3.75 GiB of weights in 73.60 GiB, 0.92 of it, at most 69.85 GiB for the KV cache, 124 of 256 requests",
+            "activations in 73.60 GiB, 0.92 of it, at most 66.46 GiB for the KV cache, 118 of 256 requests",
         ),
     ],
 )
@@ -345,7 +345,7 @@ def test_an_engine_keeps_a_state_per_request(flags, more, bytes_of_layer, arithm
     assert items["KV cache"].bytes == 256 * (8192 * token + state.bytes)
     assert items["KV cache"].arithmetic.endswith("at once, with their states")
     weights = items["weights"].bytes
-    room = 0.85 * 60 * GIB - weights
+    room = 0.85 * 60 * GIB - weights - activations(c, Shape.of(QWEN3_NEXT), 60 * GIB)
     held = int(room / (8192 * token + state.bytes))
     assert f"{held} of 256 requests of 8192 tokens" in engine_verdict(c, QWEN3_NEXT, 60 * GIB)
     small = (weights + 262144 * token + state.bytes / 2) / 0.85

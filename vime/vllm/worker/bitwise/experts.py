@@ -6,8 +6,6 @@ their names and their loading stay vLLM's.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -92,8 +90,10 @@ def replace_plain_routers(model: nn.Module) -> None:
     """Makes the plain routers of a model compute our logits. vLLM has no registry for plain layers of PyTorch."""
     dtype = next(model.parameters()).dtype
     for module in model.modules():
-        router: Any = getattr(module, "gate", None)
-        if type(module).__name__ in _PLAIN_ROUTERS and type(router) is nn.Linear and router.bias is None:
+        router = getattr(module, "gate", None)
+        if type(module).__name__ not in _PLAIN_ROUTERS or router is None:
+            continue
+        if type(router) is nn.Linear and router.bias is None:
             router.__class__ = PlainRouter
             router.model_dtype = dtype
 
