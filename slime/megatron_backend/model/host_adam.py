@@ -55,10 +55,25 @@ class OptimizerFiles:
     """The dtype of moments in the files. Adam computes in float32."""
 
 
+def choose_host_weights(weights: list[Tensor], fraction: float) -> set[Tensor]:
+    """Returns the weights whose Adam is on the host: the first weights, until they have `fraction` of the elements.
+
+    A weight that would exceed the fraction by more than the elements that are missing is left out, and smaller weights
+    after it may follow. An embedding can have 4 GB of state.
+    """
+    left = fraction * sum(weight.numel() for weight in weights)
+    host = set[Tensor]()
+    for weight in weights:
+        if weight.numel() < 2 * left:
+            host.add(weight)
+            left -= weight.numel()
+    return host
+
+
 class HostAdam(torch.optim.Optimizer):
     """AdamW over `groups` of a distributed optimizer, with fp32 main weights and moments of the weights on the host.
 
-    `fraction` of the elements, those of the first weights, are updated on the host. The others stay on the device, with
+    `fraction` of the elements are updated on the host (`choose_host_weights`). The others stay on the device, with
     12 bytes per element, or 10 for bfloat16 weights with `remainders` (`slime.megatron_backend.model.remainders`).
     Weights are copied in parts of about `PART_BYTES`, or of `files.part_bytes`: the host updates two parts while the
     gradients of the next part arrive. `threads` compute on the host. The host needs 12 bytes per element, or a file
@@ -83,12 +98,7 @@ class HostAdam(torch.optim.Optimizer):
         weights = [weight for group in groups for weight in group["params"]]
         self._device = weights[0].device if weights else torch.device("cpu")
         self._threads = threads
-        left = fraction * sum(weight.numel() for weight in weights)
-        host: set[Tensor] = set()
-        for weight in weights:
-            if left > 0:
-                host.add(weight)
-                left -= weight.numel()
+        host = choose_host_weights(weights, fraction)
         parts = [
             (group, part)
             for group in self.param_groups

@@ -14,7 +14,7 @@ from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_
 from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
 from slime.megatron_backend.model import host_adam, optimizer
 from slime.megatron_backend.model.gpt import build_model
-from slime.megatron_backend.model.host_adam import HostAdam, OptimizerFiles
+from slime.megatron_backend.model.host_adam import HostAdam, OptimizerFiles, choose_host_weights
 from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import (
     build_optimizer,
@@ -86,9 +86,24 @@ def on_host(host):
 def test_the_fraction_counts_elements_from_the_first_weight_on(hf_dir):
     host = inner(trainer(hf_dir, **HOST, optimizer_offload_fraction=0.5))
     total = sum(weight.numel() for weight in host.state)
-    assert 0.5 * total <= on_host(host) < 0.5 * total + max(weight.numel() for weight in host.state)
+    assert abs(on_host(host) - 0.5 * total) <= 0.5 * max(weight.numel() for weight in host.state)
     assert on_host(inner(trainer(hf_dir, **HOST))) == total
     assert inner(trainer(hf_dir, **HOST, optimizer_offload_fraction=0.0))._pinned.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fraction", "wanted"),
+    [
+        ([10, 10, 300, 20, 10], 0.1, [0, 1, 3]),  # 35 of 350: the third weight would exceed this by 285
+        ([300, 10, 10], 0.6, [0]),  # 192 of 320: without the first weight, 172 would be missing
+        ([10, 20, 30], 1.0, [0, 1, 2]),
+        ([10, 20, 30], 0.0, []),
+    ],
+)
+def test_a_weight_that_exceeds_the_fraction_by_much_is_left_out(sizes, fraction, wanted):
+    weights = [torch.zeros(size) for size in sizes]
+    host = choose_host_weights(weights, fraction)
+    assert [i for i, weight in enumerate(weights) if any(weight is one for one in host)] == wanted
 
 
 def test_parts_share_few_buffers(hf_dir, monkeypatch):
