@@ -89,14 +89,16 @@ def advice_lines(c: Config, hf: Hf, machine: MachineSizes, also: Also | None = N
         for advice in found:
             together = _both(together, c, advice.change.config)
         missing = fit(together, hf, machine, also).over
-        rest = "fit" if missing <= 0 else f"leave {amount(missing)} missing; use more or larger GPUs or hosts"
+        rest = "fit"
+        if missing > 0:
+            rest = f"leave {amount(missing)} missing; combine other flags or use larger GPUs and hosts"
         lines.append(f"all {len(found)} together {rest}")
     return lines
 
 
 def _both(one: Config, before: Config, other: Config) -> Config:
     """Returns `one` with the values in which `other` differs from `before`. `overrides` holds the values of several
-    flags, so the overrides of both are joined."""
+    flags, which are compared one by one."""
     changed = {
         field.name: getattr(getattr(other, section.name), field.name)
         for section in dataclasses.fields(before)
@@ -106,7 +108,9 @@ def _both(one: Config, before: Config, other: Config) -> Config:
         != getattr(getattr(before, section.name), field.name)
     }
     if "overrides" in changed:
-        changed["overrides"] = {**one.megatron.overrides, **changed["overrides"]}
+        old = before.megatron.overrides
+        new = {name: value for name, value in other.megatron.overrides.items() if old.get(name) != value}
+        changed["overrides"] = {**one.megatron.overrides, **new}
     return one.with_values(**changed)
 
 

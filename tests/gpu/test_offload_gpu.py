@@ -6,7 +6,6 @@ The last test reads the error of a trainer that runs out of memory.
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from slime.memory.cards import Cards
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "slime"))  # the cases of the CPU tests
 cases = pytest.importorskip("trainer_cases", reason="needs megatron-core")
@@ -187,8 +188,7 @@ def test_out_of_memory_tells_the_peaks_and_what_lowers_them(build):
     text = str(caught.value)
     print(text)
     assert text.startswith("out of device memory while training rollout 1: CUDA out of memory")
-    card = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]  # the driver's number, not torch's
-    assert f"\ncard {card}: " in text
+    assert f"\ncard {Cards().read()[0].index}: " in text  # the driver's number, not torch's
     assert "this rank keeps, by its shapes: weights " in text
     for words in ("trainer ", "actor_train ", "forward ", "what lowers it: "):
         assert words in text.partition("peaks so far, GiB: ")[2], text

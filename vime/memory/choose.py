@@ -23,6 +23,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from slime.checkpoints.hf_config import read_hf_config
@@ -50,19 +51,29 @@ _WITH_SUMS = (
 )
 _TOKENS = (32768, 24576, 20480, 16384, 12288, 8192, 6144, 4096, 2048, 1024)
 _USUAL_TOKENS = 8192
+
+
+def read_number(text: str) -> int:
+    """Returns the value of an integer of vLLM's flags: 8192, 8k (8,000), 8K (8,192), 1.5g. Raises ValueError for other
+    texts."""
+    powers = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    number, unit = (text[:-1], powers[text[-1]]) if text[-1:] in powers else (text, 1)
+    return int(text) if unit == 1 else int(float(number) * unit)
+
+
 _ENGINE_FLAGS: dict[str, Callable[[str], float | str]] = {
     "gpu_memory_utilization": float,
-    "kv_cache_memory_bytes": int,
-    "max_model_len": int,
-    "max_num_seqs": int,
-    "max_num_batched_tokens": int,
-    "data_parallel_size": int,
-    "pipeline_parallel_size": int,
+    "kv_cache_memory_bytes": read_number,
+    "max_model_len": read_number,
+    "max_num_seqs": read_number,
+    "max_num_batched_tokens": read_number,
+    "data_parallel_size": read_number,
+    "pipeline_parallel_size": read_number,
     "dtype": str,
 }
 """vLLM's flags for the memory of an engine, with the types of their values."""
 CARD = 0.97
-"""Part of a card that a choice fills. Measured peaks were up to 2% above the plan."""
+"""Part of a card that a choice fills. Measured peaks of the fullest phase were up to 2% above the plan."""
 _OFFLOAD = {"offload", "offload_train", "no_offload_train", "offload_train_parts"}
 _RECOMPUTATION = {
     f"recompute_{what}" for what in ("activations", "granularity", "method", "modules", "num_layers")
@@ -118,7 +129,7 @@ def choose(c: Config, hf: Hf, machine: MachineSizes, user_flags: set[str]) -> li
     if (found := _search(c, hf, machine, user_flags)) is not None:
         return found
     assert before.worst is not None
-    got = f"{shortage(before.worst)} for every choice of flags that were not given"
+    got = f"{shortage(before.worst)} without changes, and no choice of flags that were not given fits"
     if _sums_help(c, hf, machine, user_flags):
         raise NoChoiceError(
             f"the run must fit this machine, got {got}; {_WITH_SUMS}: add this flag or use larger GPUs and hosts",
@@ -265,7 +276,8 @@ def light_config(argv: Sequence[str]) -> Config:
     for group in with_config_files(split_argv(argv)):
         prefix, _, name = group.name.partition("_")
         if prefix == "vllm" and name in _ENGINE_FLAGS and group.values:
-            engine[name] = _ENGINE_FLAGS[name](group.values[-1])
+            with suppress(ValueError):  # the engine's parser refuses the value later, with its own message
+                engine[name] = _ENGINE_FLAGS[name](group.values[-1])
         if group.name == _ENGINES_PER_GPU and re.fullmatch("[1-9][0-9]*", "".join(group.values[-1:])):
             later[group.name] = int(group.values[-1])
         elif prefix not in ("vllm", "router"):
@@ -292,7 +304,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         if plans:
             if isinstance(error, NoChoiceError) and error.remedy:
-                print(f"memory: {error.remedy}", file=sys.stderr)
+                print(f"memory: no choice of flags fits; {error.remedy}: add this flag", file=sys.stderr)
             return 0
         print(f"vime train: {error}", file=sys.stderr)
         return 2

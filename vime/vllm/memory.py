@@ -23,8 +23,9 @@ _SAMPLED = 22
 buffer of top-k and top-p, log-probs, probabilities and noise."""
 _OUTSIDE_TORCH = 0.13 * GIB
 """Memory of an engine outside PyTorch's allocator that vLLM subtracts from its share: whole_qwen3_30b_h200."""
-_LARGE = 70 * GIB
-"""Memory from which vLLM has the larger defaults of `_step_sizes`."""
+_LARGE = 65 * GIB
+"""Memory from which vLLM's server has the larger of its defaults for the sizes of a step, but not on an A100. vLLM
+compares 70 GiB with the whole GPU. No GPU has 65 to 70 GiB, and a launcher's choice fills a part of a GPU."""
 
 
 def engine_memory(c: Config, shape: Shape) -> list[Item]:
@@ -50,32 +51,34 @@ def activations(c: Config, shape: Shape, device_bytes: float) -> float:
     """Returns the bytes of an engine's share that vLLM keeps free for its largest step, which it runs once at its
     start.
 
-    bytes = min(max_num_seqs, max_num_batched_tokens) * vocab * 22 + max_num_batched_tokens * hidden * 2 * 2
+    The tensors follow from vLLM's sampler. The sum was measured for one model, Qwen3-30B-A3B (whole_qwen3_30b_h200). It
+    has no term for the layers' own activations, which are smaller with the usual sizes of a step.
     """
     if c.engine.rollout_backend != "vllm":
         return 0.0
-    sequences, tokens = _step_sizes(c, device_bytes)
-    size = BYTES.get(c.engine.engine_facts.dtype or c.megatron.params_dtype, 2)
-    sampled = min(sequences, tokens) * shape.vocab * (_SAMPLED - 2 + size)
-    return sampled + 2 * tokens * shape.hidden * size + _OUTSIDE_TORCH
-
-
-def _step_sizes(c: Config, device_bytes: float) -> tuple[int, int]:
-    """Returns the largest numbers of requests and of tokens in a step of an engine. The defaults are those of vLLM's
-    server (vllm/engine/arg_utils.py)."""
-    flags, large = c.engine.backend_args, device_bytes >= _LARGE
+    flags, large = c.engine.backend_args, device_bytes >= _LARGE and "a100" not in (c.cluster.gpu or "")
     sequences: int = flags.get("max_num_seqs") or (1024 if large else 256)
     tokens: int = flags.get("max_num_batched_tokens") or (8192 if large else 2048)
-    return sequences, tokens
+    size = BYTES.get(c.engine.engine_facts.dtype or c.megatron.params_dtype, 2)
+    return step_bytes(shape, sequences, tokens, size)
+
+
+def step_bytes(shape: Shape, sequences: int = 1024, tokens: int = 8192, size: int = 2) -> float:
+    """Returns the bytes of a step with `sequences` requests and `tokens` tokens, with weights of `size` bytes. The
+    defaults are those of vLLM's server on a large GPU (vllm/engine/arg_utils.py).
+
+    bytes = min(sequences, tokens) * vocab * 22 + 2 * tokens * hidden * size
+    """
+    sampled = min(sequences, tokens) * shape.vocab * (_SAMPLED - 2 + size)
+    return sampled + 2 * tokens * shape.hidden * size + _OUTSIDE_TORCH
 
 
 def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
     """Returns a sentence: whether an engine fits a GPU of `device_bytes`, and the number of requests that fit at a
     time.
 
-    If the bytes of the KV cache are not given, they are the engine's share of the GPU minus the weights and
-    `activations`. A cache for
-    fewer requests than may run is no error, because the others wait. But vLLM does not start without room for one
+    If the bytes of the KV cache are not given, they are the engine's share minus the weights and `activations`. A cache
+    for fewer requests than may run is no error, because the others wait. But vLLM does not start without memory for one
     sequence of --vllm-max-model-len.
     """
     shape = Shape.of(hf)

@@ -285,7 +285,7 @@ def require_deep_gemm(config: Config) -> None:
             "--hf-checkpoint",
             "have a model that vLLM computes on GPUs with the installed packages",
             f"sparse attention in {checkpoint}, whose indexers need DeepGEMM, which is not installed",
-            "install DeepGEMM for this GPU, or a wheel of vLLM that has a copy",
+            "install the package deep_gemm for this GPU, or a wheel of vLLM that has a copy",
         )
 
 

@@ -56,14 +56,14 @@ class OptimizerFiles:
 
 
 def choose_host_weights(weights: list[Tensor], fraction: float) -> set[Tensor]:
-    """Returns the weights whose Adam is on the host: the first weights, until they have `fraction` of the elements.
+    """Returns the weights whose Adam is on the host: about `fraction` of the elements.
 
-    A weight that would exceed the fraction by more than the elements that are missing is left out, and smaller weights
-    after it may follow. An embedding can have 4 GB of state.
+    The largest weights come first, so that small ones fill the rest: an embedding can have 4 GB of state. A weight is
+    left out if it would exceed the fraction by more than the elements that are missing without it.
     """
     left = fraction * sum(weight.numel() for weight in weights)
     host = set[Tensor]()
-    for weight in weights:
+    for weight in sorted(weights, key=Tensor.numel, reverse=True):
         if weight.numel() < 2 * left:
             host.add(weight)
             left -= weight.numel()

@@ -16,7 +16,7 @@ from slime.config import Config
 from slime.plan.fit import MachineSizes
 from slime.plan.units import GIB
 from slime.rules.experts import check_expert_layout
-from vime.memory.choose import CARD, Chosen, choose, main
+from vime.memory.choose import CARD, Chosen, choose, light_config, main, read_number
 from vime.memory.lines import require_fit, whole_fit
 from vime.vllm.backend import FLAG_NAMES, engine_facts
 
@@ -117,7 +117,7 @@ def test_the_30b_on_two_cards_needs_sums_in_bfloat16():
     assert found[-1].why.startswith("without it the run needs ")
     assert whole_fit(c.with_values(**values), QWEN3_30B, SMALL_HOST).over <= 0
     assert not any("grad-reduce" in one.flag for one in found)
-    for name in ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32"):
+    for name in ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32", "no_grad_reduce_in_fp32"):
         with pytest.raises(ValueError, match=r"; give others or use larger GPUs and hosts: ") as caught:
             choose(config(**TWO), QWEN3_30B, SMALL_HOST, {name})
         assert WITH_SUMS not in str(caught.value)
@@ -185,6 +185,25 @@ def test_the_command_prints_flags_and_reasons(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("8192", 8192), ("8k", 8000), ("8K", 8192), ("1.5g", 1_500_000_000), ("-1", -1)]
+)
+def test_numbers_of_the_engine_are_read_as_vllm_reads_them(text, value):
+    assert read_number(text) == value
+
+
+def test_the_engines_step_is_read_without_its_parser(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    c = light_config(
+        f"""--device cuda --hf-checkpoint {tmp_path} --prompt-data {tmp_path}/p.jsonl --num-rollout 1 --rm-type gsm8k
+        --rollout-num-gpus 1 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 512
+        --vllm-max-num-seqs 64 --vllm-max-num-batched-tokens=4K --vllm-max-model-len auto""".split()
+    )
+    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+    assert [c.engine.backend_args.get(name) for name in names] == [64, 4096, None]
+
+
 def test_a_plan_names_the_flag_with_which_the_launcher_finds_flags(tmp_path, capsys):
     """The plan itself has only advice for single flags, so the command prints the flag on standard error."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
@@ -196,7 +215,7 @@ def test_a_plan_names_the_flag_with_which_the_launcher_finds_flags(tmp_path, cap
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --
     --host-memory-gib 250""".split()
     assert main(["--plan", *flags]) == 0
-    assert capsys.readouterr() == ("", f"memory: {WITH_SUMS}\n")
+    assert capsys.readouterr() == ("", f"memory: no choice of flags fits; {WITH_SUMS}: add this flag\n")
     assert main(["--plan", *flags, "--accumulate-allreduce-grads-in-fp32"]) == 0
     assert capsys.readouterr() == ("", "")
     assert main(["--plan", *flags, "--grad-reduce-in-bf16"]) == 0

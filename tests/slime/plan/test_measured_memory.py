@@ -282,12 +282,14 @@ def test_flags_that_are_enough_together_say_so():
     assert together.startswith(f"all {len(single)} together leave ")
 
 
-def test_sums_of_gradients_in_bfloat16_are_advised():
-    """Recomputation and these sums are both overrides of Megatron's settings, and both count together."""
+@pytest.mark.parametrize("overrides", [{}, {"grad_reduce_in_fp32": True}])
+def test_sums_of_gradients_in_bfloat16_are_advised(overrides):
+    """Recomputation and these sums are both overrides of Megatron's settings, and both count together, also if the user
+    has set the default."""
     alone = {"debug_train_only": True, "colocate": False, "rollout_num_gpus": 0}
     host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.9}
     short = {"max_tokens_per_gpu": 2048, "rollout_max_response_len": 2048}
-    c = config(**alone, **host, **short, use_precision_aware_optimizer=True, overrides={})
+    c = config(**alone, **host, **short, use_precision_aware_optimizer=True, overrides=overrides)
     line, *_, together = advice_lines(c, QWEN3_4B, MachineSizes(24 * GIB, HOST))
     assert line == "--grad-reduce-in-bf16 (now off) gives 7.49 GiB, 5.78 GiB are still missing"
     assert together == "all 3 together fit"

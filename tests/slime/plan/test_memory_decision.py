@@ -9,6 +9,7 @@ import pytest
 from memory_cases import FULL, QWEN3_4B, config
 
 from slime.plan.card_phases import BESIDES_GENERATING, BESIDES_TRAINER, FRAGMENTATION, FURTHER_ENGINE
+from slime.plan.fit import MachineSizes, fit
 from slime.plan.memory_decision import choices, decide_residence
 from slime.plan.memory_estimate import estimate
 from slime.plan.units import GIB
@@ -46,6 +47,18 @@ def test_the_smallest_gpu_of_each_choice_is_where_its_sum_comes_out_even():
         least = (e.left(before) + BESIDES_GENERATING) / 0.6 / GIB
         assert decided(least + 1e-6)[0] == before
         assert decided(least - 1e-3)[0] == leaving
+
+
+def test_a_plan_has_the_bytes_that_move():
+    """Gradients are freed, and do not move."""
+    e = estimate(config(), QWEN3_4B)
+    every = e.sum_part("parameters") + e.sum_part("optimizer")
+    for offload, moved in ((True, every), (False, 0.0)):
+        found = fit(config(offload_train=offload), QWEN3_4B, MachineSizes(139.8 * GIB))
+        assert found.moved == moved
+    assert e.sum_part("gradients") > 0 and e.sum_moved(["gradients", "parameters"]) == e.sum_part(
+        "parameters"
+    )
 
 
 def test_flags_decide_first():

@@ -313,11 +313,17 @@ def test_sparse_attention_without_deep_gemm_ends_a_run_on_gpus(tmp_path, monkeyp
         backend_for(config).require_reachable(config)
     assert str(error.value) == (
         "--hf-checkpoint must have a model that vLLM computes on GPUs with the installed packages, got sparse "
-        f"attention in {tmp_path}, whose indexers need DeepGEMM, which is not installed; install DeepGEMM for this "
-        "GPU, or a wheel of vLLM that has a copy"
+        f"attention in {tmp_path}, whose indexers need DeepGEMM, which is not installed; install the package "
+        "deep_gemm for this GPU, or a wheel of vLLM that has a copy"
     )
     monkeypatch.setattr(flags, "Cards", lambda: [])  # the GPUs are on other machines
     backend_for(config).require_reachable(config)
+
+
+def test_external_engines_may_have_deep_gemm(tmp_path, sparse_argv):
+    external = ["--rollout-external-engine-addrs", "127.0.0.1:1", "--weight-dir", str(tmp_path / "weights")]
+    apart = [word for word in sparse_argv if word != "--colocate"]
+    flags.require_deep_gemm(parse_config([*apart, "--device", "cuda", *external]))
 
 
 @pytest.mark.parametrize("more", [["--device", "cpu"], ["--device", "cuda", "--debug-train-only"]])

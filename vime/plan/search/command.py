@@ -108,20 +108,25 @@ def search(
     c: Config, gpu: Hardware, gpus: int, lengths: Lengths, machine: MachineSizes, kinds: tuple[bool, ...]
 ) -> Searched:
     """Returns the `SHOWN` layouts of `gpus` GPUs with the least predicted time that fit the machine. `kinds` has the
-    kinds of main weights (`list_layouts`). If no layout of the coarse grid fits, the fine grid is searched."""
+    kinds of main weights (`list_layouts`). If no planned layout of the coarse grid fits, the fine grid is searched."""
     from slime.checkpoints.hf_config import read_hf_config
 
     model = Model(read_hf_config(c.rollout.hf_checkpoint))
     work = StepWork(model, tuple(lengths.spread(c.data.rollout_batch_size * c.data.n_samples_per_prompt)))
     check = StateCheck(c, model, gpu, machine)
     ahead, possible, checked = max(0, c.rollout.max_staleness or 0), 0, 0
+    closest = float("inf"), ""
     for grid in (COARSE, FINE):
-        layouts = list_layouts(model, gpu, gpus, lengths.longest, ahead, kinds, grid)
+        every = list_layouts(model, gpu, gpus, lengths.longest, ahead, kinds, grid)
+        layouts = (
+            one for one in every if grid is COARSE or one.colocated or one.host_adam not in COARSE.host_adam
+        )
         searched = _search_grid(c, gpu, layouts, work, check, grid, machine)
         possible, checked = possible + searched.possible, checked + searched.checked
+        closest = min(closest, (searched.missing, searched.short))
         if searched.found:
             break
-    return dataclasses.replace(searched, layouts=check.count, possible=possible, checked=checked)
+    return Searched(searched.found, check.count, possible, checked, *closest)
 
 
 def _search_grid(
@@ -146,8 +151,10 @@ def _search_grid(
         heapq.heappush(predicted, (prediction.step, next(order), layout, prediction, None))
     found, closest, checked, ends = list[Found](), (float("inf"), ""), 0, time.monotonic() + SECONDS
     possible = len(predicted)
-    while predicted and len(found) < SHOWN and checked < MOST_CHECKED[grid] and time.monotonic() < ends:
+    while predicted and len(found) < SHOWN:
         _, _, layout, prediction, fit = heapq.heappop(predicted)
+        if fit is None and (checked == MOST_CHECKED[grid] or time.monotonic() > ends):
+            continue  # the layouts that are known to fit are still added
         if any(has_same_split(layout, other.layout) for other in found):
             continue
         if fit is not None:
@@ -167,7 +174,7 @@ def _search_grid(
         fit = whole_fit(with_layout(c, gpu, check.closest), model.hf, machine)
         assert fit.worst is not None
         closest = fit.over, f"{shortage(fit.worst)}, with {spell(gpu, check.closest)}"
-    return Searched(found, check.count, possible, checked, closest[1])
+    return Searched(found, check.count, possible, checked, *closest)
 
 
 def predict_layout(

@@ -36,7 +36,7 @@ class Grid:
 
 COARSE = Grid((0.0, 0.25, 1.0), (0.6, 0.45, 0.3), (False, True))
 FINE = Grid(tuple(n / 10 for n in range(11)), (0.6, 0.45, 0.35, 0.3, 0.25), (None,))
-"""The values for models that barely fit. A search tries them if no layout of `COARSE` fits."""
+"""The values for models that barely fit. A search tries them if no planned layout of `COARSE` fits."""
 
 
 def list_layouts(

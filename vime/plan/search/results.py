@@ -19,12 +19,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Searched:
-    """The result of a search: layouts in the order of their time. `possible` layouts have room for the trainer's state
-    and the engine's share, and the memory of `checked` layouts was planned. `short` is the layout that came closest to
-    fitting, if none fits."""
+    """The result of a search: layouts in the order of their time. `possible` layouts have room for the trainer's state,
+    and the memory of `checked` layouts was planned. `short` is the layout that came closest to fitting, if none fits,
+    and it misses `missing` bytes."""
 
     found: list[Found]
     layouts: int
     possible: int
     checked: int
+    missing: float
     short: str

@@ -83,7 +83,7 @@ def on_host(host):
     return sum(weight.numel() for part in host._on_host for weight in part._weights)
 
 
-def test_the_fraction_counts_elements_from_the_first_weight_on(hf_dir):
+def test_the_fraction_counts_elements(hf_dir):
     host = inner(trainer(hf_dir, **HOST, optimizer_offload_fraction=0.5))
     total = sum(weight.numel() for weight in host.state)
     assert abs(on_host(host) - 0.5 * total) <= 0.5 * max(weight.numel() for weight in host.state)
@@ -94,8 +94,13 @@ def test_the_fraction_counts_elements_from_the_first_weight_on(hf_dir):
 @pytest.mark.parametrize(
     ("sizes", "fraction", "wanted"),
     [
-        ([10, 10, 300, 20, 10], 0.1, [0, 1, 3]),  # 35 of 350: the third weight would exceed this by 285
+        (
+            [10, 10, 300, 20, 10],
+            0.1,
+            [0, 3],
+        ),  # 30 elements; 35 are a tenth, and with one more weight it would be 40
         ([300, 10, 10], 0.6, [0]),  # 192 of 320: without the first weight, 172 would be missing
+        ([100, 100, 100, 311], 0.7, [0, 3]),  # 411 of 427.7
         ([10, 20, 30], 1.0, [0, 1, 2]),
         ([10, 20, 30], 0.0, []),
     ],

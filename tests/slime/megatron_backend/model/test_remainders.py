@@ -63,7 +63,9 @@ def test_only_main_weights_between_two_numbers_lose_a_bit(monkeypatch):
 
 @pytest.mark.parametrize("slice_size", [2**26, 512])
 def test_steps_equal_the_plain_adam(hf_dir, monkeypatch, slice_size):
+    joined, plain_join = list[int](), remainders.join
     monkeypatch.setattr(remainders, "DEVICE_SLICE", slice_size)
+    monkeypatch.setattr(remainders, "join", lambda *pair: joined.append(pair[0].numel()) or plain_join(*pair))
     plain, small = trainer(hf_dir, **PLAIN), trainer(hf_dir, **FLAG)
     assert {state["master_param"].dtype for state in inner(small).state.values()} == {torch.int16}
     for step in range(4):
@@ -71,6 +73,7 @@ def test_steps_equal_the_plain_adam(hf_dir, monkeypatch, slice_size):
     for one, other in zip(mains(small), mains(plain), strict=True):
         off = (bits(one.flatten()) - bits(other.flatten())).abs()
         assert (off > 1).float().mean() < 1e-4 and (off > 0).float().mean() < 1e-3
+    assert 0 < max(joined) <= slice_size
 
 
 class Operations(TorchDispatchMode):

@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 from search_models import DENSE, experts
 
+from slime.config import Config
 from slime.hardware import HARDWARE
-from slime.plan.fit import MachineSizes
+from slime.plan.fit import Fit, MachineSizes
 from slime.plan.units import GIB
 from vime.backends import parse_config
 from vime.memory.lines import whole_fit
 from vime.plan.command import main
+from vime.plan.search import command
 from vime.plan.search.command import LAYOUT, SHOWN
 from vime.plan.search.layouts import COARSE, FINE, find_remainders, list_layouts, spell, with_layout
 from vime.plan.search.lengths import read_lengths
 from vime.plan.search.state_check import StateCheck
-from vime.plan.search.step_time import GpuLayout, Model, add_moves, predict
+from vime.plan.search.step_time import GpuLayout, Model, StepWork, add_moves, predict
 
 
 @pytest.fixture
@@ -160,6 +162,27 @@ def test_a_fine_grid_follows_if_nothing_fits(tmp_path: Path, capsys: pytest.Capt
         for grid in grids
     )
     assert min(found.over for found in coarse) > 0 > min(found.over for found in fine)
+
+
+def test_the_time_of_a_move_decides_the_order(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of the faster layout moves 51 GB in each direction, which takes 2 s. Both layouts are found, although
+    the search has planned as many layouts as it may."""
+    gpu, machine = HARDWARE["h200"], MachineSizes(140 * GIB, 500 * GIB)
+    c = parse_config([*flags, "--gpu", "h200", *LAYOUT])
+    layouts = [GpuLayout(2, 2, 1, True, offload=None), GpuLayout(2, 1, 2, True, tp=2, offload=None)]
+    work = StepWork(DENSE, ((14, 256),) * 256)
+
+    def planned(c: Config, hf: object, machine: MachineSizes) -> Fit:
+        return Fit((), {}, None, moved=0.0 if c.megatron.tensor_model_parallel_size == 2 else 51e9)
+
+    monkeypatch.setattr(command, "whole_fit", planned)
+    monkeypatch.setitem(command.MOST_CHECKED, FINE, 2)
+    check = StateCheck(c, DENSE, gpu, machine)
+    before = [command.predict_layout(c, DENSE, gpu, layout, work, None).step for layout in layouts]
+    assert before[0] < before[1] < before[0] + 2
+    found = command._search_grid(c, gpu, iter(layouts), work, check, FINE, machine).found
+    assert [one.layout.tp for one in found] == [2, 1]
+    assert [one.prediction.step for one in found] == pytest.approx([before[1], before[0] + 2])
 
 
 def test_parts_that_leave_a_gpu_take_time() -> None:

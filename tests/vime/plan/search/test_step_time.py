@@ -137,6 +137,18 @@ def test_more_gpus_train_faster_and_adam_on_the_host_is_slower() -> None:
     assert host["optimizer"] > 10 * one["optimizer"]
 
 
+def test_the_cores_of_a_host_share_its_bandwidth() -> None:
+    """A host with eight times as many GPUs and cores updates 8 ** 0.575 times as many weights. Two hosts have twice the
+    bandwidth of one."""
+    gpu = HARDWARE["h100"]
+    one, eight, two_hosts = (
+        predict(DENSE, gpu, GpuLayout(n, n, 1, True, host_adam=1.0), LONG, rollout_s=0.0).parts["optimizer"]
+        for n in (1, 8, 16)
+    )
+    assert eight / one == pytest.approx(8**-0.575, rel=0.02)
+    assert two_hosts / eight == pytest.approx(0.5, rel=0.02)
+
+
 def test_a_decoding_step_reads_the_experts_that_were_chosen() -> None:
     model = experts(48)
     one, many = decode_weights(model, 1), decode_weights(model, 256)
