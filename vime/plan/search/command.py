@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from slime.config import Config
@@ -138,19 +138,19 @@ def _search_grid(
     grid: Grid,
     machine: MachineSizes,
 ) -> Searched:
-    """Searches the layouts of one grid."""
-    model, order = work.model, itertools.count()
-    predicted: list[tuple[float, int, GpuLayout, PredictedStep, Fit | None]] = []
-    rollouts: dict[tuple[int, int, float, int], float] = {}
-    for layout in layouts:
-        if not check.is_possible(layout):
-            continue
-        engines = layout.engines, layout.engine_gpus, layout.share, layout.ahead
-        prediction = predict_layout(c, model, gpu, layout, work, rollouts.get(engines))
-        rollouts[engines] = prediction.parts["rollout"]
-        heapq.heappush(predicted, (prediction.step, next(order), layout, prediction, None))
-    found, closest, checked, ends = list[Found](), (float("inf"), ""), 0, time.monotonic() + SECONDS
+    """Plans the possible layouts of one grid in the order of their predicted time."""
+    hf, order = work.model.hf, itertools.count()
+    predicted: list[tuple[float, int, GpuLayout, PredictedStep, Fit | None]] = [
+        (prediction.step, next(order), layout, prediction, None)
+        for layout, prediction in _predictions(c, gpu, filter(check.is_possible, layouts), work)
+    ]
+    heapq.heapify(predicted)
     possible = len(predicted)
+    found, closest, checked, ends = list[Found](), (float("inf"), ""), 0, time.monotonic() + SECONDS
+    if not possible and check.closest is not None:
+        closest = _describe_short(
+            gpu, check.closest, whole_fit(with_layout(c, gpu, check.closest), hf, machine)
+        )
     while predicted and len(found) < SHOWN:
         _, _, layout, prediction, fit = heapq.heappop(predicted)
         if fit is None and (checked == MOST_CHECKED[grid] or time.monotonic() > ends):
@@ -161,20 +161,34 @@ def _search_grid(
             found.append(Found(layout, prediction, fit))
             continue
         checked += 1
-        fit = whole_fit(with_layout(c, gpu, layout), model.hf, machine)
+        fit = whole_fit(with_layout(c, gpu, layout), hf, machine)
         if fit.over <= 0 and layout.offload is None and fit.moved:
             # The plan has decided which parts leave the GPU, so the time of the move is known only now.
             exact = add_moves(prediction, fit.moved)
             heapq.heappush(predicted, (exact.step, next(order), layout, exact, fit))
         elif fit.over <= 0:
             found.append(Found(layout, prediction, fit))
-        elif fit.worst is not None and fit.over < closest[0]:
-            closest = fit.over, f"{shortage(fit.worst)}, with {spell(gpu, layout)}"
-    if not possible and check.closest is not None:
-        fit = whole_fit(with_layout(c, gpu, check.closest), model.hf, machine)
-        assert fit.worst is not None
-        closest = fit.over, f"{shortage(fit.worst)}, with {spell(gpu, check.closest)}"
+        elif fit.over < closest[0]:
+            closest = _describe_short(gpu, layout, fit)
     return Searched(found, check.count, possible, checked, *closest)
+
+
+def _predictions(
+    c: Config, gpu: Hardware, layouts: Iterable[GpuLayout], work: StepWork
+) -> Iterator[tuple[GpuLayout, PredictedStep]]:
+    """Yields each layout with the times of a step. Layouts with the same engines share the time of the rollout."""
+    rollouts: dict[tuple[int, int, float, int], float] = {}
+    for layout in layouts:
+        engines = layout.engines, layout.engine_gpus, layout.share, layout.ahead
+        prediction = predict_layout(c, work.model, gpu, layout, work, rollouts.get(engines))
+        rollouts[engines] = prediction.parts["rollout"]
+        yield layout, prediction
+
+
+def _describe_short(gpu: Hardware, layout: GpuLayout, fit: Fit) -> tuple[float, str]:
+    """Returns the missing bytes of a layout that does not fit, and a text with them and the layout's flags."""
+    assert fit.worst is not None
+    return fit.over, f"{shortage(fit.worst)}, with {spell(gpu, layout)}"
 
 
 def predict_layout(
