@@ -198,10 +198,8 @@ def called(config: Config) -> set[str]:
     found |= {head.name} | with_gradients.get(head, set())
     if any(role.head == "lm" for role in get_passes(config)):
         found.add(pass_head(config).name)
-        if pass_head(config) == BITWISE and draws_in_loss(
-            config
-        ):  # linear_top, which --rlk-fast sets with linear_logp
-            found.add(LINEAR.name)
+        if pass_head(config) == BITWISE and draws_in_loss(config):
+            found.add(LINEAR.name)  # linear_top, which --rlk-fast sets with linear_logp
     return found | {name for name, calls in _IN_TRAINING.items() if calls(config)}
 
 

@@ -56,16 +56,21 @@ def activations(c: Config, shape: Shape, device_bytes: float) -> float:
     """
     if c.engine.rollout_backend != "vllm":
         return 0.0
-    flags, large = c.engine.backend_args, device_bytes >= _LARGE and "a100" not in (c.cluster.gpu or "")
-    sequences: int = flags.get("max_num_seqs") or (1024 if large else 256)
-    tokens: int = flags.get("max_num_batched_tokens") or (8192 if large else 2048)
+    flags = c.engine.backend_args
+    sequences, tokens = usual_step(device_bytes, c.cluster.gpu)
     size = BYTES.get(c.engine.engine_facts.dtype or c.megatron.params_dtype, 2)
+    sequences, tokens = flags.get("max_num_seqs") or sequences, flags.get("max_num_batched_tokens") or tokens
     return step_bytes(shape, sequences, tokens, size)
 
 
-def step_bytes(shape: Shape, sequences: int = 1024, tokens: int = 8192, size: int = 2) -> float:
-    """Returns the bytes of a step with `sequences` requests and `tokens` tokens, with weights of `size` bytes. The
-    defaults are those of vLLM's server on a large GPU (vllm/engine/arg_utils.py).
+def usual_step(device_bytes: float, gpu: str | None) -> tuple[int, int]:
+    """Returns the largest numbers of requests and tokens in a step of vLLM's server by default, on a GPU of
+    `device_bytes` with a name of `slime.hardware` or None (vllm/engine/arg_utils.py)."""
+    return (1024, 8192) if device_bytes >= _LARGE and "a100" not in (gpu or "") else (256, 2048)
+
+
+def step_bytes(shape: Shape, sequences: int, tokens: int, size: int = 2) -> float:
+    """Returns the bytes of a step with `sequences` requests and `tokens` tokens, with weights of `size` bytes.
 
     bytes = min(sequences, tokens) * vocab * 22 + 2 * tokens * hidden * size
     """
@@ -99,10 +104,8 @@ def engine_verdict(c: Config, hf: Hf, device_bytes: float) -> str:
         share, step = c.engine.engine_facts.memory_share, activations(c, shape, device_bytes)
         free = share * device_bytes - weights - step
         short = -free
-        composition = f"{amount(weights)} of weights" + (
-            f" and {amount(step)} of activations" if step else ""
-        )
-        composition += f" in {amount(share * device_bytes)}, {share:g} of it"
+        in_share = f"{amount(weights)} of weights" + (f" and {amount(step)} of activations" if step else "")
+        composition = f"{in_share} in {amount(share * device_bytes)}, {share:g} of it"
         bound = f"--vllm-gpu-memory-utilization (now {share:g})"
         change = f"raise {bound} or {more_gpus}"
     if short > 0:

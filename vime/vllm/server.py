@@ -230,7 +230,7 @@ class VllmServer(EngineServer):
             # method if it cannot fork.
             env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
             # vLLM's estimate multiplies the memory of a graph by the number of graphs, and takes the product from the
-            # KV cache. The plan has graphs in the memory besides the engine's share.
+            # KV cache. The plan counts graphs outside of the engine's share.
             env.setdefault("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", "0")
             env.setdefault(
                 "OMP_NUM_THREADS", "1"

@@ -1,7 +1,7 @@
-"""Tests whole runs of tiny models on one GPU, in bfloat16: three GRPO steps of each family, and runs on pairs.
+"""Tests whole runs of tiny models on one GPU, in bfloat16: three GRPO steps per family, and runs on pairs.
 
-On CPUs, tests/e2e/runs/test_train_families.py and test_train_like.py run two steps of most of these models, in float32
-except for gated delta nets, and tests/e2e/examples/test_train_dpo.py runs the pairs.
+On CPUs, tests/e2e/runs/test_train_families.py and test_train_like.py run two steps of most models, in float32 except
+for gated delta nets, and tests/e2e/examples/test_train_dpo.py runs the pairs.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from slime.hardware import Hardware
 from slime.models.decoder import Hf
 from slime.plan.flops import ForwardFlops
 from slime.plan.model_shape import Shape
-from vime.vllm.memory import step_bytes
+from slime.plan.units import GIB
+from vime.vllm.memory import step_bytes, usual_step
 
 BYTES = 2
 """Bytes of a weight in bfloat16."""
@@ -366,8 +367,9 @@ def decode_time(
 def most_sequences(model: Model, gpu: Hardware, layout: GpuLayout, tokens: float, sequences: int) -> int:
     """Returns the requests of `tokens` tokens that an engine runs at the same time: those whose keys and values fit in
     its share with weights and activations, and at most `sequences`."""
-    share = layout.share * gpu.memory_gib * 2**30 - step_bytes(model.shape)
-    free = layout.engine_gpus * share - model.params * BYTES
+    memory = gpu.memory_gib * GIB
+    cache_and_weights = layout.share * memory - step_bytes(model.shape, *usual_step(memory, gpu.name))
+    free = layout.engine_gpus * cache_and_weights - model.params * BYTES
     return (
         max(1, min(sequences, int(free / (model.shape.cache * BYTES * tokens))))
         if model.shape.cache

@@ -27,7 +27,7 @@ RECORDS = Path(__file__).parents[4] / "benchmarks" / "results"
 TOLERANCE = 0.2
 HELD_OUT = ("smoke_qwen3_4b_h100", "weights_two_h200", "long_64k_qwen3_4b_h100", "memory_experts_h200")
 OLDER = ("whole_qwen3_30b_h100",)
-"""Records of code that has changed since then in what they measured: Adam on the host, and weights of experts."""
+"""Records from before the code of Adam on the host and of the weights of experts changed."""
 
 
 def read(name: str) -> Any:
